@@ -1,0 +1,44 @@
+"""
+Every default and every environment variable, in one place.
+
+Functions below this layer take plain arguments; only the front doors (`saving`, `loading`, `opening`, the command
+line) read these.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+
+
+def _env_int(name: str, default: int) -> int:
+    raw = os.environ.get(name, "")
+    if not raw:
+        return default
+    try:
+        return int(raw)
+    except ValueError as exc:
+        raise ValueError(f"environment variable {name} is {raw!r}, which is not a whole number") from exc
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a save or a load uses the machine. What is saved never depends on it."""
+
+    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(2, _cores()))))
+    """Threads that copy, hash and move bytes, on each rank."""
+    host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
+    """Most host memory used beyond the state itself, on each rank."""
+    timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
+    """How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it."""
+    direct_io: bool = field(default_factory=lambda: _env_int("SHARDKEEP_DIRECT_IO", 1) != 0)
+    """Use O_DIRECT on local disks where it works."""

@@ -1,0 +1,92 @@
+"""
+Where bytes go: one small Protocol per verb, so that a function asks only for what it uses.
+
+A store holds named blobs below one place (a directory, a key prefix). Names are flat: no separators, no `..`. There
+are no directories, handles or renames in this vocabulary, so that files and object stores can keep the same promises.
+Every failure leaves a store as an error of `shardkeep.errors`, with the name and offset in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """One entry of a listing."""
+
+    name: str
+    nbytes: int
+    modified_s: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+class BlobWriter(Protocol):
+    """A new blob of known size, written in parts, in any order, from any thread."""
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`."""
+
+    def finish(self) -> None:
+        """Make the blob durable and visible, and close it. Called once, after every part was written."""
+
+    def abandon(self) -> None:
+        """Close and remove what was written. Never raises; safe after `finish` and when called twice."""
+
+
+class BlobReader(Protocol):
+    """A blob opened for reads at any offset, from any thread."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the blob when it was opened."""
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill all of `into` from `offset`; a blob that ends earlier is an error."""
+
+    def close(self) -> None:
+        """Release what the reader holds. Safe when called twice."""
+
+
+class Creates(Protocol):
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        """Begin a new blob of exactly `nbytes`. A blob of that name must not exist."""
+
+
+class Opens(Protocol):
+    def open(self, name: str) -> BlobReader:
+        """Open a blob; `FileNotFoundError` (as `StorageError`) where there is none."""
+
+
+class Puts(Protocol):
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """
+        Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
+
+        Without `replace`, an existing blob of that name is an error and stays as it is.
+        """
+
+
+class Gets(Protocol):
+    def get(self, name: str, *, limit: int) -> bytes:
+        """Read a whole small blob; one of more than `limit` bytes is an error, and is not read."""
+
+
+class Lists(Protocol):
+    def list(self) -> Iterator[BlobInfo]:
+        """List every blob; a place that does not exist has none."""
+
+
+class Deletes(Protocol):
+    def delete(self, name: str) -> None:
+        """Remove a blob; one that is not there is no error."""
+
+
+class Store(Creates, Opens, Puts, Gets, Lists, Deletes, Protocol):
+    """A place that can do all of it."""
+
+    @property
+    def url(self) -> str:
+        """The place, as a user would write it; used in messages."""
