@@ -17,6 +17,7 @@ Every exception shardkeep raises, and nothing else.
     │   ├── WrongSize
     │   └── MalformedFile            a file whose contents break the format's rules
     ├── StorageError                 (OSError)     the store failed; errno is set where there is one
+    │   ├── BlobNotFound             (FileNotFoundError)
     │   └── StorageFull
     ├── RanksSilent                  (TimeoutError) ranks that did not answer within the deadline
     └── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
@@ -135,6 +136,10 @@ class StorageError(CheckpointError, OSError):
     def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
         super().__init__(message, hint=hint, **details)
         self.errno = details.get("errno")
+
+
+class BlobNotFound(StorageError, FileNotFoundError):
+    """The store has no blob of that name."""
 
 
 class StorageFull(StorageError):

@@ -57,7 +57,7 @@ class Creates(Protocol):
 
 class Opens(Protocol):
     def open(self, name: str) -> BlobReader:
-        """Open a blob; `FileNotFoundError` (as `StorageError`) where there is none."""
+        """Open a blob; `BlobNotFound` where there is none."""
 
 
 class Puts(Protocol):
@@ -71,7 +71,8 @@ class Puts(Protocol):
 
 class Gets(Protocol):
     def get(self, name: str, *, limit: int) -> bytes:
-        """Read a whole small blob; one of more than `limit` bytes is an error, and is not read."""
+        """Read a whole small blob; `BlobNotFound` where there is none, and one of more than `limit` bytes is an
+        error and is not read."""
 
 
 class Lists(Protocol):

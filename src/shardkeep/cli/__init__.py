@@ -1,0 +1,1 @@
+"""The `shardkeep` command: one file a subcommand."""

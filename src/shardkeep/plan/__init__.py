@@ -1,0 +1,1 @@
+"""What goes where: pure functions on columns."""

@@ -1,0 +1,1 @@
+"""Making it happen: the write and read pipelines."""

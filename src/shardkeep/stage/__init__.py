@@ -1,0 +1,1 @@
+"""Host memory between tensors and files, under a budget."""

@@ -1,0 +1,1 @@
+"""State dicts before any byte moves: flatten, recognise leaves, find each rank's boxes."""

@@ -1,0 +1,1 @@
+"""Where bytes go: local files, memory."""
