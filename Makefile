@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine with Python and pip: `make demo` and `make test`.
+# The first one makes .venv; PY=/path/to/python uses an environment that is already there instead.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+READY := $(VENV)/.ready
+
+ifdef PY
+  READY :=
+else
+  PY := $(VENV)/bin/python
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check bench clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  ARGS=... is passed on: make test ARGS='-k reshard -x', make bench ARGS='--gb 0.2 --rounds 1'"
+
+demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and loss is checked (about a minute)
+	$(PY) -m shardkeep.cli.main demo $(ARGS)
+
+test: check ## Everything CI runs: the checks below, then every test
+	$(PY) -m pytest $(ARGS)
+
+check: $(READY) ## Lint, format, types, and the one-direction rule of the folders
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_architecture.py
+
+bench: $(READY) ## Measure against the raw disk, torch DCP, torch.save and safetensors
+	$(PY) bench/run.py $(ARGS)
+
+venv: $(READY) ## Make .venv with everything in it
+
+# Torch goes first and alone, by version: where a CPU build of it is at hand pip takes that, and the second install
+# then finds torch satisfied and pulls no CUDA packages. The dev tools are a dependency group, which pip knows from 25.1.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet --editable . --group dev
+	@$(VENV)/bin/python -m pip list --format freeze | grep -i '^nvidia-' >/dev/null \
+	  && echo "note: this torch came with CUDA packages. The small CPU build is enough here:" \
+	  && echo "  make clean venv TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'" \
+	  || $(VENV)/bin/python -c "import torch; print('torch', torch.__version__, '- no CUDA packages installed')"
+	@touch $@
+
+clean: ## Remove .venv, caches and benchmark results
+	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
