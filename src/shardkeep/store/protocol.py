@@ -8,9 +8,29 @@ Every failure leaves a store as an error of `shardkeep.errors`, with the name an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+from shardkeep.errors import MalformedFile
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+
+
+def is_name(name: str) -> bool:
+    """Tell whether a blob may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str) -> str:
+    """Return the name, or raise `MalformedFile` for one that could reach outside the store or upset a file system."""
+    if not is_name(name):
+        raise MalformedFile(
+            f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', a letter or digit first",
+            name=name,
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -30,10 +50,18 @@ class BlobWriter(Protocol):
         """Write all of `data` at `offset`."""
 
     def finish(self) -> None:
-        """Make the blob durable and visible, and close it. Called once, after every part was written."""
+        """
+        Make the blob durable and close it. Called once, after every part was written.
+
+        A listing may show the blob before; only one that is finished may be trusted.
+        """
 
     def abandon(self) -> None:
-        """Close and remove what was written. Never raises; safe after `finish` and when called twice."""
+        """
+        Close and remove what was written. Never raises, and does nothing when called again.
+
+        After a `finish` that succeeded the blob stays; after one that failed it is removed.
+        """
 
 
 class BlobReader(Protocol):
@@ -52,7 +80,7 @@ class BlobReader(Protocol):
 
 class Creates(Protocol):
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        """Begin a new blob of exactly `nbytes`. A blob of that name must not exist."""
+        """Begin a new blob of exactly `nbytes`. One of that name that exists is a `StorageError` with errno EEXIST."""
 
 
 class Opens(Protocol):
@@ -65,19 +93,22 @@ class Puts(Protocol):
         """
         Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
 
-        Without `replace`, an existing blob of that name is an error and stays as it is.
+        Without `replace`, an existing blob of that name is a `StorageError` with errno EEXIST and stays as it is.
         """
 
 
 class Gets(Protocol):
     def get(self, name: str, *, limit: int) -> bytes:
-        """Read a whole small blob; `BlobNotFound` where there is none, and one of more than `limit` bytes is an
-        error and is not read."""
+        """
+        Read a whole small blob; `BlobNotFound` where there is none.
+
+        One of more than `limit` bytes is a `MalformedFile` error, and is not read.
+        """
 
 
 class Lists(Protocol):
     def list(self) -> Iterator[BlobInfo]:
-        """List every blob; a place that does not exist has none."""
+        """List every blob, by name; a place that does not exist has none."""
 
 
 class Deletes(Protocol):

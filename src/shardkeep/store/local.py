@@ -1,0 +1,271 @@
+"""
+Blobs as files of one directory.
+
+Large reads and writes go past the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes
+a fifth of the CPU time; everything else, and every system without O_DIRECT, is buffered. A blob is durable when
+`finish` or `put` returns. Nothing is ever read or written outside the directory, through a symbolic link, or from
+anything that is not a regular file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+from shardkeep.errors import MalformedFile, StorageError, WrongSize
+from shardkeep.store.aligned import ALIGNMENT, ScratchPool, address_of, copy, flat
+from shardkeep.store.files import (
+    NO_DIRECT,
+    Descriptors,
+    cached_bytes,
+    make_directory,
+    open_files,
+    read_at,
+    reserve,
+    storage_errors,
+    sync,
+    sync_directory,
+    write_at,
+)
+from shardkeep.store.protocol import BlobInfo, check_name, is_name
+
+_REQUEST_BYTES = 8 << 20
+"""One request to the disk, and the size of a scratch buffer: larger ones are no faster."""
+_DIRECT_READ_BYTES = 256 << 10
+"""Shorter reads are buffered: headers and indexes are read again, and the page cache reads ahead for them."""
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+class _LocalWriter:
+    def __init__(self, url: str, path: str, nbytes: int, files: Descriptors) -> None:
+        self._url = url
+        self._path = path
+        self._name = os.path.basename(path)
+        self._nbytes = nbytes
+        self._files = files
+        self._direct = files.direct
+        self._finished = False
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        view = flat(data)
+        if offset < 0 or offset + len(view) > self._nbytes:
+            raise StorageError(
+                f"{self._path}: {len(view)} bytes at offset {offset} do not fit a blob of {self._nbytes}",
+                name=self._name, offset=offset, errno=errno.EINVAL,
+            )  # fmt: skip
+        done = 0
+        with storage_errors("cannot write", self._url, self._name, offset), self._files:
+            while done < len(view):
+                done += self._write_some(offset + done, view[done:])
+
+    def _write_some(self, offset: int, view: memoryview) -> int:
+        # Direct and buffered writes never share a page: whichever thread writes it, a partial page is buffered.
+        head = -offset % ALIGNMENT
+        body = (len(view) - head) // ALIGNMENT * ALIGNMENT
+        direct = self._direct
+        if direct is None or body <= 0 or (address_of(view) + head) % ALIGNMENT:
+            return write_at(self._files.buffered, view, offset)
+        if head:
+            return write_at(self._files.buffered, view[:head], offset)
+        try:
+            return write_at(direct, view[:body], offset)
+        except OSError as exc:
+            if exc.errno not in NO_DIRECT:
+                raise
+            self._direct = None
+            return write_at(self._files.buffered, view, offset)
+
+    def finish(self) -> None:
+        with storage_errors("cannot make durable", self._url, self._name):
+            with self._files:
+                if os.fstat(self._files.buffered).st_size != self._nbytes:
+                    os.ftruncate(self._files.buffered, self._nbytes)
+                sync(self._files.buffered)
+            self._files.close()
+            sync_directory(os.path.dirname(self._path))
+        self._finished = True
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            self._files.close()
+        if not self._finished:
+            with suppress(OSError):
+                os.unlink(self._path)
+            self._finished = True
+
+
+class _LocalReader:
+    def __init__(self, url: str, name: str, files: Descriptors, scratch: ScratchPool) -> None:
+        self._url = url
+        self._name = name
+        self._files = files
+        self._direct = files.direct
+        self._scratch = scratch
+        self._asks_cache = True
+        self._nbytes = os.fstat(files.buffered).st_size
+        scratch.hold()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        view = flat(into)
+        done = 0
+        with storage_errors("cannot read", self._url, self._name, offset), self._files:
+            while done < len(view):
+                got = self._read_some(offset + done, view[done:])
+                if not got:
+                    raise WrongSize(
+                        f"{os.path.join(self._url, self._name)}: wanted {len(view)} bytes at offset {offset}, "
+                        f"got {done}: the file ends there",
+                        name=self._name, offset=offset, wanted=len(view), got=done,
+                    )  # fmt: skip
+                done += got
+
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        view = view[:_REQUEST_BYTES]
+        direct = self._direct
+        if direct is None or len(view) < _DIRECT_READ_BYTES or self._mostly_cached(offset, len(view)):
+            return read_at(self._files.buffered, view, offset)
+        try:
+            return self._read_direct(direct, offset, view)
+        except OSError as exc:
+            if exc.errno not in NO_DIRECT:
+                raise
+            self._direct = None
+            return read_at(self._files.buffered, view, offset)
+
+    def _read_direct(self, fd: int, offset: int, view: memoryview) -> int:
+        skip = offset % ALIGNMENT
+        if not skip and not address_of(view) % ALIGNMENT:
+            return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
+        with self._scratch.lease() as scratch:
+            window = min(-(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT, len(scratch))
+            # The end of the file may cut the last page short.
+            got = min(read_at(fd, scratch[:window], offset - skip) - skip, len(view))
+            if got <= 0:
+                return 0
+            copy(view[:got], scratch[skip : skip + got])
+            return got
+
+    def _mostly_cached(self, offset: int, nbytes: int) -> bool:
+        """
+        Ask the page cache whether it holds most of a range.
+
+        A read with RWF_NOWAIT would give the bytes at once, but where they are missing it makes the kernel read ahead
+        as much as was asked for, and a cold load then reads everything twice.
+        """
+        if not self._asks_cache:
+            return False
+        cached = cached_bytes(self._files.buffered, offset, nbytes)
+        self._asks_cache = cached is not None
+        return 2 * (cached or 0) > nbytes
+
+    def close(self) -> None:
+        with suppress(OSError):
+            if self._files.close():
+                self._scratch.let_go()
+
+
+class LocalStore:
+    """A directory of this machine or of a network file system; it is made when the first blob is."""
+
+    def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
+        self.url = os.fspath(path)
+        self._path = os.path.abspath(self.url)
+        self._direct = direct
+        self._scratch = ScratchPool(_REQUEST_BYTES)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r}, direct={self._direct})"
+
+    def create(self, name: str, nbytes: int) -> _LocalWriter:
+        path = os.path.join(self._path, check_name(name))
+        with storage_errors("cannot create", self.url, name):
+            files = self._new_file(path, direct=self._direct)
+            writer = _LocalWriter(self.url, path, nbytes, files)
+            try:
+                reserve(files.buffered, nbytes)
+            except BaseException:
+                writer.abandon()
+                raise
+        return writer
+
+    def _new_file(self, path: str, *, direct: bool) -> Descriptors:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            return open_files(path, flags, direct=direct)
+        except FileNotFoundError:
+            make_directory(self._path)
+            return open_files(path, flags, direct=direct)
+
+    def open(self, name: str) -> _LocalReader:
+        path = os.path.join(self._path, check_name(name))
+        with storage_errors("cannot open", self.url, name):
+            return _LocalReader(self.url, name, open_files(path, os.O_RDONLY, direct=self._direct), self._scratch)
+
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        path = os.path.join(self._path, check_name(name))
+        temporary = os.path.join(self._path, f".tmp-{secrets.token_hex(8)}")
+        with storage_errors("cannot put", self.url, name):
+            self._write_whole(temporary, data)
+            try:
+                if replace:
+                    os.replace(temporary, path)
+                else:
+                    self._link(temporary, path, data)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            sync_directory(self._path)
+
+    def _link(self, temporary: str, path: str, data: bytes) -> None:
+        try:
+            os.link(temporary, path)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+            # Without links a crash can leave a part of a new blob, but never harms one that is there.
+            self._write_whole(path, data)
+
+    def _write_whole(self, path: str, data: bytes) -> None:
+        files = self._new_file(path, direct=False)
+        writer = _LocalWriter(self.url, path, len(data), files)
+        try:
+            writer.write_at(0, memoryview(data))
+            sync(files.buffered)
+            files.close()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        with closing(self.open(name)) as reader:
+            if reader.nbytes > limit:
+                raise MalformedFile(
+                    f"{os.path.join(self.url, name)}: {reader.nbytes} bytes, expected at most {limit}", name=name
+                )
+            data = bytearray(reader.nbytes)
+            reader.read_into(0, memoryview(data))
+            return bytes(data)
+
+    def list(self) -> Iterator[BlobInfo]:
+        found = []
+        # The inner suppress: a blob deleted since. The outer: a directory that was never made.
+        with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                if is_name(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append(BlobInfo(entry.name, status.st_size, status.st_mtime))
+        return iter(sorted(found, key=lambda blob: blob.name))
+
+    def delete(self, name: str) -> None:
+        path = os.path.join(self._path, check_name(name))
+        with storage_errors("cannot delete", self.url, name), suppress(FileNotFoundError):
+            os.unlink(path)
+            sync_directory(self._path)

@@ -1,0 +1,107 @@
+"""
+Blobs in this process's memory, for tests and for handing a checkpoint on without a disk.
+
+Only the process that made a store sees it, and nothing is durable; every other promise of the protocol holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+
+from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
+from shardkeep.store.aligned import copy, flat
+from shardkeep.store.protocol import BlobInfo, check_name
+
+
+class _MemoryBlob:
+    """One blob's bytes, open for writing until finished; an open blob outlives its deletion."""
+
+    def __init__(self, store: MemoryStore, name: str, nbytes: int) -> None:
+        self._store = store
+        self._name = name
+        self.data = bytearray(nbytes)
+        self.modified_s = time.time()
+        self._open = True
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        view = flat(data)
+        if not self._open or offset < 0 or offset + len(view) > self.nbytes:
+            message = f"{self._store.url}/{self._name}: {len(view)} bytes at offset {offset} do not fit an open blob"
+            raise StorageError(f"{message} of {self.nbytes}", name=self._name, offset=offset, errno=errno.EINVAL)
+        copy(memoryview(self.data)[offset : offset + len(view)], view)
+
+    def finish(self) -> None:
+        self._open = False
+
+    def abandon(self) -> None:
+        if self._open:
+            self._open = False
+            self._store.delete(self._name)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        view = flat(into)
+        found = memoryview(self.data)[max(offset, 0) : max(offset, 0) + len(view)]
+        if offset < 0 or len(found) != len(view):
+            message = f"{self._store.url}/{self._name}: wanted {len(view)} bytes at offset {offset}, got {len(found)}"
+            raise WrongSize(message, name=self._name, offset=offset, wanted=len(view), got=len(found))
+        copy(view, found)
+
+    def close(self) -> None:
+        """Nothing to release: the bytes belong to whoever still holds them."""
+
+
+class MemoryStore:
+    """A store that lives as long as this object."""
+
+    def __init__(self) -> None:
+        self.url = f"memory://{id(self):x}"
+        self._lock = threading.Lock()
+        self._blobs: dict[str, _MemoryBlob] = {}
+
+    def _add(self, blob: _MemoryBlob, name: str, *, replace: bool) -> None:
+        with self._lock:
+            if name in self._blobs and not replace:
+                message = f"{self.url}/{name}: cannot create: File exists (errno EEXIST)"
+                raise StorageError(message, name=name, errno=errno.EEXIST)
+            self._blobs[name] = blob
+
+    def create(self, name: str, nbytes: int) -> _MemoryBlob:
+        blob = _MemoryBlob(self, check_name(name), nbytes)
+        self._add(blob, name, replace=False)
+        return blob
+
+    def open(self, name: str) -> _MemoryBlob:
+        with self._lock:
+            blob = self._blobs.get(check_name(name))
+        if blob is None:
+            message = f"{self.url}/{name}: cannot open: No such file or directory (errno ENOENT)"
+            raise BlobNotFound(message, name=name, errno=errno.ENOENT)
+        return blob
+
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        blob = _MemoryBlob(self, check_name(name), len(data))
+        blob.write_at(0, memoryview(data))
+        blob.finish()
+        self._add(blob, name, replace=replace)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        blob = self.open(name)
+        if blob.nbytes > limit:
+            raise MalformedFile(f"{self.url}/{name}: {blob.nbytes} bytes, expected at most {limit}", name=name)
+        return bytes(blob.data)
+
+    def list(self) -> Iterator[BlobInfo]:
+        with self._lock:
+            found = [BlobInfo(name, blob.nbytes, blob.modified_s) for name, blob in self._blobs.items()]
+        return iter(sorted(found, key=lambda blob: blob.name))
+
+    def delete(self, name: str) -> None:
+        with self._lock:
+            self._blobs.pop(check_name(name), None)
