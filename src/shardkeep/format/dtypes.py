@@ -1,0 +1,162 @@
+"""
+Every element type a checkpoint can hold: its name, its code in the index, its size, and how safetensors spells it.
+
+One table, in both directions. Names are torch's; codes are part of the file format, so a row is never renumbered or
+reused. Torch is imported only by the two functions that speak of `torch.dtype`, so that commands which merely look at
+files start without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from shardkeep.errors import MalformedFile, UnsupportedLeaf
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type. Equal to itself alone: there is one `DType` a row of the table."""
+
+    code: int
+    """The byte that stands for it in the index; never renumbered."""
+    name: str
+    """What `torch` calls it."""
+    itemsize: int
+    """Bytes of one torch element; 1 for packed and sub-byte types."""
+    safetensors: str | None = None
+    """The safetensors dtype with the same bytes, if there is one; the rest are stored as U8."""
+    numpy: str | None = None
+    """What numpy calls it, if it has it without extensions."""
+    packed: int = 1
+    """How many safetensors elements lie in one torch element."""
+
+    def in_safetensors(self, shape: Ints) -> tuple[str, Ints]:
+        """
+        Return dtype and shape a safetensors header gives a tensor of this type and shape.
+
+        A type safetensors lacks is U8: of the same shape if its elements are bytes, else with one more axis, the
+        bytes of an element. A packed type has its last axis counted in what is packed, as safetensors itself does.
+        """
+        if self.safetensors is not None:
+            if self.packed == 1:
+                return self.safetensors, shape
+            if shape:
+                return self.safetensors, (*shape[:-1], shape[-1] * self.packed)
+        return "U8", shape if self.itemsize == 1 else (*shape, self.itemsize)
+
+
+TABLE = (
+    DType(1, "bool", 1, "BOOL", "bool"),
+    DType(2, "uint8", 1, "U8", "uint8"),
+    DType(3, "int8", 1, "I8", "int8"),
+    DType(4, "int16", 2, "I16", "int16"),
+    DType(5, "int32", 4, "I32", "int32"),
+    DType(6, "int64", 8, "I64", "int64"),
+    DType(7, "float16", 2, "F16", "float16"),
+    DType(8, "bfloat16", 2, "BF16"),
+    DType(9, "float32", 4, "F32", "float32"),
+    DType(10, "float64", 8, "F64", "float64"),
+    DType(11, "uint16", 2, "U16", "uint16"),
+    DType(12, "uint32", 4, "U32", "uint32"),
+    DType(13, "uint64", 8, "U64", "uint64"),
+    DType(14, "complex32", 4),
+    DType(15, "complex64", 8, "C64", "complex64"),
+    DType(16, "complex128", 16, None, "complex128"),
+    DType(17, "float8_e4m3fn", 1, "F8_E4M3"),
+    DType(18, "float8_e5m2", 1, "F8_E5M2"),
+    DType(19, "float8_e4m3fnuz", 1, "F8_E4M3FNUZ"),
+    DType(20, "float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
+    DType(21, "float8_e8m0fnu", 1, "F8_E8M0"),
+    DType(22, "float4_e2m1fn_x2", 1, "F4", packed=2),
+    DType(23, "uint1", 1),
+    DType(24, "uint2", 1),
+    DType(25, "uint3", 1),
+    DType(26, "uint4", 1),
+    DType(27, "uint5", 1),
+    DType(28, "uint6", 1),
+    DType(29, "uint7", 1),
+    DType(30, "int1", 1),
+    DType(31, "int2", 1),
+    DType(32, "int3", 1),
+    DType(33, "int4", 1),
+    DType(34, "int5", 1),
+    DType(35, "int6", 1),
+    DType(36, "int7", 1),
+    DType(37, "bits8", 1),
+    DType(38, "bits16", 2),
+    DType(39, "bits1x8", 1),
+    DType(40, "bits2x4", 1),
+    DType(41, "bits4x2", 1),
+)
+
+_BY_NAME = {row.name: row for row in TABLE}
+_BY_CODE = {row.code: row for row in TABLE}
+_BY_NUMPY = {row.numpy: row for row in TABLE if row.numpy is not None}
+
+
+def by_name(name: str) -> DType:
+    """Return the type of this name; MalformedFile if there is none."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise MalformedFile(
+            f"there is no dtype named {name!r}", hint="was the checkpoint written by a newer shardkeep?", dtype=name
+        ) from None
+
+
+def by_code(code: int) -> DType:
+    """Return the type of this code; MalformedFile if there is none."""
+    try:
+        return _BY_CODE[code]
+    except KeyError:
+        raise MalformedFile(
+            f"there is no dtype with code {code}", hint="was the checkpoint written by a newer shardkeep?", code=code
+        ) from None
+
+
+def of_torch(dtype: torch.dtype) -> DType:
+    """Return the type torch gives a tensor; UnsupportedLeaf for quantized ones and any this version does not know."""
+    try:
+        return _by_torch()[dtype]
+    except KeyError:
+        raise UnsupportedLeaf(f"{dtype} has no stored form", hint=_hint(str(dtype)), dtype=str(dtype)) from None
+
+
+def to_torch(dtype: DType) -> torch.dtype:
+    """Return torch's type; UnsupportedLeaf if the installed torch does not have it."""
+    import torch  # noqa: PLC0415  see the module's docstring
+
+    found = getattr(torch, dtype.name, None)
+    if isinstance(found, torch.dtype):
+        return found
+    raise UnsupportedLeaf(
+        f"torch {torch.__version__} has no dtype {dtype.name}", hint="load with a newer torch", dtype=dtype.name
+    )
+
+
+def of_numpy(dtype: np.dtype[Any]) -> DType | None:
+    """Return the type of a numpy array, or None if torch has none with the same bytes (another byte order included)."""
+    return _BY_NUMPY.get(dtype.name) if dtype.isnative else None
+
+
+@cache
+def _by_torch() -> dict[torch.dtype, DType]:
+    import torch  # noqa: PLC0415  see the module's docstring
+
+    # getattr with a default: an older torch may lack the newest rows.
+    found = ((getattr(torch, row.name, None), row) for row in TABLE)
+    return {dtype: row for dtype, row in found if isinstance(dtype, torch.dtype)}
+
+
+def _hint(name: str) -> str:
+    if name.startswith(("torch.qint", "torch.quint")):
+        return "save t.int_repr() together with its scale and zero_point"
+    return "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"

@@ -1,0 +1,327 @@
+"""
+Every tensor-like leaf of a state dict as the same plain value.
+
+A torch tensor of any kind, a DTensor, a ShardedTensor, a `ShardedBox` or a numpy array comes in; out comes its dtype,
+its global shape, and the pieces this rank holds, each a plain strided tensor over the leaf's own memory. Nothing is
+communicated and, but for what has no plain view (conjugates, reversed arrays), nothing is copied. What has no plain
+form at all is refused by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from shardkeep.errors import InvalidShards, UnsupportedLeaf
+from shardkeep.format.dtypes import of_numpy, of_torch
+from shardkeep.format.region import Ints, slices
+from shardkeep.state.kinds import ShardedBox
+from shardkeep.state.placement import dtensor_boxes
+
+_ARRAYS = (np.ndarray, np.memmap)  # exactly these: a masked or a record array is more than its elements
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor that this rank holds."""
+
+    offsets: Ints
+    """Where it begins in the whole tensor."""
+    tensor: torch.Tensor
+    """Plain, strided, detached, on any device; its shape is the size of the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor of the state, reduced to what saving and loading need."""
+
+    dtype: torch.dtype
+    shape: Ints
+    """Of the whole tensor, over all ranks."""
+    pieces: tuple[Piece, ...]
+    """What this rank holds; none where that is nothing."""
+    alias: tuple[Any, ...] | None
+    """Equal for two leaves that are the same memory seen the same way; None where there is no memory."""
+
+
+class _Ask(NamedTuple):
+    """Which leaf is described, and what for."""
+
+    key: str
+    allow_meta: bool
+    writable: bool
+
+    def refuse(self, what: str, hint: str) -> NoReturn:
+        raise UnsupportedLeaf(f"{self.key!r} {what}", hint=hint, key=self.key)
+
+
+def is_tensor(obj: Any) -> bool:
+    """Say whether `describe_leaf` is the one to describe, or refuse, this leaf."""
+    if isinstance(obj, (torch.Tensor, ShardedBox)):  # DTensor and ShardedTensor are torch.Tensors
+        return True
+    return type(obj) in _ARRAYS and of_numpy(obj.dtype) is not None
+
+
+def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: bool = False) -> TensorLeaf:
+    """
+    Describe a leaf for which `is_tensor` holds.
+
+    Args:
+        key: the leaf's name, for errors.
+        obj: the leaf.
+        allow_meta: take tensors on the meta device, which have a shape and no values.
+        writable: the pieces will be written to; refuse a leaf that would not see it.
+
+    Raises:
+        UnsupportedLeaf: it has no plain form; says what it is and what to do.
+        InvalidShards: its pieces are not what it says they are.
+
+    """
+    ask = _Ask(key, allow_meta, writable)
+    kind = type(obj)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _describe_plain(ask, obj)
+    if kind in _ARRAYS:
+        return _describe_plain(ask, _from_numpy(ask, obj))
+    if isinstance(obj, ShardedBox):
+        return _describe_box(ask, obj)
+    if _is_a(obj, "torch.distributed.tensor", "DTensor"):
+        return _describe_dtensor(ask, obj)
+    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        return _describe_sharded_tensor(ask, obj)
+    return _describe_plain(ask, _unwrap(ask, obj))
+
+
+def materialize(key: str, obj: Any) -> Any:
+    """
+    Give a leaf on the meta device memory, uninitialised; return any other leaf as it is.
+
+    The result is the same kind of object: shape, order of strides, dtype, `requires_grad`, placements, parameter
+    class and attributes are kept. It lies on the default device, or a DTensor on its mesh's.
+    """
+    if isinstance(obj, ShardedBox):
+        if not any(tensor.is_meta for tensor, _ in obj.pieces):
+            return obj
+        pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
+        return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
+    if not isinstance(obj, torch.Tensor) or not obj.is_meta:
+        return obj
+    if _is_a(obj, "torch.distributed.tensor", "DTensor"):
+        return _dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))  # type: ignore[attr-defined]  # a DTensor
+    plain = _unwrap(_Ask(key, allow_meta=True, writable=True), obj)
+    device = torch.get_default_device()
+    # Under `with torch.device("meta")` the default is no place to load to.
+    return _dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+
+
+def _dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """Give a fresh tensor the class, attributes and `requires_grad` of another."""
+    kind: Any = type(model)
+    if kind is torch.nn.Parameter:
+        fresh = torch.nn.Parameter(fresh, requires_grad=model.requires_grad)
+    elif type(fresh) is not kind:
+        fresh = fresh.as_subclass(kind)
+    fresh.__dict__.update({name: value for name, value in model.__dict__.items() if name not in fresh.__dict__})
+    return fresh.requires_grad_(model.requires_grad)
+
+
+def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        _refuse_layout(ask, tensor)
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    _check_dtype(ask, dtype)
+    if 0 in shape:
+        return TensorLeaf(dtype, shape, (), None)
+    plain, memory = _plain_view(ask, tensor)
+    origin = (0,) * len(shape)
+    return TensorLeaf(dtype, shape, (Piece(origin, plain),), memory and (dtype, shape, origin, memory))
+
+
+def _describe_parts(
+    ask: _Ask, dtype: torch.dtype, shape: Ints, parts: Iterable[tuple[Ints, torch.Tensor]]
+) -> TensorLeaf:
+    """Describe a tensor of which this rank holds `parts`, each of plain strided layout and the same dtype."""
+    _check_dtype(ask, dtype)
+    pieces: list[Piece] = []
+    alias: list[Any] = [dtype, shape]
+    on_meta = False
+    for offsets, tensor in parts:
+        if tensor.dtype != dtype:
+            raise InvalidShards(
+                f"{ask.key!r} is {dtype}, but its piece at {offsets} is {tensor.dtype}",
+                hint="give all pieces of a tensor one dtype",
+                key=ask.key,
+            )
+        if tensor.numel() == 0:
+            continue
+        plain, memory = _plain_view(ask, tensor)
+        pieces.append(Piece(offsets, plain))
+        alias += [offsets, memory]
+        on_meta = on_meta or memory is None
+    return TensorLeaf(dtype, shape, tuple(pieces), tuple(alias) if pieces and not on_meta else None)
+
+
+def _describe_box(ask: _Ask, box: ShardedBox) -> TensorLeaf:
+    parts = []
+    for tensor, offsets in box.pieces:
+        plain = _unwrap(ask, tensor)
+        _check_inside(ask, box.shape, offsets, tuple(plain.shape))
+        parts.append((offsets, plain))
+    return _describe_parts(ask, box.dtype, box.shape, parts)
+
+
+def _describe_dtensor(ask: _Ask, obj: Any) -> TensorLeaf:
+    local = _unwrap(ask, obj._local_tensor).detach()  # to_local() would put itself on the autograd tape
+    whole = tuple(local.shape)
+    boxes = dtensor_boxes(ask.key, obj._spec, whole)
+    parts = ((there.offsets, local if here.sizes == whole else local[slices(here)]) for there, here in boxes)
+    return _describe_parts(ask, obj.dtype, tuple(obj.shape), parts)
+
+
+def _describe_sharded_tensor(ask: _Ask, obj: Any) -> TensorLeaf:
+    shape = tuple(obj.metadata().size)
+    parts = []
+    for shard in obj.local_shards():
+        plain = _unwrap(ask, shard.tensor)
+        offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+        if tuple(plain.shape) != sizes:
+            raise InvalidShards(
+                f"{ask.key!r}: the shard at {offsets} is {tuple(plain.shape)}, its metadata say {sizes}", key=ask.key
+            )
+        _check_inside(ask, shape, offsets, sizes)
+        parts.append((offsets, plain))
+    return _describe_parts(ask, obj.dtype, shape, parts)
+
+
+def _check_inside(ask: _Ask, shape: Ints, offsets: Ints, sizes: Ints) -> None:
+    if len(offsets) == len(sizes) == len(shape) and all(
+        o >= 0 and o + n <= full for o, n, full in zip(offsets, sizes, shape, strict=True)
+    ):
+        return
+    raise InvalidShards(
+        f"{ask.key!r}: a piece of size {sizes} at {offsets} does not lie inside {shape}",
+        hint="offsets and size of a piece are counted in elements of the whole tensor",
+        key=ask.key,
+    )
+
+
+def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
+    """Return a tensor of at least one element as a detached plain view, and what tells its memory from any other."""
+    pointer = tensor.data_ptr()
+    if pointer == 0 or tensor.untyped_storage().nbytes() == 0:
+        if not tensor.is_meta:
+            _refuse_without_memory(ask, tensor)
+        if not ask.allow_meta:
+            ask.refuse("is on the meta device: it has no values", "materialize and initialise it before saving")
+        return tensor.detach(), None
+    stride = tensor.stride()
+    memory = (pointer, tuple(tensor.shape), stride, tensor.device)
+    if ask.writable and 0 in stride:
+        _check_no_overlap(ask, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        if ask.writable:
+            ask.refuse(
+                "is a conjugate or negative view, which cannot be filled in place",
+                "load into t.resolve_conj().resolve_neg()",
+            )
+        return tensor.detach().resolve_conj().resolve_neg(), (*memory, tensor.is_conj(), tensor.is_neg())
+    return tensor.detach(), memory
+
+
+def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
+    """Return the plain tensor inside a leaf or piece that is a `torch.Tensor` of any class."""
+    if _is_a(obj, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        obj = obj.trigger_wait()
+    kind = type(obj)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        if not isinstance(obj, torch.Tensor):
+            ask.refuse(f"has a piece that is a {_name(kind)}, not a torch.Tensor", "give pieces as tensors")
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            _refuse_subclass(ask, obj)
+        if torch.nn.parameter.is_lazy(obj):
+            ask.refuse("is a lazy parameter without a shape yet", "run the module once before saving it")
+        # The class keeps all its values in its own memory, whatever it does with operators.
+        with torch._C.DisableTorchFunctionSubclass():
+            obj = obj.as_subclass(torch.Tensor)
+    if obj.layout is not torch.strided or obj.is_nested:
+        _refuse_layout(ask, obj)
+    return obj  # type: ignore[no-any-return]  # checked above
+
+
+def _from_numpy(ask: _Ask, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """View an array as a tensor; copy it where torch cannot view it."""
+    if array.size == 0:
+        return torch.from_numpy(np.empty(array.shape, array.dtype))
+    if ask.writable and not array.flags.writeable:
+        ask.refuse("is a read-only numpy array, which cannot be filled in place", "give a writable array to load into")
+    if not array.flags.aligned or any(n < 0 or n % array.itemsize for n in array.strides):
+        if ask.writable:
+            ask.refuse("is a reversed or unaligned numpy array", "give np.ascontiguousarray(a) to load into")
+        array = np.array(array, subok=False)  # rebuilt in memory torch can view
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
+
+
+class _Unlocked:
+    """The memory of a read-only array, offered as writable: torch has no read-only tensors, and warns."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        interface = array.__array_interface__
+        self.owner = array
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _check_dtype(ask: _Ask, dtype: torch.dtype) -> None:
+    try:
+        of_torch(dtype)
+    except UnsupportedLeaf as error:
+        ask.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
+
+
+def _check_no_overlap(ask: _Ask, tensor: torch.Tensor) -> None:
+    if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        ask.refuse("is expanded: several elements share memory, so it cannot be filled", "load into t.contiguous()")
+
+
+def _refuse_layout(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
+    if tensor.is_nested:
+        ask.refuse("is a nested tensor", "save its .values() and .offsets(), or t.unbind()")
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # absent from torch's stubs
+        ask.refuse("has the opaque mkldnn layout", "save t.to_dense()")
+    ask.refuse(f"has layout {tensor.layout}", "save its indices and values, or t.to_dense()")
+
+
+def _refuse_without_memory(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
+    if torch._is_functional_tensor(tensor):
+        ask.refuse("is a functional tensor, which exists while torch traces", "save the tensor outside of tracing")
+    ask.refuse(
+        f"has shape {tuple(tensor.shape)} but no memory behind it",
+        "its storage was freed (a parameter FSDP has resharded?): save the state dict of the wrapped module",
+    )
+
+
+def _refuse_subclass(ask: _Ask, obj: torch.Tensor) -> NoReturn:
+    name = _name(type(obj))
+    if type(obj).__name__ in ("FakeTensor", "FunctionalTensor"):
+        ask.refuse(f"is a {name}, which has no values", "save the tensor outside of tracing and fake modes")
+    if obj.is_nested:
+        _refuse_layout(ask, obj)
+    if type(obj).__name__ in ("DTensor", "ShardedTensor"):
+        ask.refuse(
+            f"is sharded in two ways: a piece of it is itself a {name}", "save it as one DTensor over a 2-d mesh"
+        )
+    ask.refuse(f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts, each as a tensor")
+
+
+def _is_a(obj: Any, module: str, name: str) -> bool:
+    # Importing DTensor takes a second, and where it was never imported there is none.
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(obj, getattr(loaded, name))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

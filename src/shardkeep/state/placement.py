@@ -1,0 +1,179 @@
+"""
+Where this rank's part of a DTensor lies in the whole tensor.
+
+A mesh and placements come in, pairs of boxes come out: one in the whole tensor, one in the local tensor. Everything is
+worked out from numbers, on runs of indices; nothing is communicated and no index is listed one by one.
+
+A sharding is a sequence of cuts. Each cut splits what the cuts before it left of one tensor dimension over one mesh
+dimension, the way `torch.chunk` does: ceil-sized chunks, the last ones short or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardkeep.errors import InvalidShards, UnsupportedLeaf
+from shardkeep.format.region import Box, Ints, grid
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Run = tuple[int, int]
+"""Start and length of consecutive indices along one dimension."""
+
+
+class Cut(NamedTuple):
+    """One mesh dimension splitting one tensor dimension."""
+
+    mesh_dim: int
+    tensor_dim: int
+    split_factor: int = 1
+    """
+    Above 1 the dimension is first chunked into so many parts, and the rank has its chunk of every part. This is how
+    torch writes that cuts further right have been made before this one (FSDP over tensor parallelism), and how a
+    view that flattens a sharded dimension comes out.
+    """
+
+
+def local_boxes(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[tuple[Box, Box]]:
+    """Return `(box in the whole tensor, box in the local tensor)` for each part a rank holds; empty parts are left out."""
+    runs = _runs_after(shape, mesh_shape, coordinate, cuts)
+    local = [_positions(axis) for axis in runs]
+    return list(zip(grid(runs), grid(local), strict=True))
+
+
+def local_shape(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> Ints:
+    """Return the shape the local tensor has at a coordinate."""
+    return tuple(sum(n for _, n in axis) for axis in _runs_after(shape, mesh_shape, coordinate, cuts))
+
+
+def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[list[Run]]:
+    runs = [[(0, n)] if n else [] for n in shape]
+    for mesh_dim, tensor_dim, split_factor in cuts:
+        axis = runs[tensor_dim]
+        size = sum(n for _, n in axis)
+        kept: list[Run] = []
+        for part in range(split_factor):
+            start, stop = _chunk(size, split_factor, part)
+            lo, hi = _chunk(stop - start, mesh_shape[mesh_dim], coordinate[mesh_dim])
+            _extend(kept, axis, start + lo, start + hi)
+        runs[tensor_dim] = kept
+    return runs
+
+
+def _chunk(size: int, count: int, index: int) -> Run:
+    """Return start and stop of chunk `index` of `count`, as `torch.chunk` cuts `size` elements."""
+    each = -(-size // count)
+    start = min(each * index, size)
+    return start, min(start + each, size)
+
+
+def _extend(kept: list[Run], axis: list[Run], start: int, stop: int) -> None:
+    """Append elements `start..stop` of the sequence `axis` stands for, joining runs that touch."""
+    position = 0
+    for offset, length in axis:
+        lo, hi = max(start - position, 0), min(stop - position, length)
+        position += length
+        if lo >= hi:
+            continue
+        if kept and sum(kept[-1]) == offset + lo:
+            kept[-1] = (kept[-1][0], kept[-1][1] + hi - lo)
+        else:
+            kept.append((offset + lo, hi - lo))
+
+
+def _positions(axis: list[Run]) -> list[Run]:
+    placed: list[Run] = []
+    position = 0
+    for _, length in axis:
+        placed.append((position, length))
+        position += length
+    return placed
+
+
+def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, Box]]:
+    """
+    Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh.
+
+    Raises:
+        UnsupportedLeaf: a placement under which no rank holds final values.
+        InvalidShards: the local tensor is not of the shape its placements give.
+
+    """
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    where, mesh_shape, shape = tuple(coordinate), tuple(spec.mesh.shape), tuple(spec.shape)
+    expected: Ints = ()
+    for cuts in possible_cuts(key, spec, len(shape)):
+        expected = local_shape(shape, mesh_shape, where, cuts)
+        if expected == local:
+            return local_boxes(shape, mesh_shape, where, cuts)
+    raise InvalidShards(
+        f"{key!r}: the local tensor is {local}, but {spec.placements} of {shape} over a mesh of {mesh_shape} is "
+        f"{expected} at {where}",
+        hint="give DTensor.from_local the shape and stride of the whole tensor, and chunk it as torch.chunk does",
+        key=key,
+    )
+
+
+def possible_cuts(key: str, spec: DTensorSpec, ndim: int) -> list[list[Cut]]:
+    """
+    Return the cuts a DTensor's placements may stand for, the likelier first.
+
+    There are two readings of strided placements. FSDP cuts what tensor parallelism left, writes strided placements,
+    and torch's redistribute undoes exactly that; `distribute_tensor` applies the same placements left to right. They
+    differ only in uneven sizes, and then in the shape of some local tensor, by which the caller can tell.
+    """
+    cuts = [_read_cut(key, i, placement, ndim) for i, placement in enumerate(spec.placements)]
+    as_written = [cut for cut in cuts if cut is not None and spec.mesh.shape[cut.mesh_dim] > 1]
+    if any(cut.split_factor > 1 for cut in as_written) and getattr(spec, "use_strided_shard_as_shard_order", True):
+        undone = _undo_strides(as_written, tuple(spec.mesh.shape))
+        return [as_written] if undone is None else [undone, as_written]
+    return [_reorder(as_written, getattr(spec, "shard_order", None) or ())]
+
+
+def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise UnsupportedLeaf(
+            f"{key!r} is a DTensor placed as {placement}: its value is spread over ranks and not yet reduced",
+            hint="save t.full_tensor(), or t.redistribute(...) to Shard or Replicate placements",
+            key=key,
+        )
+    dim = getattr(placement, "dim", None)
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        raise UnsupportedLeaf(
+            f"{key!r} is a DTensor of {ndim} dimensions placed as {placement!r}, which shardkeep does not know",
+            hint="save t.full_tensor(), or t.redistribute(...) to Shard or Replicate placements",
+            key=key,
+        )
+    return Cut(mesh_dim, dim % ndim, int(getattr(placement, "split_factor", 1)))
+
+
+def _undo_strides(cuts: list[Cut], mesh_shape: Ints) -> list[Cut] | None:
+    """
+    Return the plain cuts, in order of execution, that strided ones stand for; None if there are none.
+
+    A split factor is the number of parts that existed before the cut was made: the product of the mesh sizes of cuts
+    of the same dimension, made earlier but written further right.
+    """
+    order: dict[int, list[Cut]] = {}
+    for mesh_dim, tensor_dim, split_factor in reversed(cuts):
+        earlier = order.setdefault(tensor_dim, [])
+        parts, at = 1, 0
+        while parts < split_factor and at < len(earlier):
+            parts *= mesh_shape[earlier[at].mesh_dim]
+            at += 1
+        if parts != split_factor:
+            return None
+        earlier.insert(at, Cut(mesh_dim, tensor_dim))
+    return [cut for dim in order.values() for cut in dim]
+
+
+def _reorder(cuts: list[Cut], shard_order: Sequence[tuple[int, tuple[int, ...]]]) -> list[Cut]:
+    """Put cuts of one tensor dimension in the order of execution torch recorded, if it did."""
+    rank = {mesh_dim: i for _, mesh_dims in shard_order for i, mesh_dim in enumerate(mesh_dims)}
+    return sorted(cuts, key=lambda cut: rank.get(cut.mesh_dim, cut.mesh_dim))
