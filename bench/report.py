@@ -1,0 +1,125 @@
+"""From samples to what is read: the table of a workload, and how each target fared. Pure: samples in, lines out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+OPS = {"save": "save (fresh directory)", "warm": "load, page cache warm", "cold": "load, page cache dropped"}
+RAW = ("raw x1", "raw x2")
+DCP = ("torch DCP x1", "torch DCP x2")
+OURS = "shardkeep"
+
+
+@dataclass(frozen=True)
+class Sample:
+    workload: str
+    round: int
+    contender: str
+    op: str
+    seconds: float
+    cpu_s: float
+    peak_extra_bytes: int
+    resident: float
+    """Part of the checkpoint that was in the page cache when the load began."""
+
+
+@dataclass(frozen=True)
+class Target:
+    workload: str
+    op: str
+    against: tuple[str, ...]
+    """Ours is compared with the fastest of these, round by round."""
+    at_least: float
+
+
+TARGETS = (
+    Target("large", "save", RAW, 0.85),
+    Target("large", "warm", RAW, 0.6),
+    Target("large", "cold", RAW, 0.85),
+    Target("large", "save", DCP, 1.8),
+    Target("large", "warm", DCP, 3.5),
+    Target("large", "cold", DCP, 2.5),
+    Target("small", "save", DCP, 10),
+    Target("small", "warm", DCP, 10),
+    Target("small", "cold", DCP, 10),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    what: str
+    measured: float
+    target: float
+    unit: str
+    ok: bool
+    spread: tuple[float, float]
+
+    def line(self) -> str:
+        sign = "<=" if self.unit == "MiB" else ">="
+        low, high = self.spread
+        numbers = f"{self.measured:8.2f} {self.unit:<3}  ({low:.2f} to {high:.2f})"
+        return f"  {self.what:<38} {numbers:<34} {sign} {self.target:g}  {'ok' if self.ok else 'SHORT'}"
+
+
+def judge(samples: Sequence[Sample], budget_bytes: int) -> list[Verdict]:
+    """Compare with every target that these samples can answer."""
+    verdicts = []
+    for target in TARGETS:
+        chosen = [s for s in samples if (s.workload, s.op) == (target.workload, target.op)]
+        if ratios := _ratios(chosen, target.against):
+            what = f"{target.workload} {target.op}: ours / {target.against[0].rsplit(' ', 1)[0]}"
+            value = median(ratios)
+            spread = (min(ratios), max(ratios))
+            verdicts.append(Verdict(what, value, target.at_least, "x", value >= target.at_least, spread))
+    for workload in ("large", "small"):
+        for op in ("save", "load"):
+            peaks = [
+                s.peak_extra_bytes / 2**20
+                for s in samples
+                if (s.contender, s.workload) == (OURS, workload) and (s.op == "save") == (op == "save")
+            ]
+            if peaks:
+                limit = budget_bytes / 2**20
+                spread = (min(peaks), max(peaks))
+                verdicts.append(
+                    Verdict(f"{workload} {op}: peak memory", max(peaks), limit, "MiB", max(peaks) <= limit, spread)
+                )
+    return verdicts
+
+
+def _ratios(samples: Iterable[Sample], against: tuple[str, ...]) -> list[float]:
+    """How many times as fast as the best of `against` we were, one number a round."""
+    theirs: dict[int, float] = {}
+    ours: dict[int, float] = {}
+    for sample in samples:
+        if sample.contender in against:
+            theirs[sample.round] = min(sample.seconds, theirs.get(sample.round, sample.seconds))
+        elif sample.contender == OURS:
+            ours[sample.round] = sample.seconds
+    return [theirs[number] / ours[number] for number in sorted(theirs.keys() & ours.keys())]
+
+
+def table(samples: Sequence[Sample], nbytes: int, not_durable: frozenset[str]) -> list[str]:
+    """Lay one workload out, an operation at a time, in the order the contenders were given."""
+    lines = []
+    for op, title in OPS.items():
+        lines.append(f"  {title:<28}   best    median   spread      GB/s   CPU s   peak MiB")
+        for name in dict.fromkeys(s.contender for s in samples):
+            runs = [s for s in samples if s.op == op and s.contender == name]
+            if not runs:
+                continue
+            times = sorted(s.seconds for s in runs)
+            mark = " (no fsync)" if op == "save" and name in not_durable else ""
+            lines.append(
+                f"    {name + mark:<26} {times[0]:7.3f}  {median(times):7.3f}   x{times[-1] / times[0]:<5.2f}"
+                f"  {nbytes / times[0] / 1e9:7.2f}  {median(s.cpu_s for s in runs):6.2f}"
+                f"  {max(s.peak_extra_bytes for s in runs) / 2**20:9.0f}"
+            )
+        lines.append("")
+    return lines
+
+
+def as_json(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> dict[str, object]:
+    return {"samples": [asdict(s) for s in samples], "targets": [asdict(v) for v in verdicts]}
