@@ -1,5 +1,102 @@
-"""Checkpoints for PyTorch training on any number of ranks."""
+"""
+Checkpoints for PyTorch training on any number of ranks: exact, atomic, verified, and as fast as the disk.
+
+    import shardkeep as sk
+
+    sk.save({"model": model.state_dict(), "step": 10}, "runs/a/step-10")
+    sk.load(state, "runs/a/step-10")
+    sk.open("runs/a/step-10")["model.layers.0.weight"][3:7]
+
+Names load when they are first used: looking at files does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from shardkeep._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from shardkeep.errors import (
+        BlobNotFound,
+        CheckpointError,
+        CheckpointExists,
+        CheckpointNotFound,
+        ChecksumMismatch,
+        DamagedCheckpoint,
+        Failure,
+        InvalidShards,
+        KeyCollision,
+        MalformedFile,
+        PickleRefused,
+        RanksDisagree,
+        RanksSilent,
+        ReplicasDiffer,
+        StateError,
+        StateMismatch,
+        StorageError,
+        StorageFull,
+        UnsupportedLeaf,
+        UnsupportedVersion,
+        WrongSize,
+    )
+    from shardkeep.loading import LoadReport, load
+    from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
+    from shardkeep.options import Options
+    from shardkeep.saving import SaveReport, save
+    from shardkeep.state.kinds import PerRank, ShardedBox
+    from shardkeep.store.local import LocalStore
+    from shardkeep.store.memory import MemoryStore
+
+_HOMES = {
+    "errors": (
+        "BlobNotFound",
+        "CheckpointError",
+        "CheckpointExists",
+        "CheckpointNotFound",
+        "ChecksumMismatch",
+        "DamagedCheckpoint",
+        "Failure",
+        "InvalidShards",
+        "KeyCollision",
+        "MalformedFile",
+        "PickleRefused",
+        "RanksDisagree",
+        "RanksSilent",
+        "ReplicasDiffer",
+        "StateError",
+        "StateMismatch",
+        "StorageError",
+        "StorageFull",
+        "UnsupportedLeaf",
+        "UnsupportedVersion",
+        "WrongSize",
+    ),
+    "loading": ("LoadReport", "load"),
+    "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
+    "options": ("Options",),
+    "saving": ("SaveReport", "save"),
+    "state.kinds": ("PerRank", "ShardedBox"),
+    "store.local": ("LocalStore",),
+    "store.memory": ("MemoryStore",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604 - strings all
+    "__version__",
+    *sorted(_HOME_OF),
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"shardkeep.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

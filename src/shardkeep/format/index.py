@@ -1,0 +1,278 @@
+"""
+The index: every tensor, where each of its boxes lies, and every plain value. Sorted, binary, in columns.
+
+    "SKINDEX1" | u32 length | msgpack header | sections, each on a 64-byte boundary
+
+The header names each section with its number type, shape, place and digest, so that one section can be read without
+the others. Integers are stored in the narrowest type that holds them. Opening an index is a few views of its bytes;
+nothing is decoded until it is asked for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.errors import ChecksumMismatch, MalformedFile
+from shardkeep.format import dtypes
+from shardkeep.format.checksum import digest
+from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, segment_starts
+
+MAGIC = b"SKINDEX1"
+_ALIGN = 64
+_MAX_AXES = 64
+
+
+@dataclass(frozen=True)
+class Tensors(Rows):
+    """One row a tensor, sorted by key."""
+
+    dtype: npt.NDArray[np.uint8]
+    """Codes of `format.dtypes`."""
+    ndim: npt.NDArray[np.uint8]
+    shape: IntArray
+    """Padded with 1."""
+    origin: npt.NDArray[np.uint8]
+    """0: a torch tensor, 1: a numpy array."""
+    alias: IntArray
+    """Row of the tensor whose memory this one shares; its own row where it shares none."""
+
+
+@dataclass(frozen=True)
+class Chunks(Rows):
+    """One row for each stored box, sorted by tensor."""
+
+    offsets: IntArray
+    sizes: IntArray
+    file: IntArray
+    """Position in the commit record's list of files."""
+    start: IntArray
+    """Byte offset from the beginning of that file's data."""
+
+    @property
+    def boxes(self) -> Boxes:
+        """The boxes alone."""
+        return Boxes(self.offsets, self.sizes)
+
+
+class Strings:
+    """Sorted byte strings laid end to end, with where each ends."""
+
+    def __init__(self, ends: npt.NDArray[Any], data: memoryview) -> None:
+        self.ends = ends
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def raw(self, row: int) -> bytes:
+        """Return one string's bytes."""
+        start = int(self.ends[row - 1]) if row else 0
+        return bytes(self.data[start : int(self.ends[row])])
+
+    def all(self) -> list[bytes]:
+        """Return all of them."""
+        data = bytes(self.data)
+        ends = self.ends.tolist()
+        return [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def find(self, wanted: bytes) -> int | None:
+        """Return the row of a string, by binary search."""
+        row = bisect.bisect_left(range(len(self)), wanted, key=self.raw)
+        return row if row < len(self) and self.raw(row) == wanted else None
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index in memory; cheap to open, decoded in part."""
+
+    keys: Strings
+    tensors: Tensors
+    chunk_ends: npt.NDArray[Any]
+    """Chunks of tensor t are rows `chunk_ends[t-1]` to `chunk_ends[t]`."""
+    chunks: Chunks
+    value_keys: Strings
+    value_data: Strings
+    tree: bytes
+
+    def chunk_rows(self, tensor: int) -> slice:
+        """Return the rows of a tensor's chunks, those of the tensor it is tied to if it is tied."""
+        owner = int(self.tensors.alias[tensor])
+        return slice(int(self.chunk_ends[owner - 1]) if owner else 0, int(self.chunk_ends[owner]))
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """Return a tensor's global shape."""
+        return tuple(self.tensors.shape[tensor, : int(self.tensors.ndim[tensor])].tolist())
+
+    def dtype(self, tensor: int) -> dtypes.DType:
+        """Return a tensor's dtype."""
+        return dtypes.by_code(int(self.tensors.dtype[tensor]))
+
+    def is_sorted(self) -> bool:
+        """Say whether keys are in order and distinct, so that a search finds each."""
+        return all(a < b for keys in (self.keys.all(), self.value_keys.all()) for a, b in itertools.pairwise(keys))
+
+    @cached_property
+    def tensor_rows(self) -> dict[str, int]:
+        """Row of every tensor by key."""
+        return {key.decode(): row for row, key in enumerate(self.keys.all())}
+
+    @cached_property
+    def value_rows(self) -> dict[str, int]:
+        """Row of every plain value by key."""
+        return {key.decode(): row for row, key in enumerate(self.value_keys.all())}
+
+
+def encode_index(
+    *,
+    keys: Sequence[str],
+    tensors: Tensors,
+    chunk_ends: npt.NDArray[Any],
+    chunks: Chunks,
+    values: Sequence[tuple[str, bytes]],
+    tree: bytes,
+) -> bytes:
+    """Write an index. `keys` and `values` must be sorted by their UTF-8 bytes, chunks by tensor."""
+    key_ends, key_bytes = _lay(key.encode() for key in keys)
+    value_key_ends, value_key_bytes = _lay(key.encode() for key, _ in values)
+    value_ends, value_bytes = _lay(data for _, data in values)
+    return _pack(
+        {
+            "keys": np.frombuffer(key_bytes, np.uint8),
+            "key_ends": key_ends,
+            "dtype": tensors.dtype,
+            "ndim": tensors.ndim,
+            "shape": tensors.shape,
+            "origin": tensors.origin,
+            "alias": tensors.alias,
+            "chunk_ends": np.asarray(chunk_ends),
+            "offsets": chunks.offsets,
+            "sizes": chunks.sizes,
+            "file": chunks.file,
+            "start": chunks.start,
+            "value_keys": np.frombuffer(value_key_bytes, np.uint8),
+            "value_key_ends": value_key_ends,
+            "values": np.frombuffer(value_bytes, np.uint8),
+            "value_ends": value_ends,
+            "tree": np.frombuffer(tree, np.uint8),
+        }
+    )
+
+
+def decode_index(data: bytes | memoryview, *, where: str) -> Index:
+    """Open an index and check that its columns fit each other; `where` is named in errors."""
+    try:
+        section = _unpack(memoryview(data), where)
+        index = Index(
+            keys=Strings(section["key_ends"], memoryview(section["keys"])),
+            tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
+            chunk_ends=section["chunk_ends"],
+            chunks=Chunks(*(section[name] for name in ("offsets", "sizes", "file", "start"))),
+            value_keys=Strings(section["value_key_ends"], memoryview(section["value_keys"])),
+            value_data=Strings(section["value_ends"], memoryview(section["values"])),
+            tree=section["tree"].tobytes(),
+        )
+        sound = _fits(index)
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, msgspec.MsgspecError, RecursionError) as exc:
+        if isinstance(exc, (MalformedFile, ChecksumMismatch)):
+            raise
+        raise MalformedFile(f"{where}: not a readable index: {exc}", file=where) from exc
+    if not sound:
+        raise MalformedFile(f"{where}: the columns of the index contradict each other", file=where)
+    return index
+
+
+def _lay(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
+    parts = list(strings)
+    return np.cumsum([len(part) for part in parts], dtype=np.int64), b"".join(parts)
+
+
+def _narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if column.dtype.itemsize == 1 or column.size == 0:
+        return np.ascontiguousarray(column)
+    return np.ascontiguousarray(column, dtype=np.min_scalar_type(int(column.max())).newbyteorder("<"))
+
+
+def _pack(sections: dict[str, npt.NDArray[Any]]) -> bytes:
+    table: list[tuple[str, str, tuple[int, ...], int, bytes]] = []
+    body = bytearray()
+    for name, column in sections.items():
+        narrow = _narrow(column)
+        raw = narrow.tobytes()
+        table.append((name, narrow.dtype.str, narrow.shape, len(body), digest(raw)))
+        body += raw
+        body += bytes(-len(body) % _ALIGN)
+    header = msgspec.msgpack.encode(table)
+    start = len(MAGIC) + 4 + len(header)
+    return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
+
+
+def _unpack(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
+    if data[: len(MAGIC)] != MAGIC:
+        raise MalformedFile(f"{where}: not an index: it does not begin with {MAGIC!r}", file=where)
+    at = len(MAGIC) + 4
+    header_nbytes = int.from_bytes(data[len(MAGIC) : at], "little")
+    table = msgspec.msgpack.decode(
+        data[at : at + header_nbytes], type=list[tuple[str, str, tuple[int, ...], int, bytes]]
+    )
+    at += header_nbytes
+    at += -at % _ALIGN
+    sections: dict[str, npt.NDArray[Any]] = {}
+    for name, code, shape, offset, expected in table:
+        if name in sections or code not in ("|u1", "<u2", "<u4", "<u8", "<i8") or offset < 0 or min(shape, default=1) < 0:
+            raise MalformedFile(f"{where}: section {name!r} of the index is declared in a way no writer does", file=where)
+        dtype = np.dtype(code)
+        count = int(np.prod([int(n) for n in shape], dtype=object))
+        raw = data[at + offset : at + offset + count * dtype.itemsize]
+        if digest(raw) != expected:
+            raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
+        sections[name] = np.frombuffer(raw, dtype).reshape(shape)
+    return sections
+
+
+def _fits(index: Index) -> bool:
+    tensors, chunks = index.tensors, index.chunks
+    count, axes = tensors.shape.shape
+    rows = np.arange(count)
+    return (
+        axes <= _MAX_AXES
+        and all(len(column) == count for column in (index.keys, tensors.dtype, tensors.ndim, tensors.origin))
+        and len(tensors.alias) == len(index.chunk_ends) == count
+        and chunks.offsets.shape == chunks.sizes.shape == (len(chunks.file), axes)
+        and len(chunks.start) == len(chunks.file)
+        and len(index.value_keys) == len(index.value_data)
+        and _ends_fit(index.keys.ends, len(index.keys.data))
+        and _ends_fit(index.value_keys.ends, len(index.value_keys.data))
+        and _ends_fit(index.value_data.ends, len(index.value_data.data))
+        and _ends_fit(index.chunk_ends, len(chunks.file))
+        and bool(np.all(ITEMSIZES[tensors.dtype] > 0))
+        and bool(np.all(tensors.ndim <= axes))
+        and bool(np.all(tensors.alias < count))
+        and bool(np.all(tensors.alias[tensors.alias[rows]] == tensors.alias))
+        and _boxes_inside(index, rows)
+    )
+
+
+def _ends_fit(ends: npt.NDArray[Any], total: int) -> bool:
+    if len(ends) == 0:
+        return total == 0
+    return int(ends[-1]) == total and bool(np.all(ends[1:] >= ends[:-1]))
+
+
+def _boxes_inside(index: Index, rows: IntArray) -> bool:
+    shape = index.tensors.shape
+    # No shape may be so large that sizes in bytes overflow 64 bits; Python integers would not, numpy's would.
+    if shape.size and float(np.max(np.prod(shape.astype(np.float64), axis=1))) >= 2.0**58:
+        return False
+    counts = np.asarray(index.chunk_ends, np.int64) - segment_starts(index.chunk_ends)
+    limits = shape[np.repeat(rows, counts)]
+    offsets, sizes = index.chunks.offsets, index.chunks.sizes
+    return bool(np.all(sizes <= limits) and np.all(offsets <= limits - sizes) and np.all(sizes >= 1))

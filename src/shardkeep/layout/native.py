@@ -1,0 +1,162 @@
+"""
+The native layout: which files a checkpoint is made of, what they are called, and in which order they become one.
+
+    shardkeep.json                                  the commit record, written last
+    index-<save id>.skindex
+    <group>-<rank>-of-<ranks>-<save id>.safetensors
+    claim-<save id>.json                            only while the save is under way
+
+Every file but the record carries its save's id, so that overwriting never touches a file of the committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardkeep._version import __version__
+from shardkeep.errors import BlobNotFound, CheckpointExists, CheckpointNotFound, ChecksumMismatch, WrongSize
+from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.columns import IntArray
+from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
+from shardkeep.format.record import (
+    MAX_RECORD_NBYTES,
+    RECORD_NAME,
+    FileEntry,
+    IndexEntry,
+    Record,
+    Totals,
+    decode_record,
+    encode_record,
+)
+from shardkeep.store.protocol import Gets, Lists, Puts
+
+MAX_INDEX_NBYTES = 16 << 30
+_SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skindex|json)$")
+
+
+class _Commits(Gets, Puts, Protocol):
+    """What publishing needs of a store."""
+
+
+class _Looks(Gets, Lists, Protocol):
+    """What opening needs of a store."""
+
+    @property
+    def url(self) -> str: ...
+
+
+def new_save_id() -> str:
+    """Make an id that sorts by time and is never used twice."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
+
+
+def save_id_of(name: str) -> str | None:
+    """Tell which save a file belongs to, by its name; None for the record and for files that are not ours."""
+    found = _SAVE_ID.search(name)
+    return found.group(1) if found else None
+
+
+def claim_name(save_id: str) -> str:
+    """Name the file that says a save is under way."""
+    return f"claim-{save_id}.json"
+
+
+def index_name(save_id: str) -> str:
+    """Name a save's index."""
+    return f"index-{save_id}.skindex"
+
+
+def data_name(group: str, rank: int, world_size: int, save_id: str) -> str:
+    """Name a rank's data file."""
+    return f"{group}-{rank:05d}-of-{world_size:05d}-{save_id}.safetensors"
+
+
+def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """Name a tensor in a data file: its key, and its box where it is not the whole."""
+    if tuple(sizes) == tuple(shape) and key != "__metadata__":
+        return key
+    return f"{key}[{','.join(f'{o}:{o + n}' for o, n in zip(offsets, sizes, strict=True))}]"
+
+
+def read_record(store: _Looks) -> Record:
+    """Read and check the commit record: the one proof that a checkpoint exists."""
+    try:
+        data = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+    except BlobNotFound as exc:
+        raise CheckpointNotFound(f"{store.url}: no committed checkpoint here{_leftovers(store)}") from exc
+    return decode_record(data, f"{store.url}/{RECORD_NAME}")
+
+
+def _leftovers(store: Lists) -> str:
+    names = [info.name for info in store.list()]
+    if any(save_id_of(name) for name in names):
+        return " (only files of a save that did not finish)"
+    return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
+
+
+def read_index(store: Gets, record: Record) -> Index:
+    """Read and check the index a record names."""
+    entry = record.index
+    try:
+        data = store.get(entry.name, limit=min(entry.nbytes, MAX_INDEX_NBYTES))
+    except BlobNotFound as exc:
+        raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
+    if len(data) != entry.nbytes:
+        raise WrongSize(
+            f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
+        )
+    if text_of(digest(data)) != entry.checksum:
+        raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+    return decode_index(data, where=entry.name)
+
+
+def data_sizes(record: Record) -> IntArray:
+    """Return how many bytes of tensor data each file holds."""
+    return np.array([file.nbytes - file.header_nbytes for file in record.files], np.int64)
+
+
+def publish(
+    store: _Commits,
+    *,
+    save_id: str,
+    keys: list[str],
+    tensors: Tensors,
+    chunk_ends: IntArray,
+    chunks: Chunks,
+    values: list[tuple[str, bytes]],
+    tree: bytes,
+    files: list[FileEntry],
+    tensor_bytes: int,
+    world_size: int,
+    step: int | None,
+    meta: dict[str, Any],
+    overwrite: bool,
+) -> Record:
+    """Write the index, then the commit record; the checkpoint exists when this returns, and not before."""
+    index = encode_index(keys=keys, tensors=tensors, chunk_ends=chunk_ends, chunks=chunks, values=values, tree=tree)
+    record = Record(
+        save_id=save_id,
+        step=step,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        writer=f"shardkeep {__version__}",
+        world_size=world_size,
+        meta=meta,
+        totals=Totals(tensors=len(keys), chunks=len(chunks), values=len(values), tensor_bytes=tensor_bytes),
+        index=IndexEntry(name=index_name(save_id), nbytes=len(index), checksum=text_of(digest(index))),
+        files=files,
+    )
+    encoded = encode_record(record)
+    store.put(record.index.name, index)
+    try:
+        # Record last: a reader that sees it may trust every file it names.
+        store.put(RECORD_NAME, encoded, replace=overwrite)
+    except FileExistsError as exc:
+        raise CheckpointExists("a checkpoint was committed here by another save meanwhile") from exc
+    return record

@@ -1,0 +1,223 @@
+"""
+The load story: open -> match -> read -> place.
+
+Three meetings of the ranks: rank 0 reads the commit record, so that all load one and the same save; every rank
+compares its state with the index, before anything is changed; every rank reads its own boxes. A failure anywhere, on
+any rank, reaches all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from shardkeep.format.record import Record, decode_record, encode_record
+from shardkeep.format.values import decode_value
+from shardkeep.layout import native
+from shardkeep.options import Options
+from shardkeep.ranks.agree import meet
+from shardkeep.ranks.world import current_world
+from shardkeep.run.fetch import Source, fetch
+from shardkeep.run.match import Findings, Match, Verdict, Wishes, join_matches, match_state, raise_if_wrong
+from shardkeep.state.describe import Description, describe, describe_leaves
+from shardkeep.state.flatten import refill
+from shardkeep.state.leaves import is_tensor, materialize
+from shardkeep.state.names import Patterns, Renames
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("shardkeep")
+_encode = msgspec.msgpack.encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did."""
+
+    where: str
+    save_id: str
+    step: int | None
+    meta: dict[str, Any]
+    """The user's own, from the commit record."""
+    missing: list[str]
+    """Keys some rank's state has and the checkpoint has not; those leaves are as they were."""
+    unexpected: list[str]
+    """Keys the checkpoint has and no rank's state asked for."""
+    cast: dict[str, str] = field(default_factory=dict)
+    """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
+    bytes_read: int
+    """By this rank, headers included."""
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """What this rank read over the time it took."""
+        return self.bytes_read / max(self.seconds, 1e-9) / 1e9
+
+
+def load(
+    state: MutableMapping[str, Any],
+    where: str | os.PathLike[str] | Store,
+    *,
+    strict: bool = True,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    rename: Renames = None,
+    cast: bool | Patterns = False,
+    allow_pickle: bool = False,
+    group: ProcessGroup | None = None,
+    options: Options | None = None,
+) -> LoadReport:
+    """
+    Fill a state from a checkpoint, in place; called by all ranks of `group` (or of the default group).
+
+    Tensors are filled where they are, whatever layout they were saved in; tensors on the meta device are replaced by
+    real ones; plain values are replaced. The state and the checkpoint are compared before anything is changed. If a
+    read fails later, on any rank, it raises on all of them, and the state's tensors may hold a mix of old and new.
+
+    Args:
+        state: what to fill: the same nesting as was saved, in any layout over any number of ranks.
+        where: a path, or a store.
+        strict: missing and unexpected keys are an error; otherwise they are reported. Different shapes and dtypes
+            are always an error.
+        include: load only these names: a name, a dotted prefix, a glob, several of them, or a callable.
+        exclude: do not load these.
+        rename: from a name in the checkpoint to its name in the state: a mapping of names or dotted prefixes, pairs
+            of regular expression and replacement, or a callable (None drops a name).
+        cast: convert where dtypes differ: True, or the names for which it is allowed.
+        allow_pickle: unpickle leaves that were pickled. Only for checkpoints you trust.
+        group: the ranks that take part.
+        options: threads, memory and deadlines.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+        StateMismatch: lists every difference, with what may have been meant.
+        DamagedCheckpoint: what is stored is not what was saved; names file, offset and keys.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> where = tempfile.mkdtemp() + "/step-1"
+        >>> _ = sk.save({"model": {"w": torch.ones(4, 4)}, "step": 1}, where)
+        >>> state = {"model": {"w": torch.zeros(4, 4)}, "step": 0}
+        >>> sk.load(state, where).missing, state["step"]
+        ([], 1)
+
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    world = current_world(group, timeout_s=options.timeout_s)
+    store = open_store(where, direct=options.direct_io)
+    wishes = Wishes(include, exclude, rename, cast)
+    with meet(world, f"load from {store.url}") as meeting:
+        told = meeting.agree("open", bytes, lambda _: [encode_record(native.read_record(store))] * world.size)
+        record = decode_record(told, f"{store.url}/{native.RECORD_NAME}")
+        filling = _Filling(store, record, wishes, allow_pickle=allow_pickle)
+        verdict = msgspec.msgpack.decode(
+            meeting.agree(
+                "match",
+                lambda: filling.match(state, world.rank),
+                lambda found: filling.judge(found, strict=strict, where=store.url),
+            ),
+            type=Verdict,
+        )
+
+        def read() -> bytes:
+            filling.read(options, first_file=world.rank / world.size)
+            return b""
+
+        meeting.agree("read", read, lambda done: done)
+    refill(state, filling.new_leaves, rank=world.rank, is_tensor=is_tensor)
+    report = LoadReport(
+        where=store.url,
+        save_id=record.save_id,
+        step=record.step,
+        meta=record.meta,
+        missing=verdict.missing,
+        unexpected=verdict.unexpected,
+        cast=filling.matched.cast,
+        bytes_read=filling.bytes_read,
+        seconds=time.perf_counter() - began,
+    )
+    if world.rank == 0:
+        log.info("loaded %s: %.3f GB in %.2f s (%.2f GB/s)", store.url, report.bytes_read / 1e9, report.seconds, report.gb_per_s)
+    return report
+
+
+class _Filling:
+    """One rank's part of a load."""
+
+    description: Description
+    matched: Match
+
+    def __init__(self, store: Store, record: Record, wishes: Wishes, *, allow_pickle: bool) -> None:
+        self.store = store
+        self.record = record
+        self.wishes = wishes
+        self.allow_pickle = allow_pickle
+        self.new_leaves: dict[str, Any] = {}
+        self.bytes_read = 0
+
+    def match(self, state: MutableMapping[str, Any], rank: int) -> bytes:
+        """Compare this rank's state with the index."""
+        self.index = native.read_index(self.store, self.record)
+        self.description = describe(state, rank=rank, filling=True)
+        self.matched = match_state(self.index, self.description, self.wishes)
+        # Values are decoded before a tensor is touched: one that is refused leaves the state as it was.
+        for key, row in self.matched.values.items():
+            like = self.description.values[key]
+            data = self.index.value_data.raw(row)
+            self.new_leaves[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
+        return _encode(self.matched.findings)
+
+    def judge(self, payloads: list[bytes], *, strict: bool, where: str) -> list[bytes]:
+        """On rank 0: raise if the checkpoint does not fit, and tell everyone what was found."""
+        findings = [msgspec.msgpack.decode(payload, type=Findings) for payload in payloads]
+        verdict = join_matches(self.index, findings, self.wishes)
+        raise_if_wrong(self.index, findings, verdict, self.wishes, strict=strict, where=where)
+        return [_encode(verdict)] * len(payloads)
+
+    def read(self, options: Options, *, first_file: float) -> None:
+        """Give meta tensors memory, then fill every tensor."""
+        tensors, description = self._materialized()
+        # One memory is filled once, however many keys it has.
+        first = description.alias[description.row_tensor] == description.row_tensor
+        rows = np.flatnonzero(first)
+        row_of = np.array([tensors[key] for key in description.keys], np.int64)
+        into = [description.pieces[row] for row in rows.tolist()]
+        self.bytes_read = fetch(
+            Source(self.store, self.record, self.index),
+            row_of[description.row_tensor[rows]],
+            description.boxes.take(rows),
+            into,
+            threads=options.io_threads,
+            budget_nbytes=options.host_budget_bytes,
+            first_file=first_file,
+        )
+        # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+        torch.autograd.graph.increment_version(into)
+
+    def _materialized(self) -> tuple[dict[str, int], Description]:
+        tensors = self.matched.tensors
+        present = self.description.leaves
+        made: dict[int, Any] = {}
+        leaves: dict[str, Any] = {}
+        for key, row in tensors.items():
+            leaves[key] = materialize(key, present[key])
+            if leaves[key] is not present[key]:
+                # Tied in the checkpoint and both without memory: tied again.
+                leaves[key] = made.setdefault(int(self.index.tensors.alias[row]), leaves[key])
+                self.new_leaves[key] = leaves[key]
+        if not made and len(leaves) == len(present):
+            return tensors, self.description
+        return tensors, describe_leaves(leaves, filling=True)

@@ -1,0 +1,152 @@
+"""
+From runs and scatters of one file to reads: whole checksummed blocks, coalesced, straight into place where possible.
+
+A block is read whole, because its checksum covers all of it. Blocks that lie inside one run are read directly into
+the run's memory; every other needed block is read once into a buffer, from which its parts are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkeep.format.columns import IntArray
+from shardkeep.format.region import Box, Ints
+from shardkeep.plan.loads import Runs, Scatter
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Adjacent blocks to read in one request."""
+
+    start: int
+    """Byte offset in the file's data; the beginning of a block."""
+    nbytes: int
+    address: int
+    """Where they go; 0: into a buffer."""
+
+
+@dataclass(frozen=True)
+class FileReads:
+    """Everything to do with one file."""
+
+    file: int
+    reads: list[Read]
+    edges: Runs
+    """Parts of runs to copy out of buffers, sorted by start."""
+    edge_reach: IntArray
+    """For each edge, the furthest end of it and all before it: to find those that touch a window."""
+    scatters: list[Scatter]
+    """Sorted by where their wanted bytes begin."""
+    scatter_first: IntArray
+    scatter_reach: IntArray
+
+
+def plan_reads(
+    file: int, runs: Runs, scatters: Sequence[Scatter], *, data_nbytes: int, block_nbytes: int, window_nbytes: int
+) -> FileReads:
+    """Turn what is wanted of one file into reads of at most `window_nbytes`."""
+    stop = runs.start + runs.nbytes
+    inner = -(-runs.start // block_nbytes) * block_nbytes
+    # The last block may be short; a run that reaches the end of the data has all of it.
+    outer = np.where(stop == data_nbytes, stop, stop // block_nbytes * block_nbytes)
+    direct = outer > inner
+    reads = [
+        Read(at, min(window_nbytes, end - at), address + at - start)
+        for start, low, end, address in zip(*(c[direct].tolist() for c in (runs.start, inner, outer, runs.address)), strict=True)
+        for at in range(low, end, window_nbytes)
+    ]
+    edges = _edges(runs, stop, inner, outer, direct)
+    spans = [span for scatter in scatters for span in _spans(scatter, block_nbytes)]
+    span_columns = np.array(spans, np.int64).reshape(-1, 2)
+    low = np.concatenate([edges.start, span_columns[:, 0]]) // block_nbytes
+    high = -(-np.concatenate([edges.start + edges.nbytes, span_columns[:, 1]]) // block_nbytes)
+    for first, last in _union(low, high):
+        begin, end = first * block_nbytes, min(last * block_nbytes, data_nbytes)
+        reads.extend(Read(at, min(window_nbytes, end - at), 0) for at in range(begin, end, window_nbytes))
+    reads.sort(key=lambda read: read.start)
+    whole = [wanted_bytes(scatter) for scatter in scatters]
+    order = sorted(range(len(scatters)), key=lambda i: whole[i])
+    return FileReads(
+        file=file,
+        reads=reads,
+        edges=edges,
+        edge_reach=np.maximum.accumulate(edges.start + edges.nbytes),
+        scatters=[scatters[i] for i in order],
+        scatter_first=np.array([whole[i][0] for i in order], np.int64),
+        scatter_reach=np.maximum.accumulate(np.array([whole[i][1] for i in order], np.int64)),
+    )
+
+
+def every_block(file: int, data_nbytes: int, *, window_nbytes: int) -> FileReads:
+    """Plan to read all of a file and keep nothing: to check it."""
+    none = np.empty(0, np.int64)
+    reads = [Read(at, min(window_nbytes, data_nbytes - at), 0) for at in range(0, data_nbytes, window_nbytes)]
+    return FileReads(file, reads, Runs(none, none, none, none), none, [], none, none)
+
+
+def touching(first: IntArray, reach: IntArray, start: int, stop: int) -> range:
+    """Return the positions, among intervals sorted by `first`, that may touch `start..stop`."""
+    return range(int(np.searchsorted(reach, start, "right")), int(np.searchsorted(first, stop, "left")))
+
+
+def _edges(runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: np.ndarray) -> Runs:  # type: ignore[type-arg]
+    """Return the parts of runs that share their block with something else: heads, tails, and whole small runs."""
+    low = np.concatenate([runs.start, outer[direct]])
+    high = np.concatenate([np.where(direct, inner, stop), stop[direct]])
+    address = np.concatenate([runs.address, (runs.address + outer - runs.start)[direct]])
+    keep = np.flatnonzero(high > low)
+    keep = keep[np.argsort(low[keep], kind="stable")]
+    return Runs(np.zeros(len(keep), np.int64), low[keep], (high - low)[keep], address[keep])
+
+
+def _union(low: IntArray, high: IntArray) -> list[tuple[int, int]]:
+    """Merge intervals that touch or overlap."""
+    if len(low) == 0:
+        return []
+    order = np.argsort(low, kind="stable")
+    low, high = low[order], np.maximum.accumulate(high[order])
+    new = np.flatnonzero(np.concatenate([[True], low[1:] > high[:-1]]))
+    ends = high[np.append(new[1:], len(low)) - 1]
+    return list(zip(low[new].tolist(), ends.tolist(), strict=True))
+
+
+def wanted_bytes(scatter: Scatter) -> tuple[int, int]:
+    """Return where the wanted bytes of a scatter begin and end in the file's data."""
+    first, last = _flat_extent(scatter.shape, scatter.source)
+    return scatter.start + first * scatter.itemsize, scatter.start + last * scatter.itemsize
+
+
+def _spans(scatter: Scatter, gap_nbytes: int) -> list[tuple[int, int]]:
+    """Return byte ranges that hold a scatter's wanted bytes, skipping gaps of more than a block."""
+    shape, box, size = scatter.shape, scatter.source, scatter.itemsize
+    strides = [size] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    # Along the leading axes, neighbours further apart than a block are ranges of their own.
+    split = 0
+    inner = [_extent_nbytes(strides, box, axis) for axis in range(len(shape) + 1)]
+    while split < len(shape) and (box.sizes[split] == 1 or strides[split] - inner[split + 1] > gap_nbytes):
+        split += 1
+    bases = np.zeros(1, np.int64)
+    for axis in range(split):
+        steps = np.arange(box.offsets[axis], box.offsets[axis] + box.sizes[axis]) * strides[axis]
+        bases = (bases[:, None] + steps[None, :]).reshape(-1)
+    base = scatter.start + sum(o * s for o, s in zip(box.offsets[split:], strides[split:], strict=True))
+    length = inner[split] if split < len(shape) else size
+    return [(base + at, base + at + length) for at in bases.tolist()]
+
+
+def _extent_nbytes(strides: list[int], box: Box, axis: int) -> int:
+    """Return the bytes from the first to the last wanted element of the sub-box below `axis`."""
+    return sum((n - 1) * s for n, s in zip(box.sizes[axis:], strides[axis:], strict=True)) + (strides[-1] if strides else 0)
+
+
+def _flat_extent(shape: Ints, box: Box) -> tuple[int, int]:
+    first = last = 0
+    for offset, count, full in zip(box.offsets, box.sizes, shape, strict=True):
+        first = first * full + offset
+        last = last * full + offset + count - 1
+    return first, last + 1

@@ -1,0 +1,96 @@
+"""From boxes that are wanted to tensors that are filled: plan the load, plan each file's reads, do them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardkeep.format.columns import Boxes, IntArray
+from shardkeep.format.dtypes import by_code, of_torch, to_torch
+from shardkeep.plan.loads import Wants, plan_load
+from shardkeep.plan.ranges import FileReads, plan_reads
+from shardkeep.run.read import Source, keys_at, read_files
+from shardkeep.run.workers import window_for
+from shardkeep.stage.tensors import host_address, scattered
+
+
+def fetch(
+    source: Source,
+    tensor: IntArray,
+    boxes: Boxes,
+    into: Sequence[torch.Tensor],
+    *,
+    threads: int,
+    budget_nbytes: int,
+    first_file: float = 0.0,
+) -> int:
+    """
+    Fill tensors from a checkpoint and return the bytes read.
+
+    Args:
+        source: the checkpoint.
+        tensor: for each row, the row of its tensor in the index.
+        boxes: the box each row wants of it.
+        into: what it is to be filled into: of the box's shape, on any device, of any stride and dtype.
+        threads: how many to use.
+        budget_nbytes: memory to use beyond the destination.
+        first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
+
+    """
+    index = source.index
+    codes = np.asarray(index.tensors.dtype)[tensor]
+    own = [of_torch(t.dtype).code for t in into]
+    address = np.array(
+        [host_address(t) if mine == stored else 0 for t, mine, stored in zip(into, own, codes.tolist(), strict=True)],
+        np.int64,
+    )
+    axes = index.tensors.shape.shape[1]
+    wants = Wants(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
+    plans, needs = _plan(source, wants, window_for(threads, budget_nbytes)[1])
+    others = {want: scattered(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
+    start = int(first_file * len(plans))
+    threads, window = window_for(threads, budget_nbytes)
+    return read_files(
+        source.store,
+        source.record.files,
+        plans[start:] + plans[:start],
+        others,
+        key_at=keys_at(index, source.record),
+        threads=threads,
+        window_nbytes=window,
+    )
+
+
+def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
+    """Give a box matrix the index's width; what is cut off is padding."""
+    fitted = np.full((len(matrix), axes), fill, np.int64)
+    width = min(axes, matrix.shape[1])
+    fitted[:, :width] = matrix[:, :width]
+    return fitted
+
+
+def _plan(source: Source, wants: Wants, window_nbytes: int) -> tuple[list[FileReads], set[int]]:
+    """Return the reads of each file, and the wants that are reached box by box."""
+    sizes = np.array([file.nbytes - file.header_nbytes for file in source.record.files], np.int64)
+    runs, scatters = plan_load(source.index, wants, sizes)
+    runs = runs.take(np.argsort(runs.file, kind="stable"))
+    by_file: dict[int, list[int]] = {}
+    for row, scatter in enumerate(scatters):
+        by_file.setdefault(scatter.file, []).append(row)
+    files = sorted({*np.unique(runs.file).tolist(), *by_file})
+    low = np.searchsorted(runs.file, files, "left").tolist()
+    high = np.searchsorted(runs.file, files, "right").tolist()
+    plans = [
+        plan_reads(
+            file,
+            runs.take(slice(a, b)),
+            [scatters[row] for row in by_file.get(file, [])],
+            data_nbytes=int(sizes[file]),
+            block_nbytes=source.record.files[file].block_nbytes,
+            window_nbytes=window_nbytes,
+        )
+        for file, a, b in zip(files, low, high, strict=True)
+    ]
+    return plans, {scatter.want for scatter in scatters}

@@ -1,0 +1,225 @@
+"""
+Does a checkpoint fit a state? What is missing, what is left over, and what differs; on one rank, then on all.
+
+Nothing is read or changed here. A key is missing if some rank's state has it and the checkpoint has not; it is
+unexpected if the checkpoint has it and no rank's state asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from shardkeep.errors import StateMismatch
+from shardkeep.format.columns import IntArray, widen
+from shardkeep.format.dtypes import by_code
+from shardkeep.format.index import Index
+from shardkeep.state.describe import Description
+from shardkeep.state.names import Patterns, Renames, any_rank, matcher, renamer, selector, suggestions
+
+_MOST_LISTED = 50
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found; travels to rank 0."""
+
+    missing: list[str]
+    mismatched: list[str]
+    consumed: bytes
+    """A bit for each tensor, then each value, of the checkpoint."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks found; travels to every rank."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a rank's state meets the checkpoint."""
+
+    tensors: dict[str, int]
+    """Row in the index of every tensor to be filled, by its key in the state."""
+    values: dict[str, int]
+    cast: dict[str, str]
+    findings: Findings
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of `load` that choose what is loaded, and how."""
+
+    include: Patterns = None
+    exclude: Patterns = None
+    rename: Renames = None
+    cast: bool | Patterns = False
+
+    def names(self, index: Index) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the checkpoint's tensors and values by the names they have in the state."""
+        if self.rename is None:
+            return index.tensor_rows, index.value_rows
+        rename = renamer(self.rename)
+        renamed: list[dict[str, int]] = []
+        taken: dict[str, str] = {}
+        for rows in (index.tensor_rows, index.value_rows):
+            table = {}
+            for name, row in rows.items():
+                new = rename(name)
+                if new is None:
+                    continue
+                if new in taken:
+                    raise StateMismatch(f"rename gives {taken[new]!r} and {name!r} one name: {new!r}")
+                taken[new] = name
+                table[new] = row
+            renamed.append(table)
+        return renamed[0], renamed[1]
+
+    def selects(self) -> Callable[[str], bool]:
+        """Make the test for names that are to be loaded."""
+        return selector(self.include, self.exclude)
+
+    def casts(self) -> Callable[[str], bool]:
+        """Make the test for names whose dtype may change."""
+        if isinstance(self.cast, bool):
+            return lambda _: bool(self.cast)
+        return matcher(self.cast)
+
+
+def match_state(index: Index, description: Description, wishes: Wishes) -> Match:
+    """Compare one rank's state with the checkpoint."""
+    selected = wishes.selects()
+    tensor_rows, value_rows = wishes.names(index)
+    missing: list[str] = []
+    mismatched: list[str] = []
+    tensors: dict[str, int] = {}
+    values: dict[str, int] = {}
+    for key in filter(selected, description.keys):
+        row = tensor_rows.get(key)
+        if row is not None:
+            tensors[key] = row
+        elif key in value_rows:
+            mismatched.append(f"{key}: a tensor in the state, a plain value in the checkpoint")
+        else:
+            missing.append(key)
+    for key in filter(selected, description.values):
+        row = value_rows.get(key)
+        if row is not None:
+            values[key] = row
+        elif key in tensor_rows:
+            mismatched.append(f"{key}: a plain value in the state, a tensor in the checkpoint")
+        else:
+            missing.append(key)
+    cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
+    consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
+    consumed[list(tensors.values())] = True
+    consumed[[len(index.keys) + row for row in values.values()]] = True
+    findings = Findings(missing=missing, mismatched=mismatched, consumed=np.packbits(consumed).tobytes())
+    return Match(tensors, values, cast, findings)
+
+
+def _compare_tensors(
+    index: Index,
+    description: Description,
+    tensors: dict[str, int],
+    may_cast: Callable[[str], bool],
+    mismatched: list[str],
+) -> dict[str, str]:
+    at = {key: row for row, key in enumerate(description.keys)}
+    mine = np.array([at[key] for key in tensors], np.int64)
+    rows = np.array(list(tensors.values()), np.int64)
+    axes = max(description.shape.shape[1], index.tensors.shape.shape[1])
+    shapes = widen(description.shape, axes, 1)[mine]
+    stored = widen(np.asarray(index.tensors.shape, np.int64), axes, 1)[rows]
+    keys = list(tensors)
+    other_shape = np.any(shapes != stored, axis=1) | (description.ndim[mine] != index.tensors.ndim[rows])
+    for i in np.flatnonzero(other_shape).tolist():
+        shape = tuple(shapes[i, : int(description.ndim[mine[i]])].tolist())
+        mismatched.append(f"{keys[i]}: shape {shape} in the state, {index.shape(int(rows[i]))} in the checkpoint")
+    cast: dict[str, str] = {}
+    for i in np.flatnonzero((description.dtype[mine] != index.tensors.dtype[rows]) & ~other_shape).tolist():
+        old, new = index.dtype(int(rows[i])).name, by_code(int(description.dtype[mine[i]])).name
+        if may_cast(keys[i]):
+            cast[keys[i]] = f"{old} -> {new}"
+        else:
+            mismatched.append(f"{keys[i]}: {new} in the state, {old} in the checkpoint (cast=True converts)")
+    _compare_ties(index, description, mine, rows, keys, mismatched)
+    return cast
+
+
+def _compare_ties(
+    index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
+) -> None:
+    """One memory cannot be filled from two different tensors."""
+    owner = np.asarray(index.tensors.alias, np.int64)[rows]
+    first: dict[int, int] = {}
+    for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
+        other = first.setdefault(int(description.alias[mine[i]]), i)
+        if owner[i] != owner[other]:
+            mismatched.append(
+                f"{keys[i]}: the same memory as {keys[other]} in the state, another tensor in the checkpoint"
+                f" (exclude={keys[i]!r} takes the other)"
+            )
+
+
+def join_matches(index: Index, findings: Sequence[Findings], wishes: Wishes) -> Verdict:
+    """Unite what all ranks found."""
+    count = len(index.keys) + len(index.value_keys)
+    bits = np.zeros(-(-count // 8), np.uint8)
+    for raw in {found.consumed for found in findings}:
+        bits |= np.frombuffer(raw, np.uint8)
+    consumed = np.unpackbits(bits, count=count).astype(bool)
+    selected = wishes.selects()
+    unexpected: list[str] = []
+    if not consumed.all():
+        tensor_rows, value_rows = wishes.names(index)
+        named = [(name, row) for name, row in tensor_rows.items()]
+        named += [(name, len(index.keys) + row) for name, row in value_rows.items()]
+        # Per-rank state of ranks that are no longer there is left over by nature.
+        known = {any_rank(name) for name, row in named if "@" in name and consumed[row]}
+        unexpected = [
+            name for name, row in named if not consumed[row] and selected(name) and any_rank(name) not in known
+        ]
+    missing = list(dict.fromkeys(key for found in findings for key in found.missing))
+    return Verdict(missing=missing, unexpected=sorted(unexpected))
+
+
+def raise_if_wrong(
+    index: Index, findings: Sequence[Findings], verdict: Verdict, wishes: Wishes, *, strict: bool, where: str
+) -> None:
+    """Raise one error that lists every difference, if there is one that matters."""
+    mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
+    missing, unexpected = (verdict.missing, verdict.unexpected) if strict else ([], [])
+    if not (mismatched or missing or unexpected):
+        return
+    tensor_rows, value_rows = wishes.names(index)
+    meant, hint = suggestions(missing, {*tensor_rows, *value_rows})
+    lines = [f"the checkpoint {where} does not fit the state:"]
+    lines += _listed("missing from the checkpoint", [_with_guess(key, meant) for key in missing])
+    lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
+    lines += _listed("different", mismatched)
+    if not hint and missing and any("@" in key for key in missing):
+        hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
+    raise StateMismatch(
+        "\n".join(lines),
+        hint=hint or ("strict=False loads what fits" if not mismatched else ""),
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+def _with_guess(key: str, meant: dict[str, str]) -> str:
+    return f"{key} (did you mean {meant[key]!r}?)" if key in meant else key
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    if not items:
+        return []
+    more = [f"    … and {len(items) - _MOST_LISTED} more"] if len(items) > _MOST_LISTED else []
+    return [f"  {title} ({len(items)}):", *(f"    {item}" for item in items[:_MOST_LISTED]), *more]
+

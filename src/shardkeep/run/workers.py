@@ -1,0 +1,69 @@
+"""
+Threads that share a list of work: no bare threads, every failure read, the first one stops the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from shardkeep.store.aligned import aligned_buffer
+
+T = TypeVar("T")
+
+WINDOW_NBYTES = 8 << 20
+"""One request to a disk: large enough for its full speed."""
+MIN_WINDOW_NBYTES = 1 << 20
+
+
+def window_for(threads: int, budget_nbytes: int) -> tuple[int, int]:
+    """
+    Return how many threads to use, and how large a window each may have, within a budget.
+
+    Each thread may hold two windows: its own buffer, and one the store reads or writes through.
+    """
+    window = WINDOW_NBYTES
+    while window > MIN_WINDOW_NBYTES and 2 * window * threads > budget_nbytes:
+        window //= 2
+    return max(1, min(threads, budget_nbytes // (2 * window))), window
+
+
+def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, threads: int, buffer_nbytes: int) -> None:
+    """
+    Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
+
+    Returns when all are done. If one fails, no further task is begun, those under way end, and its exception is
+    raised.
+    """
+    queue = iter(tasks)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def next_task() -> Iterator[T]:
+        while not stop.is_set():
+            with lock:
+                try:
+                    task = next(queue)
+                except StopIteration:
+                    return
+            yield task
+
+    def worker() -> None:
+        buffer = aligned_buffer(buffer_nbytes)
+        try:
+            for task in next_task():
+                work(task, buffer)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
+        futures = [pool.submit(worker) for _ in range(threads)]
+        try:
+            wait(futures)
+        finally:
+            stop.set()  # an interrupt in the caller must not wait for the whole list
+    for future in futures:
+        future.result()

@@ -1,0 +1,125 @@
+"""
+The write pipeline: windows of a file are gathered from tensors, hashed while in cache, and written, on a few threads.
+
+Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
+On any failure every file of this call is removed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
+from shardkeep.format.columns import IntArray
+from shardkeep.format.header import seal_header
+from shardkeep.format.record import FileEntry
+from shardkeep.run.workers import run_workers
+from shardkeep.stage.memory import Scattered, copy_memory
+from shardkeep.store.aligned import address_of
+from shardkeep.store.protocol import BlobWriter, Creates
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """One data file: its header and where each of its bytes comes from."""
+
+    name: str
+    header: bytearray
+    """With room for the digests."""
+    data_nbytes: int
+    block_nbytes: int
+    start: IntArray
+    """Where each source begins in the data; sorted, without gaps."""
+    address: IntArray
+    """Where each source lies in host memory; 0: it is in `scattered`."""
+    scattered: dict[int, Scattered]
+
+
+@dataclass
+class _OpenFile:
+    job: FileJob
+    writer: BlobWriter
+    windows_left: int
+    digests: bytearray
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def write_files(store: Creates, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[FileEntry]:
+    """Write all files, durable on return; what they are goes into the commit record."""
+    entries: dict[str, FileEntry] = {}
+    with ExitStack() as undo:
+        tasks = _tasks(store, jobs, window_nbytes, undo)
+
+        def work(task: tuple[_OpenFile, int, int], buffer: memoryview) -> None:
+            file, start, stop = task
+            _write_window(file, start, stop, buffer)
+            with file.lock:
+                file.windows_left -= 1
+                last = file.windows_left == 0
+            if last:
+                entries[file.job.name] = _finish(file)
+
+        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
+        undo.pop_all()
+    return [entries[job.name] for job in jobs]
+
+
+def _tasks(
+    store: Creates, jobs: Sequence[FileJob], window_nbytes: int, undo: ExitStack
+) -> Iterator[tuple[_OpenFile, int, int]]:
+    for job in jobs:
+        writer = store.create(job.name, len(job.header) + job.data_nbytes)
+        undo.callback(writer.abandon)
+        starts = range(0, job.data_nbytes, window_nbytes)
+        blocks = -(-job.data_nbytes // job.block_nbytes)
+        file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
+        for start in starts:
+            yield file, start, min(start + window_nbytes, job.data_nbytes)
+
+
+def _write_window(file: _OpenFile, start: int, stop: int, buffer: memoryview) -> None:
+    job = file.job
+    window = buffer[: stop - start]
+    _gather(job, start, stop, window)
+    at = start // job.block_nbytes * DIGEST_NBYTES
+    digests = block_digests(window, job.block_nbytes)
+    file.digests[at : at + len(digests)] = digests
+    file.writer.write_at(len(job.header) + start, window)
+
+
+def _gather(job: FileJob, start: int, stop: int, window: memoryview) -> None:
+    """Copy the bytes `start..stop` of a file's data out of the tensors they come from."""
+    first = int(np.searchsorted(job.start, start, "right")) - 1
+    last = int(np.searchsorted(job.start, stop, "left"))
+    base = address_of(window) - start
+    begins = job.start[first : last + 1].tolist()
+    if last == len(job.start):
+        begins.append(job.data_nbytes)
+    for row, address, begin, end in zip(
+        range(first, last), job.address[first:last].tolist(), begins, begins[1:], strict=False
+    ):
+        low = max(begin, start)
+        high = min(end, stop)
+        if address:
+            copy_memory(base + low, address + low - begin, high - low)
+        else:
+            job.scattered[row].read(low - begin, high - begin, window[low - start : high - start])
+
+
+def _finish(file: _OpenFile) -> FileEntry:
+    job = file.job
+    seal_header(job.header, file.digests)
+    file.writer.write_at(0, memoryview(job.header))
+    file.writer.finish()
+    return FileEntry(
+        name=job.name,
+        nbytes=len(job.header) + job.data_nbytes,
+        header_nbytes=len(job.header),
+        block_nbytes=job.block_nbytes,
+        checksum=text_of(digest(job.header)),
+    )

@@ -1,0 +1,36 @@
+"""
+Raw host memory: seeing it as bytes, copying it, and the seam to memory that is not one run of host bytes.
+
+Nothing here knows tensors, so that files can be verified without importing torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+from shardkeep.format.region import Box, Ints
+
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.restype = ctypes.py_object
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+
+copy_memory = ctypes.memmove
+"""Copy raw memory: target, source, bytes. Releases the GIL."""
+
+
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """View raw memory. The caller keeps its owner alive."""
+    view: memoryview = _from_memory(address, nbytes, _WRITABLE)
+    return view
+
+
+class Scattered(Protocol):
+    """Memory that is not one run of host bytes."""
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Copy bytes `start..stop` of its row-major form, which are whole elements."""
+
+    def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
+        """Fill `box` from `part` of row-major elements of this shape."""
