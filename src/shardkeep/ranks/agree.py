@@ -1,0 +1,393 @@
+"""
+One step on all ranks, whose every failure comes back to every rank.
+
+In comes a `World` and, for each phase of a call, the work of this rank; out comes the answer rank 0 decided on for
+this rank, or one error that is the same on all ranks. Ranks talk only through the world's store, in plain data: a
+rank that fails, leaves or dies never leaves the others waiting past their deadline, and each key that is written for
+a call is deleted by whoever reads it.
+
+The keys of a world, where `call` counts the calls of each rank and `step` the phases of a call:
+
+    calls/RANK              how many calls this rank has made
+    doing/RANK              what this rank is doing, for the message when it is silent
+    CALL/STEP/in/RANK       what this rank says to rank 0
+    CALL/STEP/out/RANK      what rank 0 says to this rank
+    CALL/STEP/all/N         a long answer that several ranks share, and who has read it
+    CALL/parted, CALL/over  so that rank 0, whose process may host the store, is the last to go
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
+
+from shardkeep.errors import CheckpointError, Failure
+from shardkeep.ranks.mailbox import Mailbox, MailLost, visit
+from shardkeep.ranks.verdict import Verdict, describe, judge_disagreement, judge_failures, judge_silence
+from shardkeep.ranks.words import Doing, Reply, Word, decode_doing, decode_reply, decode_verdict, decode_word, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardkeep.ranks.world import World
+
+T = TypeVar("T")
+
+LINGER_S = 5.0
+"""How long rank 0 stays at the end of a call for the others to read its answer."""
+SHARED_BYTES = 4096
+"""From this length on, an answer that several ranks get is stored once."""
+
+
+class _NoAnswer(MailLost):
+    """The store works, but rank 0 says nothing."""
+
+
+class Meeting:
+    """One call (a save, a load) that all ranks of a world make together. Used by one thread at a time."""
+
+    def __init__(self, world: World, title: str) -> None:
+        self._world = world
+        self._title = title
+        self._call = 0
+        # The phase in which this rank has to speak next.
+        self._step = 0
+        # How many ranks are expected to read rank 0's last answer.
+        self._present = 0
+        # The last error that all ranks raised together.
+        self._told: CheckpointError | None = None
+        # Set once rank 0 or the store is out of reach; nothing can be agreed on after that.
+        self._lost: CheckpointError | None = None
+        # Rank 0 waits no more for those who left (with their failure) or fell silent (with what is known of them).
+        self._departed: dict[int, Failure] = {}
+        self._silent: dict[int, str] = {}
+        self._left = False
+        self._cut = False
+
+    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+        """
+        Run `work` on every rank, then `decide` on rank 0, and return what was decided for this rank.
+
+        Args:
+            phase: What this step is called in messages; all ranks must give the same.
+            work: Makes this rank's contribution.
+            decide: Gets the contributions in the order of ranks and returns one answer for each rank.
+
+        Raises:
+            CheckpointError: some rank failed. All ranks raise the same, of the class of the first failure, with the
+                failures of all in `by_rank`; on a rank that failed, its own exception is the cause. A single rank
+                sees its own exceptions as they are.
+            RanksSilent: ranks did not answer in time, or cannot be reached.
+            RanksDisagree: ranks are in different calls or phases.
+
+        """
+        if self._world.solo:
+            return _decided(decide, [work()])[0]
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return self._agree(phase, work, decide)
+        except Exception:
+            raise
+        except BaseException as stopped:  # Ctrl-C or exit: the others learn of it now, not at their deadline
+            self._leave(stopped)
+            raise
+
+    def _agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+        word = Word(title=self._title, phase=phase)
+        cause: Exception | None = None
+        try:
+            self._visit(lambda mailbox: self._note(mailbox, phase))
+            word, cause = self._try(word, work)
+            if self._world.rank == 0:
+                answer, cause = self._lead(word, cause, decide)
+            else:
+                answer = self._follow(word)
+        except MailLost as lost:
+            self._lost = self._out_of_reach(word, lost)
+            raise self._lost from (cause or lost)
+        if isinstance(answer, bytes):
+            return answer
+        self._told = answer.error()
+        raise self._told from cause
+
+    def _try(self, word: Word, work: Callable[[], bytes]) -> tuple[Word, Exception | None]:
+        try:
+            return replace(word, payload=work()), None
+        except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
+            return replace(word, failure=describe(error)), error
+
+    # -- rank 0 ------------------------------------------------------------------------------------------------
+
+    def _lead(
+        self, word: Word, cause: Exception | None, decide: Callable[[list[bytes]], list[bytes]]
+    ) -> tuple[bytes | Verdict, Exception | None]:
+        words = {0: word, **self._gather()}
+        while (missed := self._missed_call(words)) is not None:
+            self._skip_call(words, missed)
+            words = {0: word, **self._gather()}
+        verdict = self._judge(words)
+        answers: list[bytes] = []
+        if verdict is None:
+            try:
+                answers = _decided(decide, [words[rank].payload for rank in range(self._world.size)])
+            except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
+                cause = error
+                verdict = judge_failures({0: describe(error)}, phase=word.phase, title=self._title)
+        if verdict is not None:
+            self._tell_all(verdict)
+            return verdict, cause
+        self._send(dict(enumerate(answers[1:], start=1)), failed=False)
+        return answers[0], None
+
+    def _gather(self) -> dict[int, Word]:
+        """Collect the words of the other ranks; note who left and who is silent."""
+        awaited = [rank for rank in range(1, self._world.size) if rank not in self._departed | self._silent]
+        patience_s = self._world.timeout_s
+
+        def errand(mailbox: Mailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
+            here = awaited
+            if not mailbox.wait([self._key("in", rank) for rank in awaited], patience_s):
+                here = [rank for rank in awaited if mailbox.there(self._key("in", rank))]
+            bodies = mailbox.take([self._key("in", rank) for rank in here])
+            away = [rank for rank in awaited if rank not in here]
+            doing = {
+                rank: mailbox.read([f"doing/{rank}"])[0] if mailbox.there(f"doing/{rank}") else b"" for rank in away
+            }
+            return dict(zip(here, bodies, strict=True)), doing
+
+        # Twice the patience: once to wait, once to read what may be long.
+        said, doing = self._visit(errand, within_s=2 * patience_s)
+        self._silent |= {rank: self._silence(patience_s, raw) for rank, raw in doing.items()}
+        words = {rank: decode_word(raw) for rank, raw in said.items()}
+        self._departed |= {rank: word.failure for rank, word in words.items() if word.left and word.failure}
+        return words
+
+    def _judge(self, words: dict[int, Word]) -> Verdict | None:
+        failures = {rank: word.failure for rank, word in words.items() if word.failure} | self._departed
+        phase = words[0].phase
+        if len({word.title for word in words.values()}) > 1:
+            said = {rank: repr(word.title) for rank, word in words.items()}
+            return judge_disagreement(said, failures, title=self._title)
+        if len({word.phase for word in words.values() if not word.left}) > 1:
+            said = {rank: f"phase {word.phase!r} of {word.title}" for rank, word in words.items() if not word.left}
+            return judge_disagreement(said, failures, title=self._title)
+        if self._silent:
+            return judge_silence(self._silent, failures, phase=phase, title=self._title)
+        if failures:
+            return judge_failures(failures, phase=phase, title=self._title)
+        return None
+
+    def _missed_call(self, words: dict[int, Word]) -> str | None:
+        """Name the call the others waited for and rank 0 never made, if this is how their words and ours differ."""
+        if self._step > 0:
+            return None
+        given_up = {word.title for word in words.values() if word.gave_up}
+        current = {word.title for word in words.values() if not word.gave_up}
+        return min(given_up) if given_up and current == {self._title} and self._title not in given_up else None
+
+    def _skip_call(self, words: dict[int, Word], title: str) -> None:
+        """Count the missed call as made, or this rank would be one call behind the others for ever."""
+        everyone = {rank: f"did not make the call {title!r}" for rank in words if not words[rank].left}
+        verdict = judge_silence(everyone, {}, phase="", title=title)
+        self._silent |= dict.fromkeys(everyone, "")
+        self._tell_all(verdict)
+        self._departed, self._silent = {}, {}
+        self._visit(self._number)
+
+    def _tell_all(self, verdict: Verdict) -> None:
+        body = encode(verdict)
+        self._send({rank: body for rank in range(1, self._world.size) if rank not in self._departed}, failed=True)
+
+    def _send(self, answers: dict[int, bytes], *, failed: bool) -> None:
+        sharers: dict[bytes, list[int]] = {}
+        for rank, body in answers.items():
+            sharers.setdefault(body, []).append(rank)
+        self._present = sum(rank not in self._silent for rank in answers)
+
+        def errand(mailbox: Mailbox) -> None:
+            for number, (body, ranks) in enumerate(sharers.items()):
+                reply = Reply(body=body, failed=failed, present=self._present)
+                if len(ranks) > 1 and len(body) >= SHARED_BYTES:
+                    shared = f"{self._call}/{self._step}/all/{number}"
+                    mailbox.put(shared, body)
+                    reply = replace(reply, body=b"", shared=shared, readers=len(ranks))
+                for rank in ranks:
+                    mailbox.put(self._key("out", rank), encode(replace(reply, missed=rank in self._silent)))
+
+        self._visit(errand)
+        self._step += 1
+
+    # -- the other ranks ---------------------------------------------------------------------------------------
+
+    def _follow(self, word: Word) -> bytes | Verdict:
+        reply = self._exchange(word)
+        while reply.missed and self._step == 1 and decode_verdict(reply.body).title != self._title:
+            # Rank 0 gave up on a call this rank never made. Count it as made and answer in the next one.
+            self._visit(self._number)
+            reply = self._exchange(word)
+        self._present = 0 if reply.missed else reply.present
+        return decode_verdict(reply.body) if reply.failed else reply.body
+
+    def _exchange(self, word: Word) -> Reply:
+        body = encode(word)
+        mine, answer = self._key("in", self._world.rank), self._key("out", self._world.rank)
+        patience_s = 2 * self._world.timeout_s
+        self._visit(lambda mailbox: mailbox.put(mine, body))
+        self._step += 1
+
+        def errand(mailbox: Mailbox) -> Reply | bytes:
+            if not mailbox.wait([answer], patience_s):
+                mailbox.put(mine, encode(self._giving_up(word, patience_s)))
+                return mailbox.read(["doing/0"])[0] if mailbox.there("doing/0") else b""
+            return self._receive(mailbox, answer, unread=(mine, len(body)))
+
+        reply = self._visit(errand, within_s=patience_s)
+        if isinstance(reply, bytes):
+            raise _NoAnswer(self._silence(patience_s, reply))
+        return reply
+
+    def _receive(self, mailbox: Mailbox, answer: str, *, unread: tuple[str, int]) -> Reply:
+        reply = decode_reply(mailbox.take([answer])[0])
+        if reply.missed:  # nobody else will delete what this rank said
+            mailbox.drop(*unread)
+        if not reply.shared:
+            return reply
+        [body] = mailbox.read([reply.shared])
+        if mailbox.count(f"{reply.shared}/read") == reply.readers:
+            mailbox.drop(reply.shared, len(body))
+            mailbox.drop(f"{reply.shared}/read")
+        return replace(reply, body=body)
+
+    def _giving_up(self, word: Word, patience_s: float) -> Word:
+        failure = Failure("RanksSilent", f"waited {patience_s:g} s for rank 0 and gave up")
+        return Word(title=word.title, phase=word.phase, failure=failure, left=True, gave_up=True)
+
+    # -- all ranks ---------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Begin the call."""
+        try:
+            self._visit(self._number)
+        except MailLost as lost:
+            raise self._out_of_reach(Word(title=self._title, phase="begin"), lost) from lost
+
+    def _number(self, mailbox: Mailbox) -> None:
+        self._call = mailbox.count(f"calls/{self._world.rank}")
+        self._step = 0
+        self._note(mailbox, "")
+
+    def _note(self, mailbox: Mailbox, phase: str) -> None:
+        mailbox.put(f"doing/{self._world.rank}", encode(Doing(self._call, self._step, phase, self._title)))
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that this rank takes part no more, unless they know of `error` already."""
+        if self._left or self._cut or _comes_from(error, self._told):
+            return
+        self._left = True
+        failure = describe(error)
+        with contextlib.suppress(MailLost):
+            if self._world.rank == 0:
+                self._tell_all(judge_failures({0: failure}, phase="leave", title=self._title))
+            else:
+                word = Word(title=self._title, phase="leave", failure=failure, left=True)
+                self._visit(lambda mailbox: mailbox.put(self._key("in", self._world.rank), encode(word)), within_s=1)
+        if self._world.rank > 0 or not isinstance(error, Exception):
+            self._present = 0
+
+    def _part(self) -> None:
+        """End the call: rank 0 stays until the others have its answer, as the store may end with its process."""
+        if self._present == 0 or self._cut:
+            return
+
+        def errand(mailbox: Mailbox) -> None:
+            over, parted = f"{self._call}/over", f"{self._call}/parted"
+            if self._world.rank > 0:
+                if mailbox.count(parted) == self._present:
+                    mailbox.put(over, b"")
+            elif mailbox.wait([over], min(LINGER_S, self._world.timeout_s)):
+                mailbox.drop(over)
+                mailbox.drop(parted)
+
+        # What was agreed on stands, whoever is there to see it.
+        with contextlib.suppress(MailLost):
+            self._visit(errand, within_s=LINGER_S)
+
+    def _out_of_reach(self, word: Word, lost: MailLost) -> CheckpointError:
+        """Make the error of a rank that can no longer speak to the others."""
+        self._cut = not isinstance(lost, _NoAnswer)
+        text = f"cannot be reached: {lost}" if self._cut else str(lost)
+        others = range(1, self._world.size) if self._world.rank == 0 else [0]
+        own = {self._world.rank: word.failure} if word.failure else {}
+        return judge_silence(dict.fromkeys(others, text), own, phase=word.phase, title=self._title).error()
+
+    def _silence(self, waited_s: float, raw: bytes) -> str:
+        """Say of a rank that did not answer what it was last seen doing."""
+        seen = decode_doing(raw) if raw else None
+        if seen is None:
+            what = "it has made no call yet"
+        elif seen.call != self._call:
+            what = f"it has not made call {self._call}; its last was call {seen.call}, {seen.title!r}"
+        elif seen.title != self._title:
+            what = f"it is in {seen.title!r}"
+        elif seen.phase:
+            what = f"it was last seen in {seen.phase!r}"
+        else:
+            what = "it has begun this call, but no phase of it"
+        return f"did not answer within {waited_s:g} s; {what}"
+
+    def _key(self, way: str, rank: int) -> str:
+        return f"{self._call}/{self._step}/{way}/{rank}"
+
+    def _visit(self, errand: Callable[[Mailbox], T], within_s: float | None = None) -> T:
+        store, size = self._world.store, self._world.size
+        if store is None:  # unreachable: a world of several ranks has a store
+            raise MailLost("there is no store")
+        return visit(store, size, errand, within_s=self._world.timeout_s if within_s is None else within_s)
+
+
+@contextlib.contextmanager
+def meet(world: World, title: str) -> Iterator[Meeting]:
+    """
+    Begin a call that all ranks of `world` make together, and end it together.
+
+    A rank that leaves by an exception tells the others, so they do not wait for it. Ranks must make their calls in
+    the same order; `title` ("save to runs/a/step-10") is what they are compared by. A rank that missed a call
+    altogether is put right in the next one, provided that the titles differ.
+
+    Raises:
+        RanksSilent: the store the ranks talk through cannot be reached.
+
+    """
+    meeting = Meeting(world, title)
+    if world.solo:
+        yield meeting
+        return
+    meeting._join()
+    try:
+        yield meeting
+    except BaseException as error:
+        meeting._leave(error)
+        raise
+    finally:
+        meeting._part()
+
+
+def _decided(decide: Callable[[list[bytes]], list[bytes]], payloads: list[bytes]) -> list[bytes]:
+    answers = decide(payloads)
+    if len(answers) != len(payloads):
+        raise ValueError(f"{len(answers)} answers were decided on for {len(payloads)} ranks")
+    return answers
+
+
+def _comes_from(error: BaseException | None, origin: BaseException | None) -> bool:
+    """Say whether `error` is `origin`, or was raised because of it."""
+    seen: set[int] = set()
+    while error is not None and origin is not None and id(error) not in seen:
+        if error is origin:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

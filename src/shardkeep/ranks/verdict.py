@@ -1,0 +1,161 @@
+"""
+What all ranks raise together, made on rank 0 from the failures of each.
+
+In come failures by rank; out goes a `Verdict`, plain data that every rank turns into the same error. Nothing here
+talks to anybody, and nothing but text and msgpack's own types ever goes into a verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from typing import Any
+
+import msgspec
+
+from shardkeep.errors import CheckpointError, Failure, error_class, failure_of
+
+MOST_GROUPS = 8
+"""How many different failures a message spells out; also how many keep their traceback and details."""
+MOST_CHARS = 16_000
+"""Longest message or traceback that travels."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Ranks on which the same thing went wrong."""
+
+    ranks: list[int]
+    failure: Failure
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The failure of a phase, the same on all ranks."""
+
+    kind: str
+    """Class name of the error to raise."""
+    message: str
+    title: str
+    """What rank 0 was doing."""
+    hint: str = ""
+    details: dict[str, Any] = {}
+    groups: list[Group] = []
+
+    def error(self) -> CheckpointError:
+        """Make the exception to raise."""
+        error = error_class(self.kind)(self.message, hint=self.hint, **self.details)
+        error.by_rank = {rank: group.failure for group in self.groups for rank in group.ranks}
+        return error
+
+
+def describe(error: BaseException) -> Failure:
+    """Describe `error` as data that msgpack can carry, whatever it holds."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        failure = failure_of(error, trace)
+    except Exception:  # noqa: BLE001 - a foreign __str__ may do anything; the other ranks must still hear of it
+        failure = Failure(type(error).__name__, "an error whose text cannot be made", trace)
+    return Failure(
+        failure.kind,
+        _plain_text(failure.message),
+        # The end of a traceback is where the error is.
+        _plain_text(failure.trace[-MOST_CHARS:]),
+        _plain_text(failure.hint),
+        _plain_details(failure.details),
+    )
+
+
+def judge_failures(failures: dict[int, Failure], *, phase: str, title: str) -> Verdict:
+    """Make the verdict where at least one rank failed."""
+    groups = _group(failures)
+    first = groups[0].failure
+    return Verdict(
+        kind=first.kind,
+        message=_spell(groups, f"during {phase!r} of {title}"),
+        title=title,
+        hint=first.hint,
+        details=first.details,
+        groups=_lighten(groups),
+    )
+
+
+def judge_silence(silent: dict[int, str], failures: dict[int, Failure], *, phase: str, title: str) -> Verdict:
+    """Make the verdict where ranks did not answer; `silent` says of each what is known."""
+    unheard = {rank: Failure("RanksSilent", text) for rank, text in silent.items()}
+    groups = _group(unheard) + _group(failures)
+    return Verdict(
+        kind="RanksSilent",
+        message=_spell(groups, f"during {phase!r} of {title}"),
+        title=title,
+        details={"ranks": sorted(silent)},
+        groups=_lighten(groups),
+    )
+
+
+def judge_disagreement(said: dict[int, str], failures: dict[int, Failure], *, title: str) -> Verdict:
+    """Make the verdict where ranks are not in the same call or phase; `said` is what each one said."""
+    strays = {rank: Failure("RanksDisagree", f"called {what}") for rank, what in said.items()}
+    return Verdict(
+        kind="RanksDisagree",
+        message=_spell(_group(strays), "all ranks must make the same calls in the same order"),
+        title=title,
+        groups=_lighten(_group({**strays, **failures})),
+    )
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Name ranks in few words, such as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    spans = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {spans}" if len(ranks) == 1 else f"ranks {spans}"
+
+
+def _group(failures: dict[int, Failure]) -> list[Group]:
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        ranks.setdefault((failure.kind, failure.message, failure.hint), []).append(rank)
+    return [Group(members, failures[members[0]]) for members in ranks.values()]
+
+
+def _spell(groups: list[Group], where: str) -> str:
+    lines = [f"{name_ranks(group.ranks)}: {_text(group.failure)}" for group in groups[:MOST_GROUPS]]
+    unsaid = sum(len(group.ranks) for group in groups[MOST_GROUPS:])
+    if unsaid:
+        lines.append(f"and {unsaid} more rank{'s' * (unsaid > 1)}")
+    return "\n".join([*lines, f"({where})"])
+
+
+def _text(failure: Failure) -> str:
+    ours = error_class(failure.kind)
+    if ours.__name__ == failure.kind:
+        return failure.message
+    # The class of a foreign exception is lost on the way, so the text has to say it.
+    bare = failure.message == f"{failure.kind}()"
+    return failure.kind if bare else f"{failure.kind}: {failure.message}"
+
+
+def _lighten(groups: list[Group]) -> list[Group]:
+    # A thousand different tracebacks, sent to a thousand ranks, would be gigabytes.
+    light = [
+        Group(group.ranks, Failure(group.failure.kind, group.failure.message, "", group.failure.hint))
+        for group in groups[MOST_GROUPS:]
+    ]
+    return groups[:MOST_GROUPS] + light
+
+
+def _plain_text(text: str) -> str:
+    # Names of files may hold lone surrogates, which UTF-8 cannot carry.
+    plain = text.encode("utf-8", "backslashreplace").decode()
+    return plain if len(plain) <= MOST_CHARS else f"{plain[:MOST_CHARS]}… ({len(plain)} characters in all)"
+
+
+def _plain_details(details: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in details.items():
+        with contextlib.suppress(Exception):  # what cannot travel stays behind
+            plain[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    return plain
