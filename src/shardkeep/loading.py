@@ -24,7 +24,7 @@ from shardkeep.format.values import decode_value
 from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
-from shardkeep.ranks.world import current_world
+from shardkeep.ranks.world import World, current_world
 from shardkeep.run.fetch import Source, fetch
 from shardkeep.run.match import Findings, Match, Verdict, Wishes, join_matches, match_state, raise_if_wrong
 from shardkeep.state.describe import Description, describe, describe_leaves
@@ -76,7 +76,7 @@ def load(
     rename: Renames = None,
     cast: bool | Patterns = False,
     allow_pickle: bool = False,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | World | None = None,
     options: Options | None = None,
 ) -> LoadReport:
     """

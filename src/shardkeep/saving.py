@@ -30,7 +30,7 @@ from shardkeep.plan.draft import decode_draft, encode, ints
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
 from shardkeep.plan.saves import SavePlan, plan_save
 from shardkeep.ranks.agree import meet
-from shardkeep.ranks.world import current_world
+from shardkeep.ranks.world import World, current_world
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.stage.tensors import host_address, scattered
@@ -96,7 +96,7 @@ def save(
     overwrite: bool = False,
     allow_pickle: bool = False,
     check_replicas: bool = False,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | World | None = None,
     options: Options | None = None,
 ) -> SaveReport:
     """

@@ -1,0 +1,43 @@
+"""
+Ranks that are threads of one process, for tests of many small worlds: no process group, no spawn, milliseconds each.
+
+What they share with real ranks is the whole of `shardkeep.ranks`: they talk through a torch store. `rank_pool` has
+real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from torch.distributed import HashStore
+
+from shardkeep.ranks.world import World
+
+T = TypeVar("T")
+
+
+def run_thread_ranks(size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0) -> list[T]:
+    """Call `rank_main` with the `World` of each rank, all at once; return what they return, by rank."""
+    outcomes = thread_outcomes(size, rank_main, timeout_s=timeout_s)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes  # type: ignore[return-value]  # every exception was raised above
+
+
+def thread_outcomes(
+    size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0
+) -> list[T | BaseException]:
+    """Like `run_thread_ranks`, but return what each rank raised in the place of its result."""
+    store = HashStore()
+
+    def main(rank: int) -> T | BaseException:
+        try:
+            return rank_main(World(rank, size, store if size > 1 else None, timeout_s))
+        except BaseException as exc:  # noqa: BLE001 - handed to the caller
+            return exc
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(main, range(size)))
