@@ -8,6 +8,7 @@ files start without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def by_code(code: int) -> DType:
 def of_torch(dtype: torch.dtype) -> DType:
     """Return the type torch gives a tensor; UnsupportedLeaf for quantized ones and any this version does not know."""
     try:
-        return _by_torch()[dtype]
+        return known_to_torch()[dtype]
     except KeyError:
         raise UnsupportedLeaf(f"{dtype} has no stored form", hint=_hint(str(dtype)), dtype=str(dtype)) from None
 
@@ -148,7 +149,8 @@ def of_numpy(dtype: np.dtype[Any]) -> DType | None:
 
 
 @cache
-def _by_torch() -> dict[torch.dtype, DType]:
+def known_to_torch() -> Mapping[torch.dtype, DType]:
+    """Return the rows the installed torch has, by its own types."""
     import torch  # noqa: PLC0415  see the module's docstring
 
     # getattr with a default: an older torch may lack the newest rows.

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.dtypes import of_numpy, of_torch
+from shardkeep.format.dtypes import known_to_torch, of_numpy, of_torch
 from shardkeep.format.region import Ints, slices
 from shardkeep.state.kinds import ShardedBox
 from shardkeep.state.placement import dtensor_boxes
@@ -26,8 +25,7 @@ from shardkeep.state.placement import dtensor_boxes
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: a masked or a record array is more than its elements
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # a named tuple, as are the two below: a state has 50,000 leaves, and a dataclass costs twice
     """A part of a tensor that this rank holds."""
 
     offsets: Ints
@@ -36,8 +34,7 @@ class Piece:
     """Plain, strided, detached, on any device; its shape is the size of the part."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
+class TensorLeaf(NamedTuple):
     """A tensor of the state, reduced to what saving and loading need."""
 
     dtype: torch.dtype
@@ -82,9 +79,12 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
         InvalidShards: its pieces are not what it says they are.
 
     """
-    ask = _Ask(key, allow_meta, writable)
     kind = type(obj)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    plain = kind is torch.Tensor or kind is torch.nn.Parameter
+    if plain and (leaf := _describe_ordinary(obj)):
+        return leaf
+    ask = _Ask(key, allow_meta, writable)
+    if plain:
         return _describe_plain(ask, obj)
     if kind in _ARRAYS:
         return _describe_plain(ask, _from_numpy(ask, obj))
@@ -105,18 +105,28 @@ def materialize(key: str, obj: Any) -> Any:
     class and attributes are kept. It lies on the default device, or a DTensor on its mesh's.
     """
     if isinstance(obj, ShardedBox):
-        if not any(tensor.is_meta for tensor, _ in obj.pieces):
+        if not any(_on_meta(tensor) for tensor, _ in obj.pieces):
             return obj
         pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
         return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
-    if not isinstance(obj, torch.Tensor) or not obj.is_meta:
+    if not isinstance(obj, torch.Tensor) or not _on_meta(obj):
         return obj
     if _is_a(obj, "torch.distributed.tensor", "DTensor"):
         return _dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))  # type: ignore[attr-defined]  # a DTensor
-    plain = _unwrap(_Ask(key, allow_meta=True, writable=True), obj)
+    ask = _Ask(key, allow_meta=True, writable=True)
+    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        ask.refuse("is a ShardedTensor on the meta device", "give its shards memory before loading into it")
+    plain = _unwrap(ask, obj)
     device = torch.get_default_device()
     # Under `with torch.device("meta")` the default is no place to load to.
     return _dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+
+
+def _on_meta(obj: Any) -> bool:
+    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        return any(_on_meta(shard.tensor) for shard in obj.local_shards())
+    with torch._C.DisableTorchFunctionSubclass():
+        return isinstance(obj, torch.Tensor) and obj.is_meta
 
 
 def _dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -126,20 +136,33 @@ def _dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
         fresh = torch.nn.Parameter(fresh, requires_grad=model.requires_grad)
     elif type(fresh) is not kind:
         fresh = fresh.as_subclass(kind)
+    # A DTensor's class keeps its spec and local tensor there, the fresh one's of course.
     fresh.__dict__.update({name: value for name, value in model.__dict__.items() if name not in fresh.__dict__})
-    return fresh.requires_grad_(model.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        return fresh.requires_grad_(model.requires_grad)
+
+
+def _describe_ordinary(tensor: torch.Tensor) -> TensorLeaf | None:
+    """
+    Describe a tensor about which there is nothing special; None for one that needs a closer look.
+
+    Almost every leaf of every state comes this way, and only this way, so it is spelt out in the fewest calls.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    dtype, shape, stride, pointer = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+    if dtype not in known_to_torch() or 0 in shape or 0 in stride or pointer == 0 or tensor.storage_offset():
+        return None
+    origin = (0,) * len(shape)
+    alias = (dtype, shape, origin, pointer, shape, stride, tensor.device)
+    return TensorLeaf(dtype, shape, (Piece(origin, tensor.detach()),), alias)
 
 
 def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
     if tensor.layout is not torch.strided or tensor.is_nested:
         _refuse_layout(ask, tensor)
-    dtype, shape = tensor.dtype, tuple(tensor.shape)
-    _check_dtype(ask, dtype)
-    if 0 in shape:
-        return TensorLeaf(dtype, shape, (), None)
-    plain, memory = _plain_view(ask, tensor)
-    origin = (0,) * len(shape)
-    return TensorLeaf(dtype, shape, (Piece(origin, plain),), memory and (dtype, shape, origin, memory))
+    shape = tuple(tensor.shape)
+    return _describe_parts(ask, tensor.dtype, shape, [((0,) * len(shape), tensor)])
 
 
 def _describe_parts(
@@ -161,8 +184,10 @@ def _describe_parts(
             continue
         plain, memory = _plain_view(ask, tensor)
         pieces.append(Piece(offsets, plain))
-        alias += [offsets, memory]
-        on_meta = on_meta or memory is None
+        if memory is None:
+            on_meta = True
+        else:
+            alias += (offsets, *memory)
     return TensorLeaf(dtype, shape, tuple(pieces), tuple(alias) if pieces and not on_meta else None)
 
 
@@ -213,7 +238,8 @@ def _check_inside(ask: _Ask, shape: Ints, offsets: Ints, sizes: Ints) -> None:
 def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
     """Return a tensor of at least one element as a detached plain view, and what tells its memory from any other."""
     pointer = tensor.data_ptr()
-    if pointer == 0 or tensor.untyped_storage().nbytes() == 0:
+    # A freed storage is at address 0, so that a view into it seems to be at its offset.
+    if pointer == 0 or (tensor.storage_offset() and tensor.untyped_storage().nbytes() == 0):
         if not tensor.is_meta:
             _refuse_without_memory(ask, tensor)
         if not ask.allow_meta:
@@ -224,13 +250,17 @@ def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[An
     if ask.writable and 0 in stride:
         _check_no_overlap(ask, tensor)
     if tensor.is_conj() or tensor.is_neg():
-        if ask.writable:
-            ask.refuse(
-                "is a conjugate or negative view, which cannot be filled in place",
-                "load into t.resolve_conj().resolve_neg()",
-            )
-        return tensor.detach().resolve_conj().resolve_neg(), (*memory, tensor.is_conj(), tensor.is_neg())
+        return _resolve(ask, tensor), (*memory, tensor.is_conj(), tensor.is_neg())
     return tensor.detach(), memory
+
+
+def _resolve(ask: _Ask, tensor: torch.Tensor) -> torch.Tensor:
+    if ask.writable:
+        ask.refuse(
+            "is a conjugate or negative view, which cannot be filled in place",
+            "load into t.resolve_conj().resolve_neg()",
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
@@ -255,6 +285,11 @@ def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
 
 def _from_numpy(ask: _Ask, array: np.ndarray[Any, Any]) -> torch.Tensor:
     """View an array as a tensor; copy it where torch cannot view it."""
+    row = of_numpy(array.dtype)
+    if row is None:
+        ask.refuse(f"is a numpy array of {array.dtype!r}, which torch does not have", "convert it to a native dtype")
+    # The C type behind a name matters to torch, which knows `unsigned long` and not `unsigned long long`.
+    array = array.view(row.numpy)
     if array.size == 0:
         return torch.from_numpy(np.empty(array.shape, array.dtype))
     if ask.writable and not array.flags.writeable:
@@ -308,12 +343,13 @@ def _refuse_subclass(ask: _Ask, obj: torch.Tensor) -> NoReturn:
     name = _name(type(obj))
     if type(obj).__name__ in ("FakeTensor", "FunctionalTensor"):
         ask.refuse(f"is a {name}, which has no values", "save the tensor outside of tracing and fake modes")
-    if obj.is_nested:
-        _refuse_layout(ask, obj)
     if type(obj).__name__ in ("DTensor", "ShardedTensor"):
         ask.refuse(
             f"is sharded in two ways: a piece of it is itself a {name}", "save it as one DTensor over a 2-d mesh"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        if obj.is_nested:
+            _refuse_layout(ask, obj)
     ask.refuse(f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts, each as a tensor")
 
 
