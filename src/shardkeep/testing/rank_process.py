@@ -1,0 +1,150 @@
+"""
+The inside of one process of a `RankPool`: takes jobs from a pipe, is a rank of a fresh group for each, sends back how
+it went. Ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+    from torch.distributed.distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class StoreAt:
+    """Where the group's store is."""
+
+    prefix: str
+    port: int
+    """0 asks rank 0 to open one and say its port."""
+    lasting: bool
+    """It serves later runs too, so the connection is worth keeping."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank has to do in a run."""
+
+    rank: int
+    world_size: int
+    call: bytes
+    """The pickled function and its arguments."""
+    sys_path: tuple[str, ...]
+    """The caller's, so that functions of its test modules are found here."""
+    backend: str
+    """Empty for no process group."""
+    store: StoreAt
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job ended."""
+
+    value: bytes = b""
+    """The pickled result."""
+    error: bytes = b""
+    """The pickled exception and its cause; empty where pickle cannot do it."""
+    trace: str = ""
+
+
+def rank_process(connection: Connection, log_path: str) -> None:
+    """Do jobs until the pipe ends."""
+    _set_up(log_path)
+    connection.send("started")
+    # Connections to stores that outlive a run, by port.
+    kept: dict[int, Store] = {}
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        sys.stderr.flush()
+        os.truncate(log_path, 0)
+        connection.send(_do(job, kept, connection))
+
+
+def _set_up(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_end_with_parent, daemon=True, name="end-with-parent").start()
+    # torch looks up the name of every peer, for its log; a slow name server must not slow down the tests.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch  # noqa: PLC0415 - not before the environment is set
+
+    torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    # A rank that hangs does not see the end of its pipe.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _do(job: Job, kept: dict[int, Store], connection: Connection) -> Finished:
+    try:
+        sys.path[:] = [*job.sys_path, *(path for path in sys.path if path not in job.sys_path)]
+        os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
+        with _process_group(job, kept, connection):
+            fn, args, kwargs = pickle.loads(job.call)
+            return Finished(value=pickle.dumps(fn(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001 - sent to the caller
+        pair = b""
+        with contextlib.suppress(Exception):
+            pair = pickle.dumps((error, error.__cause__))
+            pickle.loads(pair)
+        return Finished(error=pair, trace="".join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+
+@contextlib.contextmanager
+def _process_group(job: Job, kept: dict[int, Store], connection: Connection) -> Iterator[None]:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    store = _open_store(job, kept, connection)
+    if not job.backend:
+        yield
+        return
+    patience = timedelta(seconds=job.timeout_s)
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open_store(job: Job, kept: dict[int, Store], connection: Connection) -> Store:
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - not re-exported
+
+    at = job.store
+    if at.port in kept:
+        return PrefixStore(at.prefix, kept[at.port])
+    opens = at.port == 0
+    patience = timedelta(seconds=job.timeout_s)
+    store = TCPStore("127.0.0.1", at.port, is_master=opens, wait_for_workers=False, timeout=patience)
+    if opens:
+        connection.send(store.port)
+    if at.lasting:
+        kept[at.port] = store
+    return PrefixStore(at.prefix, store)
