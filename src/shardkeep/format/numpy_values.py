@@ -37,7 +37,8 @@ def take(value: Any) -> tuple[int, list[Any]] | None:
     """Split a scalar, dtype or array into code and parts; None where it has no plain form."""
     kind = type(value)
     if kind is np.str_:
-        return TEXT, [str(value)]
+        # numpy's own str() would drop trailing zeros.
+        return TEXT, [str.__str__(value)]
     if kind is np.bytes_:
         return TEXT, [bytes(value)]
     dtype = value if isinstance(value, np.dtype) else value.dtype
@@ -61,9 +62,10 @@ def _raw(array: np.ndarray[Any, Any], order: Any = "C") -> bytes:
     data = array.tobytes(order=order)
     if array.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != _X87_MANTISSA_BITS:
         return data
-    # Ten bytes of sixteen carry the 80-bit long double; the rest is noise, and equal values must have equal bytes.
-    items = np.frombuffer(bytearray(data), np.uint8).reshape(-1, 16)
-    items[:, 10:] = 0
+    # Ten bytes carry the 80-bit long double; the rest is noise, and equal values must have equal bytes.
+    items = np.frombuffer(bytearray(data), np.uint8).reshape(-1, np.dtype("g").itemsize)
+    noise = slice(-10) if array.dtype.byteorder == ">" else slice(10, None)
+    items[:, noise] = 0
     return items.tobytes()
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Final, TypeAlias
 
-from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile
+from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile, UnsupportedLeaf
 from shardkeep.format.value_kinds import distinct
 from shardkeep.format.values import decode_value, encode_value
 
@@ -67,8 +67,11 @@ def part_name(kind: str, part: Part) -> str:
 def encode_tree(node: Node) -> bytes:
     """Encode a skeleton."""
     marks, counts, parts = bytearray([_mark(node)]), list[int](), list[Part]()
-    level = [] if node is None else [node]
+    level, depth = [] if node is None else [node], 0
     while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise UnsupportedLeaf(f"the state is nested more than {MAX_DEPTH} levels deep")
         below: list[Container] = []
         for container in level:
             counts.append(len(container.children))
@@ -112,7 +115,7 @@ def _checked(columns: Any) -> tuple[bytes, list[int], list[Part]]:
         raise ValueError(f"{len(marks) - marks.count(0)} containers, {len(counts)} counts")
     if any(type(count) is not int or count < 0 for count in counts) or sum(counts) != len(marks) - 1:
         raise ValueError("counts do not add up to the children")
-    if not ({str} >= set(map(type, parts)) or all(map(is_part, parts))):
+    if not all(is_part(part) for part in parts if type(part) is not str):
         raise ValueError("a key of a type that is no key")
     return marks, counts, parts
 

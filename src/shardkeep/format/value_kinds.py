@@ -13,9 +13,10 @@ import re
 import sys
 import types
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import EnumMeta, Flag
@@ -30,10 +31,12 @@ from shardkeep.format.numpy_values import NotHereError, check_types
 
 MAX_FRACTION_BITS: Final = 1 << 16
 """Bits of numerator and denominator: building a Fraction takes a gcd, which is quadratic."""
-MAX_SAME_HASH: Final = 1000
+MAX_SAME_HASH: Final = 256
 """Keys of one hash: a set of many is quadratic to build, and only a forged file has them."""
 
-_ZONE, _ENUM = 18, 23
+ENUM: Final = 23
+_ZONE: Final = 18
+_ZONE_KEY: Final = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}").fullmatch
 _TORCH: Final = {"dtype": 24, "device": 25, "Size": 26, "layout": 27, "memory_format": 28}
 
 
@@ -45,7 +48,8 @@ class EnumRef:
     qualname: str
     name: str | None
     """None for a nameless combination of flags."""
-    value: Any
+    value: Any = field(hash=False)
+    """None where a named member's value is no plain data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +70,21 @@ def take(value: Any) -> tuple[int, list[Any]] | None:
     if known is not None:
         return known.code, known.take(value)
     if isinstance(kind, EnumMeta):
-        return _ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
+        return ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
     if kind is EnumRef:
-        return _ENUM, [value.module, value.qualname, value.name, value.value]
+        return ENUM, [value.module, value.qualname, value.name, value.value]
     if kind is Fraction:
         return _take_fraction(value)
     if isinstance(value, PurePath):
         return _take_path(value)
-    if isinstance(value, (np.generic, np.ndarray, np.dtype)):
+    if issubclass(kind, (np.generic, np.ndarray, np.dtype)):
         return numpy_values.take(value)
     return _take_zone(value) or _take_torch(value)
 
 
 def make(code: int, parts: list[Any], like: Any = None) -> Any:
     """Build the value that `take` split. Raises `NotHereError` where only this machine is at fault."""
-    if code == _ENUM:
+    if code == ENUM:
         check_types(parts, (str, str, object, object))
         return _make_enum(*parts, like=like)
     kind = _MAKERS[code]
@@ -91,8 +95,8 @@ def make(code: int, parts: list[Any], like: Any = None) -> Any:
 
 def distinct(keys: list[Any]) -> list[Any]:
     """Return the keys if a dict or set can hold them all; raise where two are equal or the hashes are forged."""
-    if len(keys) > MAX_SAME_HASH and len(set(map(hash, keys))) < len(keys) - MAX_SAME_HASH:
-        raise ValueError("keys share one hash")
+    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
+        raise ValueError(f"more than {MAX_SAME_HASH} keys share one hash")
     if len(set(keys)) != len(keys):
         raise ValueError("equal keys")
     return keys
@@ -141,7 +145,7 @@ def _make_time(parts: list[Any]) -> time:
 
 def _take_zone(value: Any) -> tuple[int, list[Any]] | None:
     zoneinfo = sys.modules.get("zoneinfo")
-    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo or value.key is None:
+    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo or not _ZONE_KEY(value.key or ""):
         return None
     return _ZONE, [value.key]
 
@@ -149,7 +153,7 @@ def _take_zone(value: Any) -> tuple[int, list[Any]] | None:
 def _make_zone(parts: list[Any]) -> Any:
     import zoneinfo  # noqa: PLC0415 (needed by few values, and it reads the disk)
 
-    if not re.fullmatch(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}", parts[0]):
+    if not _ZONE_KEY(parts[0]):
         raise ValueError(f"not a time zone: {parts[0][:80]!r}")
     try:
         return zoneinfo.ZoneInfo(parts[0])
@@ -195,14 +199,15 @@ def _make_size(parts: list[Any]) -> Any:
 
 def _make_enum(module: str, qualname: str, name: Any, value: Any, *, like: Any) -> Any:
     kind: Any = type(like)
-    if not isinstance(kind, EnumMeta) or (kind.__module__, kind.__qualname__) != (module, qualname):
+    if not issubclass(type(kind), EnumMeta) or (kind.__module__, kind.__qualname__) != (module, qualname):
         kind = _loaded_class(module, qualname)
-    if isinstance(kind, EnumMeta):
+    if issubclass(type(kind), EnumMeta):
         members: Mapping[str, Any] = kind.__members__
         if type(name) is str and name in members:
             return members[name]
         if issubclass(kind, Flag) and type(value) is int:
-            return kind(value)
+            with suppress(ValueError):
+                return kind(value)
     if name is not None and type(name) is not str:
         raise TypeError("the name of an enum member is not a str")
     return EnumRef(module, qualname, name, value)

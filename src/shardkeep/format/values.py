@@ -31,7 +31,7 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 
 from shardkeep.errors import CheckpointError, MalformedFile, PickleRefused, UnsupportedLeaf
 from shardkeep.format.numpy_values import NotHereError
-from shardkeep.format.value_kinds import EnumRef, make, take
+from shardkeep.format.value_kinds import ENUM, EnumRef, make, take
 
 __all__ = ["MAX_DEPTH", "EnumRef", "decode_value", "encode_value", "is_plain"]
 
@@ -119,7 +119,7 @@ def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any
     except NotHereError as exc:
         raise UnsupportedLeaf(f"{key!r} cannot be rebuilt here: {exc}") from exc
     except _NONSENSE as exc:
-        raise MalformedFile(f"{key!r}: stored value is malformed: {exc}") from exc
+        raise MalformedFile(f"{key!r}: stored value is malformed: {exc!s:.200}") from exc
 
 
 def is_plain(value: Any) -> bool:
@@ -151,6 +151,9 @@ def _pack(value: Any, call: _Call, depth: int) -> bytes:
     if taken is None:
         return _pack_pickle(value, call)
     code, parts = taken
+    if code == ENUM and parts[2] is not None and not is_plain(parts[3]):
+        # Members that stand for classes or functions: the name alone finds them again.
+        parts[3] = None
     return _ext(code, _pack_array(parts, call, depth, ordered=kind not in (set, frozenset)), call)
 
 
@@ -262,4 +265,4 @@ def _unpickle(payload: memoryview, call: _Call) -> Any:
     except (ImportError, AttributeError) as exc:
         raise UnsupportedLeaf(f"{call.key!r} is a pickle that cannot be rebuilt here: {exc}") from exc
     except Exception as exc:  # a pickle runs code, and code may raise anything
-        raise MalformedFile(f"{call.key!r}: stored pickle is malformed: {exc}") from exc
+        raise MalformedFile(f"{call.key!r}: stored pickle is malformed: {exc!s:.200}") from exc

@@ -118,14 +118,12 @@ class _Walk:
         del self._open[id(value)]
 
     def _enter(self, value: Any, kind: str, name: str | None) -> None:
-        where = "the state" if name is None else repr(name)
         if id(value) in self._open:
-            outer = self._open[id(value)][1]
-            raise UnsupportedLeaf(f"{where} contains itself: it is {'the state' if outer is None else repr(outer)}")
+            raise UnsupportedLeaf(f"{_spell(self._open[id(value)][1])} contains itself, as {_spell(name)}")
         if len(self._open) >= MAX_DEPTH:
-            raise UnsupportedLeaf(f"{where} is nested more than {MAX_DEPTH} levels deep")
+            raise UnsupportedLeaf(f"{_spell(name)} is nested more than {MAX_DEPTH} levels deep")
         if kind == "ranks" and any(outer_kind == "ranks" for outer_kind, _ in self._open.values()):
-            raise UnsupportedLeaf(f"{where} is a PerRank inside a PerRank", hint="remove the inner PerRank")
+            raise UnsupportedLeaf(f"{_spell(name)} is a PerRank inside a PerRank", hint="remove the inner PerRank")
         self._open[id(value)] = (kind, name)
 
     def _kind(self, value: Any) -> str:
@@ -176,18 +174,21 @@ def _items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
     return [(rank, value.value)] if kind == "ranks" else enumerate(value)
 
 
+def _spell(name: str | None) -> str:
+    return "the state" if name is None else repr(name)
+
+
 def _checked_name(name: str | None, kind: str, part: Part) -> str:
-    where = "the state" if name is None else repr(name)
     if not is_part(part):
         raise UnsupportedLeaf(
-            f"{where} has a key of type {type(part).__module__}.{type(part).__qualname__}, which cannot be stored",
+            f"{_spell(name)} has a key of type {type(part).__module__}.{type(part).__qualname__}, which cannot be stored",
             hint="use str, int (64 bit), bool, float, None, bytes, or tuples of them",
         )
     own = join(name, kind, part)
     try:
         own.encode()
     except UnicodeEncodeError as exc:
-        raise UnsupportedLeaf(f"{where} has a key that is no valid text: {part!r}") from exc
+        raise UnsupportedLeaf(f"{_spell(name)} has a key that is no valid text: {part!r}") from exc
     return own
 
 
@@ -196,11 +197,10 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
         value.value = changes[0][1]
         return value
     if kind == "tuple":
-        return _new_tuple(value, dict(changes))
+        return _new_tuple(value, name, dict(changes))
     if kind == "dict" and not isinstance(value, MutableMapping):
-        where = "the state" if name is None else repr(name)
         raise StateError(
-            f"{where} is a {type(value).__qualname__}, which cannot be changed, and {changes[0][0]!r} in it must be",
+            f"{_spell(name)} is a {type(value).__qualname__}, which cannot be changed, and {changes[0][0]!r} in it must be",
             hint="use a dict there",
         )
     for part, new in changes:
@@ -208,8 +208,14 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
     return value
 
 
-def _new_tuple(value: tuple[Any, ...], changes: dict[int, Any]) -> Any:
+def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]) -> Any:
     items = [changes.get(index, item) for index, item in enumerate(value)]
     # A namedtuple takes its fields one by one; every other tuple of the standard library and torch takes a sequence.
     build: Any = getattr(type(value), "_make", type(value))
-    return build(items)
+    try:
+        return build(items)
+    except TypeError as exc:
+        raise StateError(
+            f"{_spell(name)} is a {type(value).__qualname__}, a tuple that cannot be built from its items: {exc}",
+            hint="use a plain tuple or a list there",
+        ) from exc
