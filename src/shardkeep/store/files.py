@@ -7,7 +7,6 @@ of ours. Nothing is opened through a symbolic link, and nothing but regular file
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -17,6 +16,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +32,7 @@ _CACHESTAT = 451
 _seek_lock = threading.Lock()
 
 
-@contextlib.contextmanager
+@contextmanager
 def storage_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
     """Turn any OSError raised inside into ours, with the place, the name, the offset and the errno in it."""
     try:
@@ -58,9 +58,11 @@ class Descriptors:
     They close when the last user has let go: a number closed under a running call may by then name another file.
     """
 
-    def __init__(self, buffered: int, direct: int | None) -> None:
+    def __init__(self, buffered: int, direct: int | None, nbytes: int) -> None:
         self.buffered = buffered
         self.direct = direct
+        self.nbytes = nbytes
+        """Size of the file when it was opened."""
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
@@ -111,7 +113,7 @@ def open_files(path: str, flags: int, *, direct: bool) -> Descriptors:
     except BaseException:
         os.close(buffered)
         raise
-    return Descriptors(buffered, second)
+    return Descriptors(buffered, second, status.st_size)
 
 
 def _status_of_regular(fd: int, path: str) -> os.stat_result:
@@ -127,8 +129,9 @@ def _open_direct(path: str, flags: int, wanted: os.stat_result) -> int | None:
     except OSError:
         return None
     # The name may have come to mean another file since the first open.
-    if os.path.samestat(os.fstat(fd), wanted):
-        return fd
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(fd), wanted):
+            return fd
     os.close(fd)
     return None
 
@@ -180,7 +183,7 @@ def make_directory(path: str) -> None:
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_directory(parent)
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         os.mkdir(path)
         sync_directory(parent)
 

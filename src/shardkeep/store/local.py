@@ -32,10 +32,12 @@ from shardkeep.store.files import (
 )
 from shardkeep.store.protocol import BlobInfo, check_name, is_name
 
-_REQUEST_BYTES = 8 << 20
-"""One request to the disk, and the size of a scratch buffer: larger ones are no faster."""
-_DIRECT_READ_BYTES = 256 << 10
+_REQUEST_BYTES = 4 << 20
+"""One read from the disk: the bytes are still in the CPU's cache when they are copied out of a scratch buffer."""
+_DIRECT_READ_BYTES = 1 << 20
 """Shorter reads are buffered: headers and indexes are read again, and the page cache reads ahead for them."""
+_SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
+"""Room to take the last few bytes of a range along, instead of asking the disk once more for them."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -105,7 +107,7 @@ class _LocalReader:
         self._direct = files.direct
         self._scratch = scratch
         self._asks_cache = True
-        self._nbytes = os.fstat(files.buffered).st_size
+        self._nbytes = files.nbytes
         scratch.hold()
 
     @property
@@ -116,6 +118,8 @@ class _LocalReader:
         view = flat(into)
         done = 0
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
+            if offset < 0:  # to preadv, -1 means "where the last read ended"
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             while done < len(view):
                 got = self._read_some(offset + done, view[done:])
                 if not got:
@@ -127,7 +131,8 @@ class _LocalReader:
                 done += got
 
     def _read_some(self, offset: int, view: memoryview) -> int:
-        view = view[:_REQUEST_BYTES]
+        if len(view) + offset % ALIGNMENT > _SCRATCH_BYTES:
+            view = view[: _REQUEST_BYTES - offset % ALIGNMENT]
         direct = self._direct
         if direct is None or len(view) < _DIRECT_READ_BYTES or self._mostly_cached(offset, len(view)):
             return read_at(self._files.buffered, view, offset)
@@ -144,7 +149,7 @@ class _LocalReader:
         if not skip and not address_of(view) % ALIGNMENT:
             return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
         with self._scratch.lease() as scratch:
-            window = min(-(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT, len(scratch))
+            window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
             # The end of the file may cut the last page short.
             got = min(read_at(fd, scratch[:window], offset - skip) - skip, len(view))
             if got <= 0:
@@ -178,7 +183,7 @@ class LocalStore:
         self.url = os.fspath(path)
         self._path = os.path.abspath(self.url)
         self._direct = direct
-        self._scratch = ScratchPool(_REQUEST_BYTES)
+        self._scratch = ScratchPool(_SCRATCH_BYTES)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r}, direct={self._direct})"

@@ -1,0 +1,383 @@
+"""
+What every store must do, as a test suite: subclass `StoreContract`, say how to make a store, run pytest.
+
+    class TestMyStore(StoreContract):
+        def make_store(self) -> Store:
+            return MyStore(...)
+
+Each test makes its own stores and leaves nothing behind but what is in them. Needs pytest.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
+from shardkeep.store.aligned import aligned_buffer
+from shardkeep.store.protocol import Store
+
+BAD_NAMES = ("", ".", "..", ".hidden", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
+GOOD_NAMES = ("a", "0", "A.b-c_d", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
+
+
+def same(expected: object, actual: object) -> None:
+    """Fail the test unless both are equal; says how they differ without printing megabytes."""
+    if expected != actual:
+        pytest.fail(f"expected {str(expected)[:200]}, got {str(actual)[:200]}")
+
+
+def sample(nbytes: int, seed: int = 0) -> bytes:
+    """Make bytes in which every misplaced piece shows."""
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311 -- test data, no secret
+
+
+def write_blob(store: Store, name: str, data: bytes) -> None:
+    """Write a whole blob in one part."""
+    writer = store.create(name, len(data))
+    writer.write_at(0, memoryview(data))
+    writer.finish()
+
+
+def read_blob(store: Store, name: str) -> bytes:
+    """Read a whole blob in one part."""
+    with closing(store.open(name)) as reader:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(data))
+        return bytes(data)
+
+
+def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
+    """Run all attempts at once; tell which succeeded. The others must fail with EEXIST."""
+    start = threading.Barrier(attempts)
+
+    def one(i: int) -> bool:
+        start.wait()
+        try:
+            attempt(i)
+        except StorageError as exc:
+            same(errno.EEXIST, exc.errno)
+            return False
+        return True
+
+    with ThreadPoolExecutor(attempts) as pool:
+        return [i for i, won in enumerate(pool.map(one, range(attempts))) if won]
+
+
+class StoreContract:
+    """The promises of `shardkeep.store.protocol`, one test each."""
+
+    def make_store(self) -> Store:
+        """Make a new, empty store."""
+        raise NotImplementedError
+
+    # -- blobs written in parts
+
+    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3_000_001])
+    def test_round_trip(self, nbytes: int) -> None:
+        """What was written is what is read."""
+        store, data = self.make_store(), sample(nbytes)
+        write_blob(store, "a", data)
+        same(data, read_blob(store, "a"))
+
+    def test_parts_in_any_order_from_threads(self) -> None:
+        """Parts of odd sizes, shuffled, from several threads, from any memory, make one blob."""
+        store, data = self.make_store(), sample(2_500_003)
+        memory = aligned_buffer(len(data))
+        memory[:] = data
+        rng = random.Random(1)  # noqa: S311 -- test data, no secret
+        cuts = sorted({0, len(data), 4096, 8192, 1 << 20, *(rng.randrange(len(data)) for _ in range(20))})
+        parts = list(itertools.pairwise(cuts))
+        rng.shuffle(parts)
+        writer = store.create("a", len(data))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda part: writer.write_at(part[0], memory[part[0] : part[1]]), parts))
+        writer.finish()
+        same(data, read_blob(store, "a"))
+
+    def test_reads_from_threads(self) -> None:
+        """One reader serves several threads at once, at any offset."""
+        store, data = self.make_store(), sample(2_500_003)
+        write_blob(store, "a", data)
+
+        def matches(i: int) -> bool:
+            start, into = i * 9973, bytearray(100_000 + i * 997)
+            reader.read_into(start, memoryview(into))
+            return into == data[start : start + len(into)]
+
+        with closing(store.open("a")) as reader, ThreadPoolExecutor(4) as pool:
+            same(True, all(pool.map(matches, range(100))))
+
+    @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12345])
+    @pytest.mark.parametrize("shift", [0, 1, 64])
+    def test_any_alignment(self, offset: int, shift: int) -> None:
+        """Offsets and memory need no alignment, written or read."""
+        nbytes = (1 << 20) + 4097
+        store, data = self.make_store(), sample(nbytes, seed=offset + shift)
+        memory = aligned_buffer(nbytes + shift)[shift:]
+        memory[:] = data
+        writer = store.create("a", offset + nbytes)
+        writer.write_at(0, memoryview(bytes(offset)))
+        writer.write_at(offset, memory)
+        writer.finish()
+        memory[:] = bytes(nbytes)
+        with closing(store.open("a")) as reader:
+            reader.read_into(offset, memory)
+        same(data, bytes(memory))
+
+    def test_buffers_of_other_items(self) -> None:
+        """A contiguous buffer of any shape and item type is as good as bytes."""
+        store, array = self.make_store(), np.arange(6000, dtype=np.float32).reshape(20, 300)
+        writer = store.create("a", array.nbytes)
+        writer.write_at(0, array.data)
+        writer.finish()
+        into = np.zeros_like(array)
+        with closing(store.open("a")) as reader:
+            reader.read_into(0, into.data)
+        same(array.tolist(), into.tolist())
+
+    def test_empty(self) -> None:
+        """A blob of no bytes exists; an empty part or read is no error."""
+        store = self.make_store()
+        writer = store.create("a", 0)
+        writer.write_at(0, memoryview(b""))
+        writer.finish()
+        same(b"", read_blob(store, "a"))
+        same(b"", store.get("a", limit=0))
+        same([("a", 0)], [(blob.name, blob.nbytes) for blob in store.list()])
+
+    def test_create_refuses_an_existing_name(self) -> None:
+        """A blob is never written over by `create`."""
+        store = self.make_store()
+        write_blob(store, "a", b"old")
+        with pytest.raises(StorageError) as caught:
+            store.create("a", 3)
+        same(errno.EEXIST, caught.value.errno)
+        same(b"old", read_blob(store, "a"))
+
+    def test_one_of_many_creates_wins(self) -> None:
+        """Of creates racing for one name, one succeeds and the others fail with EEXIST."""
+        store = self.make_store()
+        same(1, len(winners(lambda _: store.create("a", 1).finish(), 8)))
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 11), (10, 1), (1 << 40, 1)])
+    def test_parts_stay_inside(self, offset: int, nbytes: int) -> None:
+        """A part that does not fit the declared size is refused."""
+        writer = self.make_store().create("a", 10)
+        with pytest.raises(StorageError):
+            writer.write_at(offset, memoryview(bytes(nbytes)))
+        writer.abandon()
+
+    def test_no_parts_after_finish(self) -> None:
+        """A finished blob does not change."""
+        store = self.make_store()
+        writer = store.create("a", 3)
+        writer.write_at(0, memoryview(b"abc"))
+        writer.finish()
+        with pytest.raises(StorageError):
+            writer.write_at(0, memoryview(b"xyz"))
+        same(b"abc", read_blob(store, "a"))
+
+    def test_abandon_removes(self) -> None:
+        """An abandoned blob is gone, its name is free, and abandoning again is harmless."""
+        store = self.make_store()
+        writer = store.create("a", 3)
+        writer.write_at(0, memoryview(b"abc"))
+        writer.abandon()
+        writer.abandon()
+        same([], list(store.list()))
+        write_blob(store, "a", b"new")
+        writer.abandon()
+        same(b"new", read_blob(store, "a"))
+
+    def test_abandon_after_finish_keeps(self) -> None:
+        """A finished blob outlives `abandon`."""
+        store = self.make_store()
+        writer = store.create("a", 3)
+        writer.write_at(0, memoryview(b"abc"))
+        writer.finish()
+        writer.abandon()
+        same(b"abc", read_blob(store, "a"))
+
+    # -- readers
+
+    def test_reader_knows_its_size(self) -> None:
+        """`nbytes` is the size of the blob."""
+        store = self.make_store()
+        write_blob(store, "a", bytes(12345))
+        with closing(store.open("a")) as reader:
+            same(12345, reader.nbytes)
+
+    @pytest.mark.parametrize("nbytes", [10, 5 << 20])
+    @pytest.mark.parametrize("beyond", [1, 5000])
+    def test_reading_past_the_end(self, nbytes: int, beyond: int) -> None:
+        """A read the blob cannot fill is an error that names blob, offset, wanted and got."""
+        store = self.make_store()
+        write_blob(store, "a", bytes(nbytes))
+        with closing(store.open("a")) as reader, pytest.raises(WrongSize, match="/a: wanted") as caught:
+            reader.read_into(3, memoryview(bytearray(nbytes - 3 + beyond)))
+        same(
+            {"name": "a", "offset": 3, "wanted": nbytes - 3 + beyond, "got": nbytes - 3},
+            caught.value.details,
+        )
+
+    def test_reading_before_the_start(self) -> None:
+        """A negative offset is an error, not the end of the blob."""
+        store = self.make_store()
+        write_blob(store, "a", b"abc")
+        with closing(store.open("a")) as reader, pytest.raises(CheckpointError):
+            reader.read_into(-1, memoryview(bytearray(1)))
+
+    def test_close_twice(self) -> None:
+        """Closing a reader again is harmless."""
+        store = self.make_store()
+        write_blob(store, "a", b"abc")
+        reader = store.open("a")
+        reader.close()
+        reader.close()
+
+    def test_reader_and_delete(self) -> None:
+        """An open reader of a deleted blob gives the right bytes or `BlobNotFound`, nothing else."""
+        store = self.make_store()
+        write_blob(store, "a", b"abc")
+        into = bytearray(3)
+        with closing(store.open("a")) as reader:
+            store.delete("a")
+            try:
+                reader.read_into(0, memoryview(into))
+            except BlobNotFound:
+                return
+        same(b"abc", bytes(into))
+
+    @pytest.mark.parametrize("verb", ["open", "get"])
+    def test_missing(self, verb: str) -> None:
+        """A blob that is not there is `BlobNotFound`, also to those who catch FileNotFoundError."""
+        store = self.make_store()
+        with pytest.raises(BlobNotFound, match="nothing-here") as caught:
+            _call(store, verb, "nothing-here")
+        same(True, isinstance(caught.value, FileNotFoundError))
+        same(errno.ENOENT, caught.value.errno)
+
+    # -- small blobs in one step
+
+    @pytest.mark.parametrize("data", [b"", b"abc", sample(1_000_001)])
+    def test_put_get(self, data: bytes) -> None:
+        """What was put is what is got, and `open` sees it too."""
+        store = self.make_store()
+        store.put("a", data)
+        same(data, store.get("a", limit=len(data)))
+        same(data, read_blob(store, "a"))
+
+    def test_put_keeps_what_is_there(self) -> None:
+        """Without `replace`, an existing blob is an error and stays."""
+        store = self.make_store()
+        store.put("a", b"old")
+        with pytest.raises(StorageError) as caught:
+            store.put("a", b"new")
+        same(errno.EEXIST, caught.value.errno)
+        same(b"old", store.get("a", limit=10))
+        same(["a"], [blob.name for blob in store.list()])
+
+    def test_put_replaces_when_told(self) -> None:
+        """With `replace`, the new bytes take the old ones' place, or an empty one."""
+        store = self.make_store()
+        store.put("a", b"old, and longer", replace=True)
+        store.put("a", b"new", replace=True)
+        same(b"new", store.get("a", limit=3))
+
+    def test_one_of_many_puts_wins(self) -> None:
+        """Of puts racing for one name, one succeeds, and its bytes are there whole."""
+        store = self.make_store()
+        won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
+        same(1, len(won))
+        same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
+
+    def test_put_is_atomic(self) -> None:
+        """A reader beside a replacing writer sees the old bytes or the new ones, never a part."""
+        store, versions = self.make_store(), [bytes([i]) * (10_000 + i) for i in range(2)]
+        store.put("a", versions[0])
+
+        def replace() -> None:
+            for i in range(30):
+                store.put("a", versions[i % 2], replace=True)
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(replace)
+            while not done.done():
+                same(True, store.get("a", limit=20_000) in versions)
+            done.result()
+
+    def test_get_limit(self) -> None:
+        """A blob of exactly the limit is read; one byte more is an error."""
+        store = self.make_store()
+        store.put("a", b"12345")
+        same(b"12345", store.get("a", limit=5))
+        with pytest.raises(MalformedFile, match="a: 5 bytes, expected at most 4"):
+            store.get("a", limit=4)
+
+    # -- names
+
+    def test_list(self) -> None:
+        """A listing has each blob once, in order of name, with its size and a time that is about now."""
+        store = self.make_store()
+        same([], list(store.list()))
+        before = time.time()
+        store.put("b", b"12")
+        write_blob(store, "c", b"123")
+        store.put("a", b"1")
+        blobs = list(store.list())
+        same([("a", 1), ("b", 2), ("c", 3)], [(blob.name, blob.nbytes) for blob in blobs])
+        same(True, all(abs(blob.modified_s - before) < 60 for blob in blobs))
+
+    def test_delete(self) -> None:
+        """A deleted blob is gone, the others stay, and deleting again is no error."""
+        store = self.make_store()
+        store.delete("a")
+        store.put("a", b"1")
+        store.put("b", b"2")
+        store.delete("a")
+        store.delete("a")
+        same(["b"], [blob.name for blob in store.list()])
+        with pytest.raises(BlobNotFound):
+            store.get("a", limit=1)
+
+    @pytest.mark.parametrize("name", BAD_NAMES, ids=[ascii(name[:9]) for name in BAD_NAMES])
+    def test_bad_names(self, name: str) -> None:
+        """A name that could reach outside the store is refused by every verb."""
+        store = self.make_store()
+        for verb in ("create", "open", "put", "get", "delete"):
+            with pytest.raises(MalformedFile, match="is not a blob name"):
+                _call(store, verb, name)
+        same([], list(store.list()))
+
+    @pytest.mark.parametrize("name", GOOD_NAMES, ids=[name[:9] for name in GOOD_NAMES])
+    def test_good_names(self, name: str) -> None:
+        """Every allowed name works with every verb."""
+        store = self.make_store()
+        store.put(name, b"1")
+        same([name], [blob.name for blob in store.list()])
+        store.delete(name)
+        write_blob(store, name, b"2")
+        same(b"2", store.get(name, limit=1))
+
+    def test_url(self) -> None:
+        """The store's url stands in its messages."""
+        store = self.make_store()
+        with pytest.raises(BlobNotFound) as caught:
+            store.open("a")
+        same(True, str(caught.value).startswith(store.url))
+
+
+def _call(store: Store, verb: str, name: str) -> None:
+    more: dict[str, dict[str, Any]] = {"create": {"nbytes": 1}, "put": {"data": b"1"}, "get": {"limit": 9}}
+    getattr(store, verb)(name, **more.get(verb, {}))

@@ -1,0 +1,26 @@
+"""Every test of a store gets a store of its own, and must leave no file open."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardkeep.store.local import LocalStore
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Whatever a test here does, every file descriptor is closed at its end."""
+    before = _open_fds()
+    yield
+    assert _open_fds() == before
+
+
+def _open_fds() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")

@@ -1,0 +1,51 @@
+"""Asking the system, and making its calls fail."""
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardkeep.store.files import cached_bytes, open_files
+from shardkeep.store.local import LocalStore
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about its own files")
+MIB = 1 << 20
+
+
+def failing(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch, *, when: Callable[..., bool] | None = None
+) -> None:
+    """Make a call of the `os` module fail."""
+    real = getattr(os, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when is None or when(*args):
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+
+
+def is_direct(fd: int, *_: Any) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def drop_cached(store: LocalStore, name: str, start: int, end: int) -> None:
+    """Make part of a file cold, as far as the system obliges."""
+    fd = os.open(os.path.join(store.url, name), os.O_RDONLY)
+    os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def cached(store: LocalStore, name: str) -> int:
+    fd = os.open(os.path.join(store.url, name), os.O_RDONLY)
+    found = cached_bytes(fd, 0, 1 << 40)
+    direct = open_files(os.path.join(store.url, name), os.O_RDONLY, direct=True)
+    os.close(fd)
+    direct.close()
+    if found is None or direct.direct is None:
+        pytest.skip("this system does not tell what is cached, or has no direct I/O")
+    return found

@@ -1,0 +1,74 @@
+"""Every store of ours keeps the contract, also on systems that lack what Linux has."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardkeep.store import aligned, files
+from shardkeep.store.local import LocalStore
+from shardkeep.store.memory import MemoryStore
+from shardkeep.store.protocol import Store
+from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.store_contract import StoreContract
+
+
+class InDirectory(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "made" / "when-needed"
+
+
+class TestLocalDirect(InDirectory):
+    def make_store(self) -> Store:
+        return LocalStore(self.path)
+
+
+class TestLocalBuffered(InDirectory):
+    def make_store(self) -> Store:
+        return LocalStore(self.path, direct=False)
+
+
+class TestLocalOnABareSystem(InDirectory):
+    """As on Windows: no O_DIRECT, no positioned reads or writes, no fdatasync, no directory handles."""
+
+    @pytest.fixture(autouse=True)
+    def _bare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("preadv", "pread", "pwrite", "pwritev", "fdatasync", "O_DIRECTORY", "O_DIRECT", "RWF_NOWAIT"):
+            monkeypatch.delattr(os, name, raising=False)
+        for name in ("MAP_ANONYMOUS", "MADV_HUGEPAGE"):
+            monkeypatch.delattr(aligned.mmap, name, raising=False)
+        monkeypatch.setattr(files, "_O_DIRECT", 0)
+        monkeypatch.setattr(sys, "platform", "win32")
+
+    def make_store(self) -> Store:
+        return LocalStore(self.path)
+
+
+class TestMemory(StoreContract):
+    def make_store(self) -> Store:
+        return MemoryStore()
+
+
+class TestFaultyWithoutFault(StoreContract):
+    def make_store(self) -> Store:
+        return FaultyStore(MemoryStore())
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+class TestOnTmpfs(StoreContract):
+    """Shared memory is a place like any other."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> Iterator[None]:
+        self.path = Path("/dev/shm") / f"shardkeep-{os.getpid()}-{tmp_path.name}"
+        yield
+        for file in self.path.glob("*"):
+            file.unlink()
+        if self.path.exists():
+            self.path.rmdir()
+
+    def make_store(self) -> Store:
+        return LocalStore(self.path)

@@ -1,0 +1,154 @@
+"""The faults we inject are the faults we say."""
+
+import errno
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardkeep.errors import BlobNotFound, StorageError, StorageFull
+from shardkeep.store.memory import MemoryStore
+from shardkeep.store.protocol import Store
+from shardkeep.testing.faulty_store import VERBS, FaultyStore, InjectedCrash
+from shardkeep.testing.store_contract import read_blob, write_blob
+
+DATA = bytes(range(100))
+
+
+def work(store: Store) -> None:
+    """Use every verb once, in the order of `VERBS`, then delete what remains."""
+    write_blob(store, "a", DATA)
+    read_blob(store, "a")
+    store.put("b", b"small")
+    store.get("b", limit=5)
+    list(store.list())
+    store.delete("b")
+
+
+def test_operations_are_recorded_in_order() -> None:
+    """Without a fault all passes through, and the log says what was asked."""
+    store = FaultyStore(MemoryStore())
+
+    work(store)
+
+    assert store.operations == [
+        "create a", "write_at a", "finish a", "open a", "read_into a", "put b", "get b", "list", "delete b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(VERBS)))
+@pytest.mark.parametrize(
+    ("fault", "error", "number"),
+    [("error", StorageError, errno.EIO), ("full", StorageFull, errno.ENOSPC), ("short", StorageError, errno.EIO)],
+)
+def test_errors_strike_once_at_their_turn(fault: Any, error: type[StorageError], number: int, at: int) -> None:
+    """The n-th operation fails with that errno; those before and after work."""
+    store = FaultyStore(MemoryStore(), fault, at=at)
+
+    with pytest.raises(error) as caught:
+        work(store)
+
+    assert number == caught.value.errno
+    assert VERBS[at] == store.operations[-1].split()[0]
+    store.put("later", b"1")
+
+
+def test_only_chosen_verbs_are_counted() -> None:
+    """`at` counts the operations of the given verbs alone; the log has all."""
+    store = FaultyStore(MemoryStore(), at=1, verbs={"put"})
+    store.put("a", b"1")
+    store.delete("a")
+
+    with pytest.raises(StorageError):
+        store.put("b", b"2")
+    assert store.operations == ["put a", "delete a", "put b"]
+
+
+def test_short_write_and_read_move_half() -> None:
+    """A short write leaves the first half behind, a short read fills it."""
+    inner = MemoryStore()
+    writer = FaultyStore(inner, "short", at=0, verbs={"write_at"}).create("a", 100)
+    with pytest.raises(StorageError):
+        writer.write_at(0, memoryview(DATA))
+    writer.finish()
+    assert DATA[:50] + bytes(50) == read_blob(inner, "a")
+
+    into = bytearray(50)
+    with pytest.raises(StorageError):
+        FaultyStore(inner, "short", at=0, verbs={"read_into"}).open("a").read_into(0, memoryview(into))
+    assert DATA[:25] + bytes(25) == into
+
+
+def test_truncate_and_flip_are_silent() -> None:
+    """A lying disk drops half or flips a bit of what is written, and says all is well."""
+    inner = MemoryStore()
+    write_blob(FaultyStore(inner, "truncate", at=0, verbs={"write_at"}), "cut", DATA)
+    write_blob(FaultyStore(inner, "flip", at=0, verbs={"write_at"}), "flipped", DATA)
+    FaultyStore(inner, "flip", at=0).put("put", DATA)
+    FaultyStore(inner, "truncate", at=0).put("half", DATA)
+    once = DATA[:50] + bytes([DATA[50] ^ 0x10]) + DATA[51:]
+
+    assert DATA[:50] + bytes(50) == read_blob(inner, "cut")
+    assert once == read_blob(inner, "flipped")
+    assert once == read_blob(inner, "put")
+    assert DATA[:50] == read_blob(inner, "half")
+
+
+def test_flip_on_read_harms_only_the_reader() -> None:
+    """A bit flipped on the way in is still right in the store."""
+    inner = MemoryStore()
+    write_blob(inner, "a", DATA)
+
+    assert read_blob(FaultyStore(inner, "flip", at=0, verbs={"read_into"}), "a") != DATA
+    assert FaultyStore(inner, "flip", at=0).get("a", limit=100) != DATA
+    assert read_blob(inner, "a") == DATA
+
+
+def test_slow_works_in_the_end() -> None:
+    """A slow operation takes its time and succeeds."""
+    store, start = FaultyStore(MemoryStore(), "slow", at=0, delay_s=0.05), time.perf_counter()
+
+    work(store)
+
+    assert time.perf_counter() - start >= 0.05
+
+
+@pytest.mark.parametrize("at", range(len(VERBS)))
+def test_crash_ends_everything(at: int) -> None:
+    """After a crash every verb raises, and nothing in the store changes any more."""
+    inner = MemoryStore()
+    store = FaultyStore(inner, "crash", at=at)
+    with pytest.raises(InjectedCrash):
+        work(store)
+    left = [(blob.name, blob.nbytes) for blob in inner.list()]
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: store.create("x", 1),
+        lambda: store.open("a"),
+        lambda: store.put("x", b""),
+        lambda: store.get("a", limit=1),
+        store.list,
+        lambda: store.delete("a"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InjectedCrash):
+            attempt()
+    assert left == [(blob.name, blob.nbytes) for blob in inner.list()]
+
+
+def test_the_dead_do_not_clean_up() -> None:
+    """After a crash `abandon` leaves the partial blob; without one it removes it."""
+    inner = MemoryStore()
+    writer = FaultyStore(inner, "crash", at=1).create("a", 3)
+    with pytest.raises(InjectedCrash):
+        writer.write_at(0, memoryview(b"abc"))
+    writer.abandon()
+    assert [blob.name for blob in inner.list()] == ["a"]
+
+    writer = FaultyStore(inner, at=1).create("b", 3)
+    with pytest.raises(StorageError):
+        writer.write_at(0, memoryview(b"abc"))
+    writer.abandon()
+    with pytest.raises(BlobNotFound):
+        inner.open("b")

@@ -1,0 +1,328 @@
+"""What is particular to files: hostile directories, full disks, failing calls."""
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
+from shardkeep.store import local
+from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
+from shardkeep.store.files import Descriptors, open_files
+from shardkeep.store.local import LocalStore
+from shardkeep.testing.store_contract import read_blob, sample, write_blob
+from tests.store.system import MIB, drop_cached, failing, is_direct, linux_only
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[LocalStore]:
+    """A store on a file system of 8 MiB."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield LocalStore(path)
+    subprocess.run(["umount", path], check=True)
+
+
+# -- a hostile directory
+
+
+@pytest.mark.parametrize("verb", ["open", "get"])
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "socket", "device"])
+def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path, kind: str, verb: str) -> None:
+    """A link, FIFO, socket, device or directory in the place is refused at once, and is not listed."""
+    store.put("a", b"1")
+    planted = tmp_path / "store" / "planted"
+    if kind == "symlink":
+        (tmp_path / "secret").write_bytes(b"secret")
+        planted.symlink_to(tmp_path / "secret")
+    elif kind == "dangling":
+        planted.symlink_to(tmp_path / "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(planted)
+    elif kind == "directory":
+        planted.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.fspath(planted))
+    else:
+        try:
+            os.mknod(planted, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            pytest.skip("may not make devices here")
+
+    with pytest.raises((MalformedFile, StorageError), match="planted"):
+        store.get("planted", limit=99) if verb == "get" else store.open("planted")
+    assert [blob.name for blob in store.list()] == ["a"]
+
+
+def test_writes_do_not_follow_links(store: LocalStore, tmp_path: Path) -> None:
+    """A link planted under a blob's name is neither written through nor in the way of a replacing put."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    store.put("a", b"1")
+    (tmp_path / "store" / "planted").symlink_to(victim)
+
+    with pytest.raises(StorageError):
+        store.create("planted", 3)
+    with pytest.raises(StorageError):
+        store.put("planted", b"new")
+    store.put("planted", b"new", replace=True)
+
+    assert victim.read_bytes() == b"precious"
+    assert store.get("planted", limit=3) == b"new"
+
+
+def test_strange_files_are_not_listed(store: LocalStore, tmp_path: Path) -> None:
+    """Files whose names are no blob names, our own temporary ones among them, are not blobs."""
+    store.put("a", b"1")
+    for name in (".tmp-0123", "with space", "ünï", "~backup"):
+        (tmp_path / "store" / name).write_bytes(b"x")
+
+    assert [blob.name for blob in store.list()] == ["a"]
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    """A place that is a file is an error for every verb, and says so."""
+    (tmp_path / "file").write_bytes(b"x")
+    store = LocalStore(tmp_path / "file")
+
+    for attempt in (lambda: store.put("a", b""), lambda: store.open("a"), store.list, lambda: store.create("a", 1)):
+        with pytest.raises(StorageError, match="Not a directory") as caught:
+            attempt()
+        assert caught.value.errno == errno.ENOTDIR
+
+
+# -- a full or failing disk
+
+
+def test_a_full_disk_is_known_at_create(tiny: LocalStore) -> None:
+    """Space is taken when a blob is created: no byte is written in vain, and nothing is left behind."""
+    with pytest.raises(StorageFull, match=r"/big: cannot create: No space left on device \(errno ENOSPC\)") as caught:
+        tiny.create("big", 64 * MIB)
+
+    assert caught.value.errno == errno.ENOSPC
+    assert "free some space" in caught.value.hint
+    assert list(tiny.list()) == []
+    write_blob(tiny, "fits", bytes(4 * MIB))
+
+
+def test_a_full_disk_stops_a_write(tiny: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where space cannot be taken before, the write that finds the disk full says at which offset."""
+    monkeypatch.setattr(local, "reserve", lambda fd, nbytes: None)
+    writer = tiny.create("big", 16 * MIB)
+    writer.write_at(0, memoryview(bytes(4 * MIB)))
+    with pytest.raises(StorageFull, match=f"at offset {4 * MIB}") as caught:
+        writer.write_at(4 * MIB, memoryview(bytes(12 * MIB)))
+    writer.abandon()
+
+    assert caught.value.details == {"name": "big", "offset": 4 * MIB, "errno": errno.ENOSPC}
+    assert list(tiny.list()) == []
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_full_disk_keeps_the_old_blob(tiny: LocalStore, replace: bool) -> None:
+    """A put that does not fit leaves the old bytes, and no temporary file."""
+    tiny.put("a", b"old")
+    with pytest.raises(StorageFull):
+        tiny.put("a", bytes(16 * MIB), replace=replace)
+
+    assert tiny.get("a", limit=3) == b"old"
+    assert os.listdir(tiny.url) == ["a"]
+
+
+@linux_only
+@pytest.mark.parametrize("verb", ["create", "put"])
+def test_file_size_limit(store: LocalStore, verb: str) -> None:
+    """A limit on file sizes (RLIMIT_FSIZE) is an error with EFBIG, and leaves nothing."""
+    store.put("a", b"1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(StorageError, match="EFBIG") as caught:
+            store.create("big", 2 * MIB) if verb == "create" else store.put("big", bytes(2 * MIB))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(store.url) == ["a"]
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync", "ftruncate"])
+def test_finish_reports_and_abandon_cleans(store: LocalStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Bytes that could not be made durable are an error of `finish`; the blob can then be abandoned."""
+    writer = store.create("a", 10)
+    monkeypatch.setattr(writer, "_nbytes", 20)  # so that there is something to truncate
+    failing(call, errno.EIO, monkeypatch)
+    with pytest.raises(StorageError, match=r"/a: cannot make durable: Input/output error \(errno EIO\)"):
+        writer.finish()
+    writer.abandon()
+
+    assert os.listdir(store.url) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "replace"),
+    [(call, replace) for call in ("pwrite", "fdatasync", "fsync", "close") for replace in (True, False)]
+    + [("replace", True), ("link", False)],
+)
+def test_a_failed_put_keeps_the_old_blob(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, call: str, replace: bool
+) -> None:
+    """Whatever call fails, there is the old blob or the new one, whole, and no temporary file."""
+    store.put("a", b"old")
+    with monkeypatch.context() as patch:
+        if call == "close":
+            patch.setattr(os, "close", _close_late)
+        else:
+            failing(call, errno.EIO, patch)
+        with pytest.raises(StorageError) as caught:
+            store.put("a", b"new", replace=replace)
+
+    assert caught.value.errno in {errno.EIO, errno.EEXIST}
+    assert os.listdir(store.url) == ["a"]
+    # Only the directory's fsync comes after the replacing.
+    assert store.get("a", limit=3) == (b"new" if replace and call == "fsync" else b"old")
+
+
+def _close_late(fd: int, real: Callable[[int], None] = os.close) -> None:
+    real(fd)
+    raise OSError(errno.EIO, "late write error")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_put_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A file system that has no links still never writes over a blob."""
+    failing("link", number, monkeypatch)
+    store.put("a", b"old")
+    with pytest.raises(StorageError) as caught:
+        store.put("a", b"new")
+
+    assert caught.value.errno == errno.EEXIST
+    assert store.get("a", limit=3) == b"old"
+    assert os.listdir(store.url) == ["a"]
+
+
+CRASHING = """
+import os, sys
+from shardkeep.store.local import LocalStore
+setattr(os, sys.argv[2], lambda *args: os._exit(9))
+LocalStore(sys.argv[1]).put("a", b"new", replace=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "replace", "fsync"])
+def test_a_crash_inside_put_leaves_old_or_new(store: LocalStore, call: str) -> None:
+    """A process that dies before the replace leaves the old bytes; what it leaves besides is not listed."""
+    store.put("a", b"old")
+
+    died = subprocess.run([sys.executable, "-c", CRASHING, store.url, call], check=False)
+
+    assert died.returncode == 9
+    assert store.get("a", limit=3) == (b"new" if call == "fsync" else b"old")
+    assert [blob.name for blob in store.list()] == ["a"]
+
+
+def test_messages_name_place_and_errno(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read error says which file, at which offset, and what the system said."""
+    write_blob(store, "a", bytes(100))
+    failing("preadv", errno.EIO, monkeypatch)
+    with closing(store.open("a")) as reader, pytest.raises(StorageError) as caught:
+        reader.read_into(7, memoryview(bytearray(3)))
+
+    assert str(caught.value) == f"{store.url}/a: cannot read at offset 7: Input/output error (errno EIO)"
+    assert caught.value.details == {"name": "a", "offset": 7, "errno": errno.EIO}
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_failed_opens_leak_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second open that fails, or meets another file, costs direct I/O and nothing else."""
+    data = sample(3 * MIB)
+    write_blob(store, "a", data)
+    failing("open", errno.EINVAL, monkeypatch, when=lambda path, flags, *_: bool(flags & os.O_DIRECT))
+
+    assert read_blob(store, "a") == data
+    write_blob(store, "b", data)
+    assert read_blob(store, "b") == data
+    with pytest.raises(BlobNotFound):
+        store.open("missing")
+    with pytest.raises(StorageError):
+        store.create("a", 3)
+
+
+# -- short and refused calls
+
+
+@pytest.mark.parametrize("most", [1000, 5000, 70_000])
+def test_short_reads_and_writes(store: LocalStore, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A system that moves fewer bytes than asked, in pieces of any size, still moves all of them."""
+    pwrite, preadv, data = os.pwrite, os.preadv, sample(2 * MIB + 77)
+    memory = aligned_buffer(len(data))
+    memory[:] = data
+
+    def pieces(fd: int) -> int:
+        return -(-most // ALIGNMENT) * ALIGNMENT if is_direct(fd) else most
+
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: pwrite(fd, view[: pieces(fd)], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][: pieces(fd)]], offset))
+    writer = store.create("a", len(data))
+    writer.write_at(0, memory)
+    writer.finish()
+
+    drop_cached(store, "a", 0, len(data))
+    assert read_blob(store, "a") == data
+
+
+def test_direct_writes_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that opens for direct I/O and then refuses it gets buffered reads and writes."""
+    failing("pwrite", errno.EINVAL, monkeypatch, when=is_direct)
+    failing("preadv", errno.EINVAL, monkeypatch, when=is_direct)
+    data = aligned_buffer(3 * MIB)
+    data[:] = sample(3 * MIB)
+    writer = store.create("a", len(data))
+    writer.write_at(0, data)
+    writer.finish()
+
+    drop_cached(store, "a", 0, len(data))
+    assert read_blob(store, "a") == bytes(data)
+
+
+def test_a_write_that_goes_nowhere(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that writes nothing and gives no error does not make us wait for ever."""
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
+    writer = store.create("a", 3)
+    with pytest.raises(StorageError, match="wrote nothing"):
+        writer.write_at(0, memoryview(b"abc"))
+    writer.abandon()
+
+
+def test_descriptors_outlive_close_while_in_use(store: LocalStore) -> None:
+    """A descriptor closed by one thread stays open for another that is using it, and takes no new users."""
+    store.put("a", b"abc")
+    files: Descriptors = open_files(os.path.join(store.url, "a"), os.O_RDONLY, direct=True)
+    with files:
+        assert files.close()
+        assert os.pread(files.buffered, 3, 0) == b"abc"
+        with pytest.raises(OSError, match="already closed"):
+            files.__enter__()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(files.buffered)
+    assert not files.close()
+
+
+def test_a_closed_reader_says_so(store: LocalStore) -> None:
+    """Reading after close is our error, not a read of whatever file has the number now."""
+    store.put("a", b"abc")
+    reader = store.open("a")
+    reader.close()
+    with pytest.raises(StorageError, match="already closed"):
+        reader.read_into(0, memoryview(bytearray(1)))

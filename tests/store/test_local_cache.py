@@ -1,0 +1,122 @@
+"""What the page cache holds and what it does not: every way of reading gives the same bytes."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkeep.store import local
+from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
+from shardkeep.store.local import LocalStore
+from shardkeep.testing.store_contract import read_blob, sample, write_blob
+from tests.store.system import MIB, cached, drop_cached, failing, is_direct, linux_only
+
+
+@linux_only
+def test_large_writes_bypass_the_cache(store: LocalStore) -> None:
+    """Of an aligned write only the last, partial page is in the page cache afterwards."""
+    data = aligned_buffer(3 * MIB + 100)
+    writer = store.create("a", len(data))
+    writer.write_at(0, data)
+    writer.finish()
+
+    assert cached(store, "a") <= ALIGNMENT
+
+
+@linux_only
+@pytest.mark.parametrize("shift", [0, 64])
+def test_cold_reads_bypass_the_cache(store: LocalStore, shift: int) -> None:
+    """A large cold read leaves nothing in the page cache, wherever the bytes go; a second one is right too."""
+    data = sample(12 * MIB + 5 * ALIGNMENT)
+    write_blob(store, "a", data)
+    into = aligned_buffer(len(data) + shift)[shift:]
+    drop_cached(store, "a", 0, len(data))
+    for _ in range(2):
+        into[:] = bytes(len(into))
+        with closing(store.open("a")) as reader:
+            reader.read_into(0, into)
+        assert into == data
+        assert cached(store, "a") == 0
+
+
+@linux_only
+def test_warm_reads_come_from_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes the page cache has are not asked of the disk."""
+    data = sample(6 * MIB)
+    write_blob(LocalStore(store.url, direct=False), "a", data)
+    if cached(store, "a") < len(data):
+        pytest.skip("the system did not keep the file cached")
+    failing("preadv", errno.EIO, monkeypatch, when=is_direct)
+
+    assert read_blob(store, "a") == data
+
+
+@linux_only
+def test_scratch_memory_goes_with_the_last_reader(store: LocalStore) -> None:
+    """Readers share scratch buffers, and the last one to close frees them."""
+    write_blob(store, "a", bytes(12 * MIB))
+    drop_cached(store, "a", 0, 12 * MIB)
+    into = aligned_buffer(2 * MIB + 64)[64:]
+    with closing(store.open("a")) as one, closing(store.open("a")) as other:
+        one.read_into(0, into)
+        other.read_into(4 * MIB, into)
+        cached(store, "a")  # skips where there is no direct I/O
+        assert len(store._scratch._free) == 1
+    assert store._scratch._free == []
+
+
+SIZE = 300_001
+CONTENT = sample(SIZE)
+ranges = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda pair: (min(pair), max(pair)))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStore]:
+    """A store whose requests are so small that every seam between them is met."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_REQUEST_BYTES", 32768), ("_DIRECT_READ_BYTES", 8192), ("_SCRATCH_BYTES", 40960)):
+            patch.setattr(local, name, value)
+        store = LocalStore(tmp_path_factory.mktemp("mixed"))
+        write_blob(store, "a", CONTENT)
+        yield store
+
+
+@given(cold=st.lists(ranges, max_size=4), wanted=ranges, shift=st.sampled_from([0, 1, 64, 4095]), warm=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_range_in_any_state_of_the_cache(
+    mixed: LocalStore, cold: list[tuple[int, int]], wanted: tuple[int, int], shift: int, warm: bool
+) -> None:
+    """Whatever part is cached, any range read into any memory is the bytes of the file."""
+    if warm:
+        Path(mixed.url, "a").read_bytes()
+    for start, end in cold:
+        drop_cached(mixed, "a", start, end)
+    into = aligned_buffer(wanted[1] - wanted[0] + shift)[shift:]
+    with closing(mixed.open("a")) as reader:
+        reader.read_into(wanted[0], into)
+    assert into == CONTENT[wanted[0] : wanted[1]]
+
+
+@given(
+    parts=st.permutations(range(12)),
+    cuts=st.lists(st.integers(0, SIZE), min_size=11, max_size=11),
+    shift=st.sampled_from([0, 512]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_parts_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[int], cuts: list[int], shift: int
+) -> None:
+    """Parts cut anywhere, in any order, direct and buffered side by side, make the blob."""
+    store = LocalStore(tmp_path_factory.mktemp("parts"))
+    memory = aligned_buffer(SIZE + shift)[shift:]
+    memory[:] = CONTENT
+    edges = sorted([0, *cuts, SIZE])
+    writer = store.create("a", SIZE)
+    for part in parts:
+        writer.write_at(edges[part], memory[edges[part] : edges[part + 1]])
+    writer.finish()
+    assert Path(store.url, "a").read_bytes() == CONTENT
