@@ -36,8 +36,7 @@ def bits(value):
     if isinstance(value, torch.nn.Parameter):
         value = value.detach()
     if isinstance(value, torch.Tensor):
-        dense = value.detach().resolve_conj().resolve_neg().contiguous().cpu()
-        return ("tensor", str(dense.dtype), tuple(dense.shape), _raw(dense))
+        return ("tensor", str(value.dtype), tuple(value.shape), raw_view(value).contiguous().cpu().numpy().tobytes())
     if isinstance(value, np.ndarray):
         return ("array", value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, sk.PerRank):
@@ -49,11 +48,10 @@ def bits(value):
     return (type(value).__name__, repr(value))
 
 
-def _raw(dense):
-    if dense.numel() == 0:
-        return b""
-    flat = dense.reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+def raw_view(tensor):
+    """The same bits as numbers that torch can copy: it has no copy of int7 and the like."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[plain.element_size()])
 
 
 def all_dtypes():
@@ -100,7 +98,7 @@ def blank_like(value):
         if value.numel() == 0:
             return torch.empty_like(value)
         blank = torch.empty(value.shape, dtype=value.dtype)
-        blank.view(torch.uint8).fill_(1) if value.dtype != torch.bool else blank.fill_(True)  # noqa: FBT003
+        raw_view(blank).fill_(1)
         return blank
     if isinstance(value, np.ndarray):
         return np.zeros_like(value) if value.dtype.kind != "U" else np.array([])

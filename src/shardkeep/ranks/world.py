@@ -44,19 +44,21 @@ class World:
         return self.size == 1
 
 
-def current_world(group: ProcessGroup | None = None, *, timeout_s: float) -> World:
+def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float) -> World:
     """
     Find the ranks this process belongs to.
 
     Args:
         group: The ranks that take part; None for all ranks, or for this process alone where torch.distributed has
-            not been initialised.
+            not been initialised. A `World` that the caller made is taken as it is.
         timeout_s: How long rank 0 waits for the others once its own part is done.
 
     Raises:
         RanksDisagree: this process is not a member of `group`.
 
     """
+    if isinstance(group, World):
+        return group
     # Whoever initialised a process group has imported torch.distributed; importing it here would cost seconds.
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
