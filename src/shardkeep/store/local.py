@@ -38,6 +38,8 @@ _DIRECT_READ_BYTES = 1 << 20
 """Shorter reads are buffered: headers and indexes are read again, and the page cache reads ahead for them."""
 _SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
 """Room to take the last few bytes of a range along, instead of asking the disk once more for them."""
+_MEMORY_ALIGNMENT = 64
+"""Where torch puts a tensor. NVMe takes such memory as it is; other disks refuse it, and are then given whole pages."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -49,6 +51,7 @@ class _LocalWriter:
         self._nbytes = nbytes
         self._files = files
         self._direct = files.direct
+        self._memory_alignment = _MEMORY_ALIGNMENT
         self._finished = False
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -68,7 +71,7 @@ class _LocalWriter:
         head = -offset % ALIGNMENT
         body = (len(view) - head) // ALIGNMENT * ALIGNMENT
         direct = self._direct
-        if direct is None or body <= 0 or (address_of(view) + head) % ALIGNMENT:
+        if direct is None or body <= 0 or (address_of(view) + head) % self._memory_alignment:
             return write_at(self._files.buffered, view, offset)
         if head:
             return write_at(self._files.buffered, view[:head], offset)
@@ -77,8 +80,11 @@ class _LocalWriter:
         except OSError as exc:
             if exc.errno not in NO_DIRECT:
                 raise
-            self._direct = None
-            return write_at(self._files.buffered, view, offset)
+            if self._memory_alignment < ALIGNMENT:
+                self._memory_alignment = ALIGNMENT
+            else:
+                self._direct = None
+            return self._write_some(offset, view)
 
     def finish(self) -> None:
         with storage_errors("cannot make durable", self._url, self._name):
@@ -105,6 +111,7 @@ class _LocalReader:
         self._name = name
         self._files = files
         self._direct = files.direct
+        self._memory_alignment = _MEMORY_ALIGNMENT
         self._scratch = scratch
         self._asks_cache = True
         self._nbytes = files.nbytes
@@ -141,12 +148,15 @@ class _LocalReader:
         except OSError as exc:
             if exc.errno not in NO_DIRECT:
                 raise
-            self._direct = None
-            return read_at(self._files.buffered, view, offset)
+            if self._memory_alignment < ALIGNMENT:
+                self._memory_alignment = ALIGNMENT
+            else:
+                self._direct = None
+            return self._read_some(offset, view)
 
     def _read_direct(self, fd: int, offset: int, view: memoryview) -> int:
         skip = offset % ALIGNMENT
-        if not skip and not address_of(view) % ALIGNMENT:
+        if not skip and not address_of(view) % self._memory_alignment:
             return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
         with self._scratch.lease() as scratch:
             window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
@@ -209,9 +219,12 @@ class LocalStore:
             return open_files(path, flags, direct=direct)
 
     def open(self, name: str) -> _LocalReader:
+        return self._open(name, direct=self._direct)
+
+    def _open(self, name: str, *, direct: bool) -> _LocalReader:
         path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot open", self.url, name):
-            return _LocalReader(self.url, name, open_files(path, os.O_RDONLY, direct=self._direct), self._scratch)
+            return _LocalReader(self.url, name, open_files(path, os.O_RDONLY, direct=direct), self._scratch)
 
     def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         path = os.path.join(self._path, check_name(name))
@@ -249,7 +262,7 @@ class LocalStore:
             raise
 
     def get(self, name: str, *, limit: int) -> bytes:
-        with closing(self.open(name)) as reader:
+        with closing(self._open(name, direct=False)) as reader:
             if reader.nbytes > limit:
                 raise MalformedFile(
                     f"{os.path.join(self.url, name)}: {reader.nbytes} bytes, expected at most {limit}", name=name

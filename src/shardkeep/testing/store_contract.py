@@ -315,6 +315,7 @@ class StoreContract:
             done = pool.submit(replace)
             while not done.done():
                 same(True, store.get("a", limit=20_000) in versions)
+                same(True, read_blob(store, "a") in versions)
             done.result()
 
     def test_get_limit(self) -> None:
