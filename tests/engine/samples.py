@@ -101,7 +101,7 @@ def blank_like(value):
         raw_view(blank).fill_(1)
         return blank
     if isinstance(value, np.ndarray):
-        return np.zeros_like(value) if value.dtype.kind != "U" else np.array([])
+        return np.zeros_like(value) if value.dtype.kind != "U" else None
     if isinstance(value, sk.PerRank):
         return sk.PerRank(blank_like(value.value))
     if isinstance(value, dict):

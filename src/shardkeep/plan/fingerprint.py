@@ -30,8 +30,8 @@ def mix(hashes: Hashes) -> Hashes:
 
 
 def of_rows(columns: list[IntArray], weights: Hashes) -> Hashes:
-    """Fingerprint each row of a table."""
-    total = np.zeros(len(columns[0]), np.uint64)
-    for column, weight in zip(columns, weights, strict=True):
+    """Fingerprint each row of a table, with one weight a column and one more that keeps a row of zeros from being 0."""
+    total = np.full(len(columns[0]), weights[-1])
+    for column, weight in zip(columns, weights[:-1], strict=True):
         total += column.astype(np.uint64) * weight
     return mix(total)

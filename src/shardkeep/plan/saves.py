@@ -241,7 +241,7 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray]:
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = np.random.default_rng()
     while True:
-        hashes = fingerprint.of_rows(columns, fingerprint.multipliers(len(columns), rng))
+        hashes = fingerprint.of_rows(columns, fingerprint.multipliers(len(columns) + 1, rng))
         order = np.argsort(hashes, kind="stable")
         same = hashes[order][1:] == hashes[order][:-1]
         if all(np.all(column[order][1:][same] == column[order][:-1][same]) for column in columns):

@@ -30,10 +30,11 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
     rng = np.random.default_rng()
     used = [d for d in range(boxes.axes) if np.any(boxes.sizes[:, d] != shapes[tensor, d])]
     # An axis that every box spans whole says nothing, except that an empty tensor is empty.
-    weights = fingerprint.multipliers(len(used) + 1, rng)
+    weights = fingerprint.multipliers(len(used) + 2, rng)
     sums = np.zeros(len(shapes), np.uint64)
     expected = np.zeros(len(shapes), np.uint64)
     full = np.prod(shapes, axis=1, dtype=np.int64) > 0
+    starts = np.flatnonzero(np.diff(tensor, prepend=-1))
     for corner in range(1 << len(used)):
         upper = [(corner >> i) & 1 for i in range(len(used))]
         points = [boxes.offsets[:, d] + (boxes.sizes[:, d] if up else 0) for d, up in zip(used, upper, strict=True)]
@@ -43,14 +44,10 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
         at_whole[~full] = 0
         if sum(upper) % 2:
             at_boxes, at_whole = -at_boxes, -at_whole
-        np.add.at(sums, tensor, at_boxes) if len(tensor) < 64 else _add_sorted(sums, tensor, at_boxes)
+        if len(tensor):
+            sums[tensor[starts]] += np.add.reduceat(at_boxes, starts)
         expected += at_whole
     return sums == expected
-
-
-def _add_sorted(sums: fingerprint.Hashes, tensor: IntArray, hashes: fingerprint.Hashes) -> None:
-    starts = np.flatnonzero(np.diff(tensor, prepend=-1))
-    sums[tensor[starts]] += np.add.reduceat(hashes, starts)
 
 
 def explain(shape: tuple[int, ...], boxes: list[Box]) -> str:

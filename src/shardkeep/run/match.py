@@ -98,11 +98,13 @@ def match_state(index: Index, description: Description, wishes: Wishes) -> Match
     mismatched: list[str] = []
     tensors: dict[str, int] = {}
     values: dict[str, int] = {}
+    consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
     for key in filter(selected, description.keys):
         row = tensor_rows.get(key)
         if row is not None:
             tensors[key] = row
         elif key in value_rows:
+            consumed[len(index.keys) + value_rows[key]] = True
             mismatched.append(f"{key}: a tensor in the state, a plain value in the checkpoint")
         else:
             missing.append(key)
@@ -111,11 +113,11 @@ def match_state(index: Index, description: Description, wishes: Wishes) -> Match
         if row is not None:
             values[key] = row
         elif key in tensor_rows:
+            consumed[tensor_rows[key]] = True
             mismatched.append(f"{key}: a plain value in the state, a tensor in the checkpoint")
         else:
             missing.append(key)
     cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
-    consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
     consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
     findings = Findings(missing=missing, mismatched=mismatched, consumed=np.packbits(consumed).tobytes())
