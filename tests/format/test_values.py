@@ -101,7 +101,11 @@ def same(a, b):
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and (a.tobytes() == b.tobytes() or repr(a.tolist()) == repr(b.tolist()))
+        )
     if isinstance(a, np.longdouble | np.clongdouble):
         return a == b or bool(np.isnan(a) and np.isnan(b))
     if isinstance(a, np.str_ | np.bytes_):

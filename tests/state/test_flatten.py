@@ -368,7 +368,7 @@ def as_plain(value):
     return [as_plain(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(states)
 def test_random_states_come_back(state):
     """

@@ -248,10 +248,15 @@ def _unpack_array(data: Any, call: _Call, depth: int) -> list[Any]:
     count = int.from_bytes(data[1 : 1 + width], "big") if width else first & 0x0F
     if count > len(data):
         raise ValueError(f"array of {count} items in {len(data)} bytes")
-    try:
+    if not count:
         return _decode_flat(data)
-    except msgspec.ValidationError:
-        return [_unpack(memoryview(item), call, depth + 1) for item in _decode_items(data)]
+    # One call for an array of scalars; where the first item is none, do not even try.
+    if data[1 + width] in _SCALAR_BYTES:
+        try:
+            return _decode_flat(data)
+        except msgspec.ValidationError:
+            pass
+    return [_unpack(memoryview(item), call, depth + 1) for item in _decode_items(data)]
 
 
 def _unpickle(payload: memoryview, call: _Call) -> Any:
