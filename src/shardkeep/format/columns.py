@@ -31,6 +31,10 @@ class Rows:
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]  # every subclass is a dataclass
 
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return the columns in the order of the fields."""
+        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+
     def take(self: T, rows: Any) -> T:
         """Return the table of these rows, in this order (an index array, a mask or a slice)."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})  # type: ignore[type-var,arg-type]

@@ -45,7 +45,8 @@ def assign(
                 slices.append((group, start + at, begin, end))
                 loads[ranks[start + at]] += size * (end - begin) // extents[group]
             continue
-        at = min(range(start, stop), key=lambda i: loads[ranks[i]])
+        present = [loads[rank] for rank in ranks[start:stop]]
+        at = start + present.index(min(present))
         loads[ranks[at]] += size
         slices.append((group, at, 0, extents[group]))
     load[:] = loads

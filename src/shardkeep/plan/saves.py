@@ -14,7 +14,7 @@ import numpy as np
 
 from shardkeep.errors import InvalidShards, ReplicasDiffer
 from shardkeep.format import dtypes
-from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, segment_starts, widen
+from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
 from shardkeep.format.index import Tensors
 from shardkeep.plan import balance, draft, fingerprint, tiling
 from shardkeep.plan.draft import Draft
@@ -131,7 +131,7 @@ def _merge(drafts: Sequence[Draft]) -> _Merged:
                 digest=digests,
             )
         )
-    columns = zip(*((t.tensor, t.rank, t.row, t.offsets, t.sizes, t.digest) for t in tables), strict=True)
+    columns = zip(*(table.columns() for table in tables), strict=True)
     return _Merged(keys, groups, tensors, Shards(*(np.concatenate(column) for column in columns)))
 
 
@@ -193,41 +193,34 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
 
 def _share_out(merged: _Merged, shards: Shards, world_size: int) -> Pieces:
     """Write every box once: unique ones by their holder, replicated ones by whoever has least to write."""
-    order, first = _group_equal(shards)
-    members = shards.take(order)
-    count = np.diff(first, append=len(members))
     itemsizes = ITEMSIZES[merged.tensors.dtype]
-    nbytes = members.boxes.volumes()[first] * itemsizes[members.tensor[first]]
-    _compare_replicas(merged, members, first)
-    lone = count == 1
+    nbytes = shards.boxes.volumes() * itemsizes[shards.tensor]
+    lone, members, first = _group_equal(shards)
+    unique = shards.take(lone)
     # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
-    load = np.bincount(members.rank[first[lone]], weights=nbytes[lone], minlength=world_size).astype(np.int64)
-    axis = np.argmax(members.sizes[first[~lone]] > 1, axis=1) if members.boxes.axes else np.zeros(int((~lone).sum()), int)
-    extent = _along(members.sizes[first[~lone]], axis)
-    group, holder, begin, end = balance.assign(load, nbytes[~lone], first[~lone], count[~lone], members.rank, extent)
-    split = members.take(holder)
-    offsets, sizes = split.offsets.copy(), split.sizes.copy()
-    if members.boxes.axes:
+    load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
+    split = _share_replicas(merged, shards.take(members), first, nbytes[members[first]], load)
+    written = [np.concatenate(pair) for pair in zip(unique.columns(), split.columns(), strict=True)]
+    tensor, rank, row, offsets, sizes, _ = written
+    volumes = np.prod(sizes, axis=1, dtype=np.int64) * itemsizes[tensor]
+    zeros = np.zeros(len(tensor), np.int64)
+    return Pieces(tensor, rank, row, offsets, sizes, volumes, zeros, zeros)
+
+
+def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray) -> Shards:
+    """Divide groups of equal shards over the ranks that hold them; return the slices, as shards of their own."""
+    _compare_replicas(merged, members, first)
+    count = np.diff(first, append=len(members))
+    sizes = members.sizes[first]
+    axis = np.argmax(sizes > 1, axis=1) if sizes.shape[1] else np.zeros(len(first), np.int64)
+    group, holder, begin, end = balance.assign(load, nbytes, first, count, members.rank, _along(sizes, axis))
+    slices = members.take(holder)
+    if sizes.shape[1]:
         rows = np.arange(len(group))
-        offsets[rows, axis[group]] += begin
-        sizes[rows, axis[group]] = end - begin
-    chosen = members.take(first[lone])
-    written = Shards(
-        *(
-            np.concatenate(pair)
-            for pair in (
-                (chosen.tensor, split.tensor),
-                (chosen.rank, split.rank),
-                (chosen.row, split.row),
-                (chosen.offsets, offsets),
-                (chosen.sizes, sizes),
-                (chosen.digest, split.digest),
-            )
-        )
-    )
-    zeros = np.zeros(len(written), np.int64)
-    volume = written.boxes.volumes() * itemsizes[written.tensor]
-    return Pieces(written.tensor, written.rank, written.row, written.offsets, written.sizes, volume, zeros, zeros)
+        slices = replace(slices, offsets=slices.offsets.copy(), sizes=slices.sizes.copy())
+        slices.offsets[rows, axis[group]] += begin
+        slices.sizes[rows, axis[group]] = end - begin
+    return slices
 
 
 def _along(matrix: IntArray, axis: IntArray) -> IntArray:
@@ -236,16 +229,26 @@ def _along(matrix: IntArray, axis: IntArray) -> IntArray:
     return np.take_along_axis(matrix, axis[:, None], axis=1)[:, 0]
 
 
-def _group_equal(shards: Shards) -> tuple[IntArray, IntArray]:
-    """Sort shards so that equal boxes of one tensor are neighbours, by rank; return the order and each group's start."""
+def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
+    """
+    Find shards that are the same box of the same tensor.
+
+    Returns the rows of those that are alone, the rows of the others, group after group and by rank in each, and
+    where each group begins among those.
+    """
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = np.random.default_rng()
     while True:
         hashes = fingerprint.of_rows(columns, fingerprint.multipliers(len(columns) + 1, rng))
         order = np.argsort(hashes, kind="stable")
-        same = hashes[order][1:] == hashes[order][:-1]
-        if all(np.all(column[order][1:][same] == column[order][:-1][same]) for column in columns):
-            return order, np.flatnonzero(np.concatenate([np.ones(min(1, len(order)), bool), ~same]))
+        starts = np.flatnonzero(np.diff(hashes[order], prepend=hashes[order][:1] ^ np.uint64(1)))
+        count = np.diff(starts, append=len(order))
+        many = count > 1
+        members = order[concat_ranges(starts[many], count[many])]
+        first = segment_starts(np.cumsum(count[many]))
+        leader = np.repeat(members[first], count[many])
+        if all(np.array_equal(column[members], column[leader]) for column in columns):
+            return np.sort(order[starts[~many]]), members, first
 
 
 def _compare_replicas(merged: _Merged, members: Shards, first: IntArray) -> None:

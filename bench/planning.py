@@ -1,0 +1,131 @@
+"""
+Planning at scale, simulated in one process: what rank 0 and each rank spend on half a million shards.
+
+1,024 ranks x 500 sharded tensors, and the same with every shard held twice (HSDP); then an index of a million shards.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from shardkeep.format.columns import Boxes
+from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
+from shardkeep.plan.draft import Draft, decode_draft, encode
+from shardkeep.plan.saves import plan_save
+from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
+from shardkeep.saving import _orders
+from shardkeep.state.describe import describe
+from shardkeep.state.kinds import ShardedBox
+
+
+def rank_state(rank: int, ranks: int, tensors: int, replicas: int) -> dict[str, object]:
+    """One rank's row shards of `tensors` matrices; every shard is held by `replicas` ranks."""
+    rows = 4
+    shard = rank // replicas
+    shape = (rows * (ranks // replicas), 8)
+    local = [torch.empty(rows, 8) for _ in range(tensors)]
+    model = {f"layers.{i}.weight": ShardedBox(t, offsets=(rows * shard, 0), shape=shape) for i, t in enumerate(local)}
+    return {"model": model, "step": 3}
+
+
+def drafts_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], float]:
+    """Every rank's draft as it travels, and the seconds one rank takes to make its own."""
+    best = float("inf")
+    for rank in (0, 1, ranks - 1):
+        state = rank_state(rank, ranks, tensors, replicas)
+        began = time.perf_counter()
+        first = make_draft(describe(state, rank=rank), allow_pickle=False, check_replicas=False)
+        best = min(best, time.perf_counter() - began)
+    payloads = []
+    base = describe(rank_state(0, ranks, tensors, replicas), rank=0)
+    for rank in range(ranks):
+        offsets = base.boxes.offsets.copy()
+        offsets[:, 0] = 4 * (rank // replicas)
+        draft = Draft(
+            axes=first.axes, names=first.names, shape=first.shape, row_tensor=first.row_tensor,
+            row_offsets=offsets.tobytes(), row_sizes=first.row_sizes, row_digest=b"", tree=first.tree, values=first.values,
+        )  # fmt: skip
+        payloads.append(encode(draft))
+    return payloads, best
+
+
+def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
+    """Seconds rank 0 spends from what it gathered to what it sends, and to the encoded index."""
+    payloads, describe_s = drafts_of(ranks, tensors, replicas)
+    began = time.perf_counter()
+    drafts = [decode_draft(payload) for payload in payloads]
+    plan = plan_save(drafts)
+    values, tree = merge_values(drafts), merge_skeletons(drafts)
+    replies = [encode(orders) for orders in _orders(plan, "0" * 20, ranks)]
+    planned = time.perf_counter()
+    pieces = plan.pieces_by_tensor()
+    index = encode_index(
+        keys=plan.keys,
+        tensors=plan.tensors,
+        chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
+        chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
+        values=values,
+        tree=tree,
+    )
+    done = time.perf_counter()
+    return {
+        "ranks": ranks,
+        "shards": ranks * tensors,
+        "chunks": len(plan.pieces),
+        "gathered_mb": sum(map(len, payloads)) / 1e6,
+        "sent_mb": sum(map(len, replies)) / 1e6,
+        "index_mb": len(index) / 1e6,
+        "plan_s": planned - began,
+        "index_s": done - planned,
+        "coordinator_s": done - began,
+        "a_rank_s": describe_s,
+    }
+
+
+def measure_index(shards: int = 1_000_000, tensors: int = 1_000) -> dict[str, float]:
+    """Seconds to encode an index of a million shards, to open it, and to find one tensor in it."""
+    each = shards // tensors
+    rows = np.arange(each) * 4
+    offsets = np.stack([np.tile(rows, tensors), np.zeros(shards, np.int64)], axis=1)
+    sizes = np.tile(np.array([[4, 8]]), (shards, 1))
+    count = np.zeros(tensors, np.uint8)
+    columns = {
+        "keys": sorted(f"model.layers.{i}.weight" for i in range(tensors)),
+        "tensors": Tensors(count + 9, count + 2, np.tile([[4 * each, 8]], (tensors, 1)), count, np.arange(tensors)),
+        "chunk_ends": np.arange(1, tensors + 1) * each,
+        "chunks": Chunks(offsets, sizes, np.tile(np.arange(each), tensors), np.repeat(np.arange(tensors) * 128, each)),
+    }
+    began = time.perf_counter()
+    data = encode_index(**columns, values=[], tree=b"")
+    encoded = time.perf_counter()
+    index = decode_index(data, where="index")
+    opened = time.perf_counter()
+    row = index.keys.find(b"model.layers.500.weight")
+    boxes: Boxes = index.chunks.take(index.chunk_rows(row)).boxes
+    found = time.perf_counter()
+    return {
+        "shards": shards,
+        "mb": len(data) / 1e6,
+        "encode_s": encoded - began,
+        "open_s": opened - encoded,
+        "lookup_ms": (found - opened) * 1e3,
+        "boxes_found": len(boxes),
+    }
+
+
+def run() -> dict[str, object]:
+    """Measure everything; the numbers go into the table and the JSON."""
+    return {
+        "fsdp": measure_plan(1024, 500, 1),
+        "hsdp": measure_plan(1024, 500, 2),
+        "replicated": measure_plan(1024, 500, 1024),
+        "index": measure_index(),
+    }
+
+
+if __name__ == "__main__":
+    for name, row in run().items():
+        print(name, {key: round(value, 3) for key, value in row.items()})
