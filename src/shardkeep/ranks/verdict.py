@@ -19,6 +19,8 @@ MOST_GROUPS = 8
 """How many different failures a message spells out; also how many keep their traceback and details."""
 MOST_CHARS = 16_000
 """Longest message or traceback that travels."""
+MOST_LINE_CHARS = 1_000
+"""Longest line of such a traceback."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -49,7 +51,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(error: BaseException) -> Failure:
     """Describe `error` as data that msgpack can carry, whatever it holds."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+    # The end of a traceback is where the error is; one endless line of text must not push the rest out.
+    trace = "\n".join(line[:MOST_LINE_CHARS] for line in lines)[-MOST_CHARS:]
     try:
         failure = failure_of(error, trace)
     except Exception:  # noqa: BLE001 - a foreign __str__ may do anything; the other ranks must still hear of it
@@ -57,8 +61,7 @@ def describe(error: BaseException) -> Failure:
     return Failure(
         failure.kind,
         _plain_text(failure.message),
-        # The end of a traceback is where the error is.
-        _plain_text(failure.trace[-MOST_CHARS:]),
+        _plain_text(failure.trace),
         _plain_text(failure.hint),
         _plain_details(failure.details),
     )

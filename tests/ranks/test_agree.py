@@ -1,0 +1,296 @@
+"""A step on all ranks, and what becomes of each failure."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shardkeep.errors import CheckpointError, StateMismatch, StorageFull
+from shardkeep.ranks.agree import meet
+from shardkeep.ranks.mailbox import PIECE_BYTES
+from shardkeep.ranks.world import World, current_world
+from shardkeep.testing.rank_pool import RankPool
+from tests.ranks.told import Told, ask, ask_once, echo, rank
+
+
+def ask_for_rank() -> Told:
+    return ask_once(lambda: b"%d" % rank())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_rank_gets_its_answer(rank_pool: RankPool, size: int):
+    """Contributions reach `decide` in the order of ranks, and each rank gets the answer meant for it."""
+    everyone = b",".join(b"%d" % number for number in range(size))
+
+    answers = [told.answer for told in rank_pool.run(size, ask_for_rank)]
+
+    assert answers == [everyone + b">%d" % number for number in range(size)]
+
+
+def many_phases() -> list[bytes]:
+    with meet(current_world(timeout_s=5), "save to a") as meeting:
+        return [meeting.agree("again", lambda n=n: b"%d" % (n * rank()), echo) for n in range(5)]
+
+
+def test_phases_of_one_name_follow_each_other(rank_pool: RankPool):
+    expected = [[b"0,%d,%d>%d" % (n, 2 * n, number) for n in range(5)] for number in range(3)]
+
+    assert rank_pool.run(3, many_phases) == expected
+
+
+def long_texts(nbytes: int, shared: bool) -> tuple[str, str]:
+    def decide(payloads: list[bytes]) -> list[bytes]:
+        digests = b",".join(hashlib.md5(payload).hexdigest().encode() for payload in payloads)
+        body = digests + b"z" * nbytes
+        return [body if shared else body + b"%d" % number for number in range(len(payloads))]
+
+    with meet(current_world(timeout_s=20), "save to a") as meeting:
+        answer = meeting.agree("plan", lambda: b"%d" % rank() * nbytes, decide)
+    tail = answer.rsplit(b"z", 1)[-1]
+    return answer.split(b"z", 1)[0].decode(), tail.decode()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["same answer", "own answers"])
+def test_long_contributions_and_answers_arrive_whole(rank_pool: RankPool, shared: bool):
+    """A TCPStore cuts off a client that sends more than 8 MiB at once."""
+    nbytes = 2 * PIECE_BYTES + 3
+    digests = ",".join(hashlib.md5(b"%d" % number * nbytes).hexdigest() for number in range(3))
+
+    heard = rank_pool.run(3, long_texts, nbytes, shared)
+
+    assert heard == [(digests, "" if shared else str(number)) for number in range(3)]
+
+
+def fail_on(failing: list[int]) -> Told:
+    def work() -> bytes:
+        if rank() in failing:
+            raise StorageFull(f"no space for part {rank()}", hint="free some", errno=28, unsendable=object())
+        return b""
+
+    return ask_once(work)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_reaches_every_rank(rank_pool: RankPool, failing: int):
+    told = rank_pool.run(3, fail_on, [failing])
+
+    for number, one in enumerate(told):
+        assert one.kind == "StorageFull"
+        assert one.message == f"rank {failing}: no space for part {failing}\n(during 'write' of save to a)"
+        assert one.hint == "free some"
+        assert one.details == {"errno": 28}
+        assert set(one.by_rank) == {failing}
+        assert "raise StorageFull" in one.by_rank[failing].trace
+        assert one.cause.startswith("StorageFull") == (number == failing)
+
+
+def test_failures_of_several_ranks_arrive_together(rank_pool: RankPool):
+    told = rank_pool.run(4, fail_on, [1, 3])
+
+    assert {one.message for one in told} == {
+        "rank 1: no space for part 1\nrank 3: no space for part 3\n(during 'write' of save to a)"
+    }
+    assert [set(one.by_rank) for one in told] == [{1, 3}] * 4
+
+
+def fail_alike() -> Told:
+    def work() -> bytes:
+        if rank() == 2:
+            raise KeyError("layer")
+        raise StateMismatch("shapes differ", missing=["a", "b"])
+
+    return ask_once(work)
+
+
+def test_failures_alike_are_told_once(rank_pool: RankPool):
+    told = rank_pool.run(4, fail_alike)
+
+    assert {one.message for one in told} == {
+        "ranks 0-1, 3: shapes differ\nrank 2: KeyError: 'layer'\n(during 'write' of save to a)"
+    }
+    assert {one.kind for one in told} == {"StateMismatch"}
+    assert told[2].details == {"missing": ["a", "b"]}
+    assert told[2].cause == "KeyError('layer')"
+
+
+def fail_deciding(wrong: str) -> Told:
+    def decide(payloads: list[bytes]) -> list[bytes]:
+        if wrong == "count":
+            return payloads[:-1]
+        raise ZeroDivisionError("cannot balance")
+
+    return ask_once(lambda: b"", decide)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [("raise", "ZeroDivisionError: cannot balance"), ("count", "ValueError: 2 answers were decided on for 3 ranks")],
+)
+def test_a_failing_decision_reaches_every_rank(rank_pool: RankPool, wrong: str, text: str):
+    told = rank_pool.run(3, fail_deciding, wrong)
+
+    assert {one.kind for one in told} == {"CheckpointError"}
+    assert {one.message for one in told} == {f"rank 0: {text}\n(during 'write' of save to a)"}
+    assert [bool(one.cause) for one in told] == [True, False, False]
+
+
+def fail_and_go_on() -> tuple[str, bytes | None, bytes | None]:
+    def work() -> bytes:
+        if rank() == 1:
+            raise OSError("no")
+        return b""
+
+    with meet(current_world(timeout_s=5), "save to a") as meeting:
+        failed = ask(meeting, "write", work)
+        after = ask(meeting, "undo", lambda: b"%d" % rank())
+    return failed.message.splitlines()[0], after.answer, ask_for_rank().answer
+
+
+def test_ranks_can_go_on_after_a_failure(rank_pool: RankPool):
+    """A failed phase leaves all ranks in step, for the next phase and for the next call."""
+    heard = rank_pool.run(3, fail_and_go_on)
+
+    assert heard == [("rank 1: OSError: no", b"0,1,2>%d" % number, b"0,1,2>%d" % number) for number in range(3)]
+
+
+class Stop(BaseException):
+    pass
+
+
+def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Told | str:
+    def stop() -> bytes:
+        if rank() == stopped:
+            raise kind("stop")
+        return b""
+
+    def decide(payloads: list[bytes]) -> list[bytes]:
+        if where == "decide":
+            raise kind("stop")
+        return payloads
+
+    try:
+        return ask_once(stop if where == "work" else bytes, decide)
+    except kind as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Stop])
+@pytest.mark.parametrize(("stopped", "where"), [(0, "work"), (1, "work"), (0, "decide")])
+def test_an_interrupt_goes_on_and_the_others_are_told(
+    rank_pool: RankPool, kind: type[BaseException], stopped: int, where: str
+):
+    told = rank_pool.run(3, be_stopped, kind, stopped, where)
+
+    assert told.pop(stopped) == f"{kind.__name__}('stop')"
+    for one in told:
+        assert one.message.startswith(f"rank {stopped}: {kind.__name__}: stop\n")
+        assert one.seconds < 2
+
+
+def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
+    began = time.monotonic()
+    text = "nothing"
+    try:
+        with meet(current_world(timeout_s=5), "save to a") as meeting:
+            meeting.agree("plan", bytes, echo)
+            if rank() == leaving:
+                raise OSError("lost my disk")  # noqa: TRY301
+            meeting.agree("write", bytes, echo)
+    except (CheckpointError, OSError) as error:
+        text = str(error)
+    return time.monotonic() - began, text, ask_for_rank().answer
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool: RankPool, leaving: int):
+    heard = rank_pool.run(3, leave_early, leaving)
+
+    assert max(seconds for seconds, _, _ in heard) < 3
+    assert [answer for _, _, answer in heard] == [b"0,1,2>0", b"0,1,2>1", b"0,1,2>2"]
+    texts = [text for _, text, _ in heard]
+    assert texts.pop(leaving) == "lost my disk"
+    assert all(text.startswith(f"rank {leaving}: OSError: lost my disk\n") for text in texts)
+
+
+def in_the_background() -> tuple[bytes, bytes]:
+    """Begin a save, do a whole load, and finish the save on another thread."""
+    world = current_world(timeout_s=5)
+    late: list[bytes] = []
+    save = contextlib.ExitStack()
+    meeting = save.enter_context(meet(world, "save to a"))
+
+    def finish() -> None:
+        with save:
+            time.sleep(0.02 * rank())
+            late.append(meeting.agree("write", lambda: b"s%d" % rank(), echo))
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    with meet(world, "load from b") as other:
+        first = other.agree("read", lambda: b"l%d" % rank(), echo)
+    thread.join()
+    return first, late[0]
+
+
+def test_a_call_may_go_on_in_the_background(rank_pool: RankPool):
+    assert rank_pool.run(3, in_the_background) == [(b"l0,l1,l2>%d" % n, b"s0,s1,s2>%d" % n) for n in range(3)]
+
+
+def count_keys() -> list[int]:
+    world = current_world(timeout_s=5)
+    counts = []
+    for turn in range(3):
+        for _ in range(1 if turn == 0 else 100):
+            with meet(world, "save to a") as meeting:
+                meeting.agree("plan", bytes, echo)
+                meeting.agree("write", lambda: b"x" * 5000, lambda payloads: [b"y" * 5000] * len(payloads))
+        dist.barrier()
+        counts.append(world.store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_two_hundred_calls_leave_no_keys(rank_pool: RankPool):
+    first, *later = rank_pool.run(2, count_keys)[0]
+
+    assert later == [first, first]
+
+
+def test_long_answers_leave_no_keys(rank_pool: RankPool):
+    before, after = rank_pool.run(3, long_and_count)[0]
+
+    assert after == before
+
+
+def long_and_count() -> tuple[int, int]:
+    world = current_world(timeout_s=20)
+    counts = []
+    for nbytes in (0, 2 * PIECE_BYTES):
+        with meet(world, "save to a") as meeting:
+            meeting.agree("plan", lambda n=nbytes: b"x" * n, lambda payloads: [payloads[0]] * len(payloads))
+            with contextlib.suppress(CheckpointError):
+                meeting.agree("write", lambda: 1 / 0, echo)
+        dist.barrier()
+        counts.append(world.store.num_keys())
+        dist.barrier()
+    return counts[0], counts[1]
+
+
+def test_a_single_rank_sees_its_own_exceptions():
+    class OwnError(Exception):
+        pass
+
+    def fail(*args: object) -> bytes:
+        raise OwnError("mine")
+
+    with meet(World(0, 1), "save to a") as meeting:
+        assert meeting.agree("plan", lambda: b"p", lambda payloads: [payloads[0] + b"!"]) == b"p!"
+        with pytest.raises(OwnError, match=r"^mine$"):
+            meeting.agree("write", fail, echo)
+        with pytest.raises(OwnError, match=r"^mine$"):
+            meeting.agree("write", bytes, fail)

@@ -1,0 +1,102 @@
+"""Messages through each of torch's stores."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from shardkeep.ranks import mailbox as mailbox_module
+from shardkeep.ranks.mailbox import PIECE_BYTES, Mailbox, MailLost, visit
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def bare_store(request: pytest.FixtureRequest, tmp_path) -> Store:
+    if request.param == "tcp":
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    return FileStore(str(tmp_path / "store"), 1) if request.param == "file" else HashStore()
+
+
+@pytest.fixture
+def store(bare_store: Store) -> Store:
+    return PrefixStore("a", PrefixStore("b", bare_store))
+
+
+@pytest.fixture
+def mailbox(store: Store) -> Mailbox:
+    return Mailbox(store, 2, threading.Event())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
+def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: Mailbox, nbytes: int):
+    body = bytes(range(256)) * (nbytes // 256 + 1)
+    before = store.num_keys()
+
+    mailbox.put("letter", body[:nbytes])
+    mailbox.put("postcard", b"\x00\xff")
+
+    assert mailbox.take(["letter", "postcard"]) == [body[:nbytes], b"\x00\xff"]
+    assert not mailbox.there("letter")
+    assert store.num_keys() == before
+
+
+def test_more_messages_than_one_request_reads(mailbox: Mailbox):
+    names = [f"n{number}" for number in range(3 * mailbox_module.BATCH + 1)]
+    for name in names:
+        mailbox.put(name, name.encode())
+
+    assert mailbox.take(names) == [name.encode() for name in names]
+
+
+def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: Mailbox):
+    mailbox.put("first", b"")
+    timer = threading.Timer(0.3, lambda: store.set("second", b"w"))
+    timer.start()
+    began = time.monotonic()
+
+    assert mailbox.wait(["first", "second"], 5)
+    assert 0.25 < time.monotonic() - began < 2
+    timer.join()
+
+
+def test_waiting_ends_with_its_time(mailbox: Mailbox):
+    mailbox.put("first", b"")
+    began = time.monotonic()
+
+    assert not mailbox.wait(["first", "second"], 0.3)
+    assert 0.3 <= time.monotonic() - began < 1
+
+
+def test_waiting_says_nothing_on_stderr(mailbox: Mailbox, capfd: pytest.CaptureFixture[str]):
+    """torch's own `wait` writes two lines each time it ends without the key."""
+    mailbox.wait(["never"], 0.2)
+
+    assert capfd.readouterr().err == ""
+
+
+def test_a_visit_that_hangs_is_left_behind(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mailbox_module, "GRACE_S", 0.1)
+    release = threading.Event()
+    began = time.monotonic()
+
+    with pytest.raises(MailLost, match=r"did not answer for 0\.3 s"):
+        visit(store, 2, lambda _: release.wait(10), within_s=0.2)
+
+    assert time.monotonic() - began < 2
+    release.set()
+
+
+def test_a_store_that_fails_is_lost_mail(store: Store):
+    def fail(_: Mailbox) -> None:
+        raise RuntimeError("Broken pipe\nframe #0: c10::Error")
+
+    with pytest.raises(MailLost, match=r"^Broken pipe$"):
+        visit(store, 2, fail, within_s=1)
+
+
+def test_a_mistake_in_an_errand_is_not_taken_for_lost_mail(store: Store):
+    with pytest.raises(ZeroDivisionError):
+        visit(store, 2, lambda _: 1 / 0, within_s=1)

@@ -1,0 +1,163 @@
+"""The processes that other tests use as ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkeep.errors import StateMismatch
+from shardkeep.testing.rank_pool import RankPool, RankPoolError
+
+
+def add_ranks(extra: int, *, factor: int = 1) -> tuple[int, int, int]:
+    total = torch.tensor(dist.get_rank() * factor + extra)
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), int(total)
+
+
+@pytest.mark.parametrize("store_on", ["parent", "rank0"])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_results_come_back_by_rank(rank_pool: RankPool, size: int, store_on: str):
+    total = sum(2 * rank + 5 for rank in range(size))
+
+    assert rank_pool.run(size, add_ranks, 5, factor=2, store_on=store_on) == [(r, size, total) for r in range(size)]
+
+
+def state_of_process() -> tuple[int, bool, int]:
+    return os.getpid(), dist.is_initialized(), torch.get_num_threads()
+
+
+def test_processes_are_kept_and_groups_are_not(rank_pool: RankPool):
+    first = rank_pool.run(2, state_of_process)
+    second = rank_pool.run(2, state_of_process, init=False)
+
+    assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
+    assert [(group, threads) for _, group, threads in first + second] == [(True, 1)] * 2 + [(False, 1)] * 2
+
+
+def raise_on_odd_ranks() -> str:
+    if dist.get_rank() % 2:
+        raise StateMismatch("differs", missing=["a"]) from KeyError("a")
+    return "fine"
+
+
+def test_what_a_rank_raises_comes_back(rank_pool: RankPool):
+    fine, bad = rank_pool.outcomes(2, raise_on_odd_ranks)
+
+    assert (fine.value, fine.error, fine.died) == ("fine", None, "")
+    assert isinstance(bad.error, StateMismatch)
+    assert bad.error.missing == ["a"]
+    assert repr(bad.error.__cause__) == "KeyError('a')"
+    assert "in raise_on_odd_ranks" in bad.trace
+
+
+def test_run_raises_with_the_traceback_of_each_failing_rank(rank_pool: RankPool):
+    with pytest.raises(RankPoolError) as caught:
+        rank_pool.run(4, raise_on_odd_ranks)
+
+    text = str(caught.value)
+    assert text.startswith("2 of 4 ranks failed\nrank 1: ")
+    assert text.count("StateMismatch: differs") == 2
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raise_unpicklable() -> None:
+    raise UnpicklableError(1, 2)
+
+
+def test_an_exception_that_cannot_travel_comes_back_as_text(rank_pool: RankPool):
+    [outcome] = rank_pool.outcomes(1, raise_unpicklable)
+
+    assert isinstance(outcome.error, RankPoolError)
+    assert "UnpicklableError: 1 and 2" in str(outcome.error)
+
+
+def die_on_rank_1(how: str) -> int:
+    if dist.get_rank() == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("last words", flush=True)
+        os._exit(3)
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize(("how", "text"), [("kill", "killed by SIGKILL"), ("exit", "exited with 3\nlast words")])
+def test_a_death_is_reported_and_made_good(rank_pool: RankPool, how: str, text: str):
+    with pytest.raises(RankPoolError, match=f"rank 1: {text}"):
+        rank_pool.run(2, die_on_rank_1, how)
+
+    assert rank_pool.run(2, die_on_rank_1, how, expect_death=[1]) == [0, None]
+    assert rank_pool.run(2, add_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_death_that_was_expected_and_did_not_come_is_a_failure(rank_pool: RankPool):
+    with pytest.raises(RankPoolError, match="rank 1: did not die"):
+        rank_pool.run(2, add_ranks, 0, expect_death=[1])
+
+
+def hang_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_a_hang_shows_where_and_is_made_good(rank_pool: RankPool):
+    pids = [pid for pid, _, _ in rank_pool.run(2, state_of_process)]
+
+    with pytest.raises(RankPoolError) as caught:
+        rank_pool.run(2, hang_on_rank_1, timeout_s=0.5)
+
+    text = str(caught.value)
+    assert text.startswith("ranks [1] of 2 did not finish within 0.5 s")
+    assert "in hang_on_rank_1" in text
+    after = [pid for pid, _, _ in rank_pool.run(2, state_of_process)]
+    assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
+
+
+def test_more_ranks_than_the_pool_has_are_refused(rank_pool: RankPool):
+    with pytest.raises(ValueError, match="a pool of 8 cannot run 9 ranks"):
+        rank_pool.run(9, add_ranks, 0)
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    """Also when it is killed, and also ranks that are busy."""
+    (tmp_path / "busy.py").write_text(
+        textwrap.dedent("""
+            import os, time
+            from shardkeep.testing.rank_pool import RankPool
+            def busy():
+                print(os.getpid(), file=open(os.environ["PIDS"], "a"), flush=True)
+                time.sleep(60)
+            if __name__ == "__main__":
+                import busy
+                RankPool(2).run(2, busy.busy)
+        """)
+    )
+    pids = tmp_path / "pids"
+    pids.touch()
+    parent = subprocess.Popen([sys.executable, "busy.py"], cwd=tmp_path, env={**os.environ, "PIDS": str(pids)})
+    try:
+        wait_until(lambda: len(pids.read_text().split()) == 2, 60)
+    finally:
+        parent.kill()
+        parent.wait()
+
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids.read_text().split()), 10)
+
+
+def wait_until(true, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

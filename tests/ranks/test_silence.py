@@ -1,0 +1,292 @@
+"""Ranks that sleep, die, stop or do something else: the others learn of it in time, and which rank it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from shardkeep.errors import CheckpointError, RanksSilent
+from shardkeep.ranks import mailbox
+from shardkeep.ranks.agree import meet
+from shardkeep.ranks.world import current_world
+from shardkeep.testing.rank_pool import RankPool
+from tests.ranks.told import Told, ask, ask_once, echo, rank
+
+TIMEOUT_S = 1.0
+SOON_S = 10.0
+"""Much less than the deadlines of the tests that use it, and enough for a machine that is busy with other things."""
+
+
+def signs() -> Store:
+    """Where ranks of a test leave signs for each other, so that no test has to guess how long something takes."""
+    return PrefixStore("signs", dist.distributed_c10d._get_default_store())
+
+
+def oversleep(sleeper: int) -> tuple[Told, float]:
+    """Sleep on one rank until the others have given up; say what was told, and how long it took after the work."""
+    done = 0.0
+
+    def work() -> bytes:
+        nonlocal done
+        if rank() == sleeper:
+            signs().wait([f"told {other}" for other in range(dist.get_world_size()) if other != sleeper])
+        done = time.monotonic()
+        if rank() == 1:
+            raise OSError("also this")
+        return b""
+
+    told = ask_once(work, timeout_s=TIMEOUT_S)
+    after_s = time.monotonic() - done
+    signs().set(f"told {rank()}", "")
+    return told, after_s
+
+
+def test_a_sleeping_rank_is_named_and_told_when_it_wakes(rank_pool: RankPool):
+    heard = rank_pool.run(4, oversleep, 2)
+
+    for told, _ in heard:
+        assert told.kind == "RanksSilent"
+        assert told.details == {"ranks": [2]}
+        assert told.message.startswith(f"rank 2: did not answer within {TIMEOUT_S:g} s; it was last seen in 'write'\n")
+        assert told.by_rank[1].message == "also this"
+        assert set(told.by_rank) == {1, 2}
+    assert TIMEOUT_S <= heard[0][1] < 2 * TIMEOUT_S
+    assert heard[2][1] < TIMEOUT_S
+
+
+def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
+    heard = rank_pool.run(3, oversleep, 0)
+
+    for told, after_s in heard[1:]:
+        assert told.kind == "RanksSilent"
+        assert told.details == {"ranks": [0]}
+        assert told.message.startswith(f"rank 0: did not answer within {2 * TIMEOUT_S:g} s; it was last seen in ")
+        assert 2 * TIMEOUT_S <= after_s < 3 * TIMEOUT_S
+    assert heard[1][0].by_rank[1].message == "also this"
+    assert "rank 1: OSError: also this" in heard[1][0].message
+    rank_0, after_s = heard[0]
+    assert rank_0.message.startswith(f"ranks 1-2: waited {2 * TIMEOUT_S:g} s for rank 0 and gave up\n")
+    assert after_s < TIMEOUT_S
+
+
+def die(doomed: int, timeout_s: float) -> Told:
+    def work() -> bytes:
+        if rank() == doomed:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return b""
+
+    return ask_once(work, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("doomed", [0, 3])
+def test_a_rank_killed_in_a_phase_is_named(rank_pool: RankPool, doomed: int):
+    told = rank_pool.run(4, die, doomed, TIMEOUT_S, expect_death=[doomed])
+
+    for number in {0, 1, 2, 3} - {doomed}:
+        assert (told[number].kind, told[number].details) == ("RanksSilent", {"ranks": [doomed]})
+
+
+def test_the_death_of_the_store_is_noticed_at_once(rank_pool: RankPool):
+    """The store lives in rank 0's process, as torchrun has it, so its connection breaks with it."""
+    told = rank_pool.run(3, die, 0, 5 * SOON_S, expect_death=[0], store_on="rank0")
+
+    for one in told[1:]:
+        assert (one.kind, one.details) == ("RanksSilent", {"ranks": [0]})
+        assert one.message.startswith("rank 0: cannot be reached: ")
+        assert "frame #" not in one.message
+        assert one.seconds < SOON_S
+
+
+def call_after_death() -> str:
+    if rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):
+        while not signs().check(["never"]):
+            time.sleep(0.05)
+    try:
+        with meet(current_world(timeout_s=5 * SOON_S), "save to a"):
+            return "met"
+    except RanksSilent as error:
+        return str(error)
+
+
+def test_a_call_begun_after_the_death_of_the_store_fails(rank_pool: RankPool):
+    heard = rank_pool.run(2, call_after_death, expect_death=[0], store_on="rank0")
+
+    assert heard[1].startswith("rank 0: cannot be reached: ")
+
+
+def freeze() -> tuple[Told, float]:
+    """Rank 0 stops as a machine does that loses its power: no connection breaks, and nothing answers."""
+
+    def work() -> bytes:
+        if rank() == 0:
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return b""
+
+    began = time.monotonic()
+    with mock.patch.object(mailbox, "GRACE_S", 0.3):
+        told = ask_once(work, timeout_s=0.3)
+    return told, time.monotonic() - began
+
+
+def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool: RankPool):
+    heard = rank_pool.run(2, freeze, store_on="rank0")
+
+    told, seconds = heard[1]
+    assert (told.kind, told.details) == ("RanksSilent", {"ranks": [0]})
+    assert "the store did not answer" in told.message
+    assert seconds < 2.8
+
+
+def vanish_after(failing: list[int]) -> Told:
+    def work() -> bytes:
+        if rank() == 0:
+            time.sleep(0.6)  # by now the others look at the store but ten times a second
+        if rank() in failing:
+            raise OSError("no space")
+        return b""
+
+    told = ask_once(work)
+    if rank() == 0:
+        os._exit(0)
+    return told
+
+
+def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool):
+    """A script may end right after its save, and on rank 0 that ends the store."""
+    told = rank_pool.run(3, vanish_after, [], expect_death=[0], store_on="rank0")
+
+    assert [one.answer for one in told[1:]] == [b",,>1", b",,>2"]
+
+
+def test_rank_0_stays_until_the_others_know_of_the_failure(rank_pool: RankPool):
+    told = rank_pool.run(3, vanish_after, [1], expect_death=[0], store_on="rank0")
+
+    assert {one.message for one in told[1:]} == {"rank 1: OSError: no space\n(during 'write' of save to a)"}
+
+
+def differ(what: str) -> tuple[Told, Told]:
+    odd = rank() == 1
+    title = "load from b" if odd and what == "title" else "save to a"
+    phase = "read" if odd and what == "phase" else "write"
+    return ask_once(bytes, title=title, phase=phase), ask_once(bytes)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("title", "ranks 0, 2: called 'save to a'\nrank 1: called 'load from b'\n"),
+        ("phase", "ranks 0, 2: called phase 'write' of save to a\nrank 1: called phase 'read' of save to a\n"),
+    ],
+)
+def test_ranks_in_different_calls_are_told_who_called_what(rank_pool: RankPool, what: str, message: str):
+    for told, next_told in rank_pool.run(3, differ, what):
+        assert told.kind == "RanksDisagree"
+        assert told.message.startswith(message)
+        assert told.seconds < 4
+        assert next_told.kind == ""
+
+
+def last_seen(absent: str) -> str:
+    if absent != "from the start":
+        ask_once(bytes, title="load from b")
+    if rank() == 1:
+        if absent == "in the call":
+            with meet(current_world(timeout_s=TIMEOUT_S), "save to a"):
+                signs().wait(["told"])
+        return ""
+    told = ask_once(bytes, timeout_s=TIMEOUT_S)
+    signs().set("told", "")
+    return told.message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("absent", "what"),
+    [
+        ("from the start", "it has made no call yet"),
+        ("since a call", "it has not made call 2; its last was call 1, 'load from b'"),
+        ("in the call", "it has begun this call, but no phase of it"),
+    ],
+)
+def test_of_a_silent_rank_is_said_what_it_did_last(rank_pool: RankPool, absent: str, what: str):
+    assert rank_pool.run(2, last_seen, absent)[0] == f"rank 1: did not answer within {TIMEOUT_S:g} s; {what}"
+
+
+def skip_one(skipping: list[int]) -> list[str]:
+    """Some ranks do something else while the others make the first call and give up; then all are there."""
+    heard = []
+    for step in (1, 2, 3):
+        if step == 1 and rank() in skipping:
+            signs().wait([f"told {other}" for other in range(dist.get_world_size()) if other not in skipping])
+            continue
+        told = ask_once(lambda: b"%d" % rank(), timeout_s=TIMEOUT_S, title=f"save to {step}")
+        signs().set(f"told {rank()}", "")
+        heard.append(told.kind or told.answer.decode())
+    return heard
+
+
+@pytest.mark.parametrize("skipping", [[2], [0], [0, 2], [1, 2]])
+def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[int]):
+    heard = rank_pool.run(3, skip_one, skipping)
+
+    for number, said in enumerate(heard):
+        fine = [f"0,1,2>{number}"] * 2
+        assert said == (fine if number in skipping else ["RanksSilent", *fine])
+
+
+def ask_on_after_silence() -> list[Told]:
+    def work() -> bytes:
+        if rank() == 1:
+            signs().wait(["told"])
+        return b""
+
+    with meet(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
+        first = ask(meeting, "write", work)
+        signs().set("told", "")
+        return [first, ask(meeting, "undo", bytes)]
+
+
+def test_a_silent_rank_is_not_waited_for_twice(rank_pool: RankPool):
+    for first, second in rank_pool.run(3, ask_on_after_silence):
+        assert (first.kind, first.details) == ("RanksSilent", {"ranks": [1]})
+        assert (second.kind, second.details) == ("RanksSilent", {"ranks": [1]})
+        assert second.seconds < TIMEOUT_S
+
+
+def interrupted_while_waiting() -> tuple[str, float]:
+    """A real Ctrl-C, while rank 0 waits for rank 1."""
+    began = time.monotonic()
+
+    def work() -> bytes:
+        if rank() == 0:
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -INT {os.getpid()}"])
+        else:
+            signs().wait(["interrupted"])
+        return b""
+
+    try:
+        with meet(current_world(timeout_s=5 * SOON_S), "save to a") as meeting:
+            meeting.agree("write", work, echo)
+    except (KeyboardInterrupt, CheckpointError) as error:
+        signs().set("interrupted", "")
+        return repr(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_ctrl_c_ends_the_wait_of_rank_0_and_the_others_hear_of_it(rank_pool: RankPool):
+    (zero, zero_s), (one, one_s) = rank_pool.run(2, interrupted_while_waiting)
+
+    assert zero == "KeyboardInterrupt()"
+    assert "rank 0: KeyboardInterrupt" in one
+    assert max(zero_s, one_s) < SOON_S

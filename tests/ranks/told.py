@@ -1,0 +1,71 @@
+"""What a rank saw of a call, as plain data that tests compare over ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkeep.errors import CheckpointError, Failure
+from shardkeep.ranks.agree import Meeting, meet
+from shardkeep.ranks.world import current_world
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer, or the error in its place."""
+
+    seconds: float
+    """From the start of the phase to its end."""
+    answer: bytes | None = None
+    kind: str = ""
+    message: str = ""
+    hint: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+    by_rank: dict[int, Failure] = field(default_factory=dict)
+    cause: str = ""
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def echo(payloads: list[bytes]) -> list[bytes]:
+    """Decide that each rank gets what all ranks said, and its own number."""
+    return [b",".join(payloads) + b">%d" % number for number in range(len(payloads))]
+
+
+def ask(
+    meeting: Meeting, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]] = echo
+) -> Told:
+    began = time.monotonic()
+    try:
+        answer = meeting.agree(phase, work, decide)
+    except CheckpointError as error:
+        return Told(
+            time.monotonic() - began,
+            None,
+            type(error).__name__,
+            error.message,
+            error.hint,
+            error.details,
+            error.by_rank,
+            repr(error.__cause__) if error.__cause__ else "",
+        )
+    return Told(time.monotonic() - began, answer)
+
+
+def ask_once(
+    work: Callable[[], bytes],
+    decide: Callable[[list[bytes]], list[bytes]] = echo,
+    *,
+    timeout_s: float = 5.0,
+    title: str = "save to a",
+    phase: str = "write",
+) -> Told:
+    """Make one call of one phase."""
+    with meet(current_world(timeout_s=timeout_s), title) as meeting:
+        return ask(meeting, phase, work, decide)
