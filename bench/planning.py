@@ -16,7 +16,7 @@ from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
 from shardkeep.plan.draft import Draft, decode_draft, encode
 from shardkeep.plan.saves import plan_save
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
-from shardkeep.saving import _orders
+from shardkeep.run.orders import cut_orders
 from shardkeep.state.describe import describe
 from shardkeep.state.kinds import ShardedBox
 
@@ -59,7 +59,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     drafts = [decode_draft(payload) for payload in payloads]
     plan = plan_save(drafts)
     values, tree = merge_values(drafts), merge_skeletons(drafts)
-    replies = [encode(orders) for orders in _orders(plan, "0" * 20, ranks)]
+    replies = [encode(orders) for orders in cut_orders(plan, "0" * 20, ranks)]
     planned = time.perf_counter()
     pieces = plan.pieces_by_tensor()
     index = encode_index(

@@ -83,9 +83,42 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604 - strings all
+__all__ = [
+    "BlobNotFound",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
+    "DamagedCheckpoint",
+    "Failure",
+    "InvalidShards",
+    "KeyCollision",
+    "LoadReport",
+    "LocalStore",
+    "MalformedFile",
+    "MemoryStore",
+    "Options",
+    "PerRank",
+    "PickleRefused",
+    "RanksDisagree",
+    "RanksSilent",
+    "ReplicasDiffer",
+    "SaveReport",
+    "ShardedBox",
+    "StateError",
+    "StateMismatch",
+    "StorageError",
+    "StorageFull",
+    "StoredTensor",
+    "UnsupportedLeaf",
+    "UnsupportedVersion",
+    "VerifyReport",
+    "WrongSize",
     "__version__",
-    *sorted(_HOME_OF),
+    "load",
+    "open",
+    "save",
 ]
 
 

@@ -19,14 +19,15 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.format.record import Record, decode_record, encode_record
+from shardkeep.format.record import RECORD_NAME, Record, decode_record, encode_record
 from shardkeep.format.values import decode_value
 from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
-from shardkeep.run.fetch import Source, fetch
+from shardkeep.run.fetch import fetch
 from shardkeep.run.match import Findings, Match, Verdict, Wishes, join_matches, match_state, raise_if_wrong
+from shardkeep.run.read import Source
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.flatten import refill
 from shardkeep.state.leaves import is_tensor, materialize
@@ -121,7 +122,7 @@ def load(
     wishes = Wishes(include, exclude, rename, cast)
     with meet(world, f"load from {store.url}") as meeting:
         told = meeting.agree("open", bytes, lambda _: [encode_record(native.read_record(store))] * world.size)
-        record = decode_record(told, f"{store.url}/{native.RECORD_NAME}")
+        record = decode_record(told, f"{store.url}/{RECORD_NAME}")
         filling = _Filling(store, record, wishes, allow_pickle=allow_pickle)
         verdict = msgspec.msgpack.decode(
             meeting.agree(
@@ -150,7 +151,13 @@ def load(
         seconds=time.perf_counter() - began,
     )
     if world.rank == 0:
-        log.info("loaded %s: %.3f GB in %.2f s (%.2f GB/s)", store.url, report.bytes_read / 1e9, report.seconds, report.gb_per_s)
+        log.info(
+            "loaded %s: %.3f GB in %.2f s (%.2f GB/s)",
+            store.url,
+            report.bytes_read / 1e9,
+            report.seconds,
+            report.gb_per_s,
+        )
     return report
 
 

@@ -249,7 +249,7 @@ class StoredTensor:
         array: np.ndarray[Any, Any] = self.tensor().numpy()
         return array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: ARG002 - always a copy
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
 """
 The save story: describe -> plan -> write -> commit.
 
-Two meetings of the ranks: every rank sends what it holds and learns what it is to write; every rank writes, and rank
-0 publishes. A failure anywhere, on any rank, reaches all of them, removes what was written, and leaves whatever
-checkpoint was there before as it was.
+Three meetings of the ranks: every rank sends what it holds and learns what it is to write; every rank writes; every
+rank gives its files out of its hands, and rank 0 publishes. A failure anywhere, on any rank, reaches all of them,
+removes what was written, and leaves whatever checkpoint was there before as it was.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ import msgspec
 import numpy as np
 
 from shardkeep.errors import CheckpointError, CheckpointExists, CheckpointNotFound
-from shardkeep.format.dtypes import by_code
-from shardkeep.format.header import HeaderEntry, block_nbytes_for, build_header
 from shardkeep.format.index import Chunks
-from shardkeep.format.record import RECORD_NAME, FileEntry, Record
-from shardkeep.format.region import Box, relative, slices
+from shardkeep.format.record import FileEntry, Record
 from shardkeep.layout import leftovers, native
 from shardkeep.options import Options
-from shardkeep.plan.draft import decode_draft, encode, ints
-from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
-from shardkeep.plan.saves import SavePlan, plan_save
+from shardkeep.plan.draft import decode_draft, encode
+from shardkeep.plan.saves import plan_save
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
+from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
+from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, write_files
-from shardkeep.stage.tensors import host_address, scattered
 from shardkeep.state.describe import Description, describe
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
@@ -63,21 +60,6 @@ class SaveReport:
     def gb_per_s(self) -> float:
         """The whole checkpoint over the time it took."""
         return self.bytes_total / max(self.seconds, 1e-9) / 1e9
-
-
-class _Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells a rank to write."""
-
-    save_id: str
-    files: list[tuple[str, int]]
-    """Name and bytes of data of each file."""
-    file: bytes
-    """For each chunk: its file's position in `files`, where it starts, the rank's row it comes from, and its box."""
-    start: bytes
-    row: bytes
-    axes: int
-    offsets: bytes
-    sizes: bytes
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +120,7 @@ def save(
     store = open_store(where, direct=options.direct_io)
     coordinator = _Coordinator(store, step=step, meta=dict(meta or {}), overwrite=overwrite)
     written: list[FileEntry] = []
-    with meet(world, f"save to {store.url}") as meeting:
+    with leftovers.claiming(coordinator.save_id), meet(world, f"save to {store.url}") as meeting:
         description: Description | None = None
 
         def draft() -> bytes:
@@ -147,15 +129,20 @@ def save(
             return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
         def write() -> bytes:
-            jobs = _make_jobs(description, orders) if description else []
+            jobs = make_jobs(description, orders) if description else []
             written.extend(_write(store, jobs, options))
             return encode(written)
 
+        given = False
         try:
-            orders = msgspec.msgpack.decode(meeting.agree("plan", draft, coordinator.plan), type=_Orders)
-            outcome = msgspec.msgpack.decode(meeting.agree("write", write, coordinator.commit), type=_Outcome)
+            orders = msgspec.msgpack.decode(meeting.agree("plan", draft, coordinator.plan), type=Orders)
+            meeting.agree("write", write, coordinator.collect)
+            # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
+            given = True
+            outcome = msgspec.msgpack.decode(meeting.agree("commit", bytes, coordinator.commit), type=_Outcome)
         except BaseException:
-            _discard(store, [entry.name for entry in written])
+            if not given:
+                _discard(store, [entry.name for entry in written])
             if world.rank == 0:
                 coordinator.withdraw()
             raise
@@ -171,7 +158,13 @@ def save(
         seconds=time.perf_counter() - began,
     )
     if world.rank == 0:
-        log.info("saved %s: %.3f GB in %.2f s (%.2f GB/s)", store.url, report.bytes_total / 1e9, report.seconds, report.gb_per_s)
+        log.info(
+            "saved %s: %.3f GB in %.2f s (%.2f GB/s)",
+            store.url,
+            report.bytes_total / 1e9,
+            report.seconds,
+            report.gb_per_s,
+        )
     return report
 
 
@@ -185,6 +178,8 @@ class _Coordinator:
         self.overwrite = overwrite
         self.save_id = native.new_save_id()
         self.committed: Record | None = None
+        self.written: dict[str, FileEntry] = {}
+        self._publishing = False
 
     def plan(self, payloads: list[bytes]) -> list[bytes]:
         """Check that the place is free, claim it, and share out the work."""
@@ -194,13 +189,19 @@ class _Coordinator:
         self.values = merge_values(drafts)
         self.tree = merge_skeletons(drafts)
         leftovers.make_claim(self.store, self.save_id)
-        return [encode(orders) for orders in _orders(self.saved, self.save_id, len(drafts))]
+        return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
+
+    def collect(self, payloads: list[bytes]) -> list[bytes]:
+        """Note what all ranks wrote."""
+        for payload in payloads:
+            self.written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
+        return [b""] * len(payloads)
 
     def commit(self, payloads: list[bytes]) -> list[bytes]:
-        """Publish what all ranks wrote."""
-        entries = {e.name: e for payload in payloads for e in msgspec.msgpack.decode(payload, type=list[FileEntry])}
-        names = _file_names(self.saved, self.save_id, len(payloads))
+        """Publish it."""
+        names = file_names(self.saved, self.save_id, len(payloads))
         plan, pieces = self.saved, self.saved.pieces_by_tensor()
+        self._publishing = True
         record = native.publish(
             self.store,
             save_id=self.save_id,
@@ -210,7 +211,7 @@ class _Coordinator:
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
             values=self.values,
             tree=self.tree,
-            files=[entries[name] for name in names],
+            files=[self.written[name] for name in names],
             tensor_bytes=int(pieces.nbytes.sum()),
             world_size=len(payloads),
             step=self.step,
@@ -226,28 +227,46 @@ class _Coordinator:
 
     def withdraw(self) -> None:
         """Remove every file of a save that failed, also those of ranks that died; never raises."""
-        if self.committed is not None:
-            return
+        claim = native.claim_name(self.save_id)
         try:
+            if self._has_committed():
+                _discard(self.store, [claim])
+                return
             mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
         except CheckpointError as exc:
             log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
-        claim = native.claim_name(self.save_id)
         # The claim goes last: while it is there, nobody takes the rest for a finished save's.
         _discard(self.store, [name for name in mine if name != claim] + [claim])
 
+    def _has_committed(self) -> bool:
+        """Tell whether the record is in place: it may be, however the attempt to put it there has ended."""
+        if not self._publishing:
+            return False
+        try:
+            return self.committed is not None or native.read_record(self.store).save_id == self.save_id
+        except CheckpointNotFound:
+            return False
+
     def tidy(self) -> None:
         """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
-        if self.committed is None:
-            return
-        keep = {RECORD_NAME, self.committed.index.name, *(file.name for file in self.committed.files)}
         _discard(self.store, [native.claim_name(self.save_id)])
         try:
-            if native.read_record(self.store).save_id == self.save_id:
-                leftovers.sweep(self.store, keep=keep, before=self.save_id)
+            found = leftovers.survey(self.store)
+            self._sweep(found.dead + found.ended)
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
+
+    def _sweep(self, names: list[str]) -> None:
+        """Delete files a survey found, but for those of the committed checkpoint."""
+        if not names:
+            return
+        try:
+            record = native.read_record(self.store)
+            kept = {record.index.name, *(file.name for file in record.files)}
+        except CheckpointNotFound:
+            kept = set()
+        _discard(self.store, [name for name in names if name not in kept])
 
     def _check_place(self) -> None:
         if not self.overwrite:
@@ -260,79 +279,14 @@ class _Coordinator:
                     f"{self.store.url}: a committed checkpoint is already there",
                     hint="pass overwrite=True to replace it, or save to another place",
                 )
-        if other := leftovers.living_claim(self.store):
+        found = leftovers.survey(self.store)
+        if found.living:
             raise CheckpointExists(
-                f"{self.store.url}: another save is writing here (process {other.pid})",
+                f"{self.store.url}: another save is writing here (process {found.living.pid})",
                 hint="wait for it, or save to another place",
             )
-
-
-def _file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
-    return [native.data_name(file.group, file.rank, world_size, save_id) for file in plan.files]
-
-
-def _orders(plan: SavePlan, save_id: str, world_size: int) -> list[_Orders]:
-    """Cut the plan, which is sorted by file and so by rank, into each rank's part."""
-    names = _file_names(plan, save_id, world_size)
-    ranks = np.array([file.rank for file in plan.files], np.int64)
-    first_file = np.searchsorted(ranks, np.arange(world_size + 1))
-    first_piece = np.searchsorted(plan.pieces.file, first_file)
-    orders = []
-    for rank in range(world_size):
-        low, high = int(first_file[rank]), int(first_file[rank + 1])
-        pieces = plan.pieces.take(slice(int(first_piece[rank]), int(first_piece[rank + 1])))
-        orders.append(
-            _Orders(
-                save_id=save_id,
-                files=[(names[i], plan.files[i].data_nbytes) for i in range(low, high)],
-                file=(pieces.file - low).tobytes(),
-                start=pieces.start.tobytes(),
-                row=pieces.row.tobytes(),
-                axes=pieces.boxes.axes,
-                offsets=pieces.offsets.tobytes(),
-                sizes=pieces.sizes.tobytes(),
-            )
-        )
-    return orders
-
-
-def _make_jobs(description: Description, orders: _Orders) -> list[FileJob]:
-    """Find the memory behind every chunk this rank is to write, and build its files' headers."""
-    file, start, row = ints(orders.file), ints(orders.start), ints(orders.row)
-    offsets = ints(orders.offsets).reshape(len(row), orders.axes)
-    sizes = ints(orders.sizes).reshape(len(row), orders.axes)
-    jobs = []
-    for at, (name, data_nbytes) in enumerate(orders.files):
-        rows = np.flatnonzero(file == at)
-        entries, addresses, others = [], np.zeros(len(rows), np.int64), {}
-        columns = zip(row[rows].tolist(), offsets[rows].tolist(), sizes[rows].tolist(), start[rows].tolist(), strict=True)
-        for slot, (source, offset, size, begin) in enumerate(columns):
-            entry, tensor = _chunk(description, source, offset, size, begin)
-            entries.append(entry)
-            addresses[slot] = host_address(tensor)
-            if not addresses[slot]:
-                others[slot] = scattered(tensor, tensor.dtype)
-        block = block_nbytes_for(data_nbytes)
-        header = build_header(entries, save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block)
-        jobs.append(FileJob(name, header, data_nbytes, block, start[rows], addresses, others))
-    return jobs
-
-
-def _chunk(
-    description: Description, row: int, offsets: list[int], sizes: list[int], start: int
-) -> tuple[HeaderEntry, Any]:
-    """Return a chunk's entry in the header, and the tensor that holds exactly its box."""
-    d = description
-    tensor = int(d.row_tensor[row])
-    ndim = int(d.ndim[tensor])
-    held = d.pieces[row]
-    box = Box(tuple(offsets[:ndim]), tuple(sizes[:ndim]))
-    if box.sizes != held.shape:
-        held = held[slices(relative(box, d.boxes.box(row, ndim)))]
-    dtype = by_code(int(d.dtype[tensor]))
-    name = native.chunk_name(d.keys[tensor], box.offsets, box.sizes, d.shape[tensor, :ndim].tolist())
-    kind, shape = dtype.in_safetensors(box.sizes)
-    return HeaderEntry(name, kind, shape, start, start + box.volume * dtype.itemsize), held
+        # Before the first byte, or a job that dies in every save would fill the disk.
+        self._sweep(found.dead)
 
 
 def _write(store: Store, jobs: list[FileJob], options: Options) -> list[FileEntry]:

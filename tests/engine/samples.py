@@ -51,7 +51,9 @@ def bits(value):
 def raw_view(tensor):
     """The same bits as numbers that torch can copy: it has no copy of int7 and the like."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[plain.element_size()])
+    return plain.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[plain.element_size()]
+    )
 
 
 def all_dtypes():

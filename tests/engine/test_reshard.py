@@ -26,10 +26,8 @@ def layouts(draw, shape):
     """A mesh, the cuts it makes, and how many ranks stand outside of it."""
     mesh = draw(mesh_shapes)
     dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
-    cuts = []
-    for mesh_dim in range(len(mesh)):
-        if shape and draw(st.booleans()):
-            cuts.append(Cut(mesh_dim, draw(dims), draw(st.sampled_from([1, 1, 2, 3]))))
+    cutting = [mesh_dim for mesh_dim in range(len(mesh)) if shape and draw(st.booleans())]
+    cuts = [Cut(mesh_dim, draw(dims), draw(st.sampled_from([1, 1, 2, 3]))) for mesh_dim in cutting]
     return mesh, cuts, draw(st.integers(0, 1))
 
 
@@ -119,7 +117,9 @@ def test_a_slice_reads_what_torch_would_give(data):
     full = random_tensor(shape, torch.float32)
     layout = data.draw(layouts(shape))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as where:
-        run_thread_ranks(world_size(layout), lambda world: sk.save({"t": local_part(full, layout, world.rank)}, where, group=world))
+        run_thread_ranks(
+            world_size(layout), lambda world: sk.save({"t": local_part(full, layout, world.rank)}, where, group=world)
+        )
         stored = sk.open(where)["t"]
         for _ in range(10):
             index = tuple(data.draw(_index_of(n)) for n in shape[: data.draw(st.integers(0, len(shape)))])
@@ -177,7 +177,10 @@ def test_columns_of_rows_are_read_within_the_budget(tmp_path):
     full = torch.randn(1000, 3000)
     rows = [full[i * 250 : (i + 1) * 250] for i in range(4)]
     run_thread_ranks(
-        4, lambda w: sk.save({"w": sk.ShardedBox(rows[w.rank], offsets=(250 * w.rank, 0), shape=(1000, 3000))}, tmp_path / "ck", group=w)
+        4,
+        lambda w: sk.save(
+            {"w": sk.ShardedBox(rows[w.rank], offsets=(250 * w.rank, 0), shape=(1000, 3000))}, tmp_path / "ck", group=w
+        ),
     )
     options = sk.Options(io_threads=2, host_budget_bytes=1)
 

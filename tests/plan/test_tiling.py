@@ -170,7 +170,11 @@ def test_every_replicated_byte_has_one_writer_that_holds_it(data):
     world = data.draw(st.integers(1, 8))
     load = np.array([data.draw(st.integers(0, 40)) << 20 for _ in range(world)], np.int64)
     groups = data.draw(
-        st.lists(st.tuples(st.integers(1, 64), st.integers(1, 40), st.sets(st.integers(0, world - 1), min_size=1)), min_size=1, max_size=12)
+        st.lists(
+            st.tuples(st.integers(1, 64), st.integers(1, 40), st.sets(st.integers(0, world - 1), min_size=1)),
+            min_size=1,
+            max_size=12,
+        )
     )
     rows = np.array([r for r, _, _ in groups], np.int64)
     nbytes = np.array([r * (mib << 17) for r, mib, _ in groups], np.int64)

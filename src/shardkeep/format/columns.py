@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from shardkeep.format import dtypes
 from shardkeep.format.region import Box
@@ -35,7 +36,7 @@ class Rows:
         """Return the columns in the order of the fields."""
         return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
 
-    def take(self: T, rows: Any) -> T:
+    def take(self, rows: Any) -> Self:
         """Return the table of these rows, in this order (an index array, a mask or a slice)."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})  # type: ignore[type-var,arg-type]
 
@@ -54,7 +55,8 @@ class Boxes(Rows):
 
     def volumes(self) -> IntArray:
         """Return the number of elements of each box."""
-        return np.prod(self.sizes, axis=1, dtype=np.int64)
+        volumes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return volumes
 
     def box(self, row: int, ndim: int) -> Box:
         """Return one row as a plain value, without padding."""
@@ -96,4 +98,6 @@ def concat_ranges(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> IntArra
     if total == 0:
         return np.empty(0, np.int64)
     ends = np.cumsum(counts)
-    return np.arange(total, dtype=np.int64) + np.repeat(np.asarray(starts, np.int64) - (ends - counts), counts)
+    ranges: IntArray = np.arange(total, dtype=np.int64)
+    ranges += np.repeat(np.asarray(starts, np.int64) - (ends - counts), counts)
+    return ranges

@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES
 from shardkeep.errors import MalformedFile, StateError
+from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES
 
 ALIGNMENT = 4096
 MIN_BLOCK_NBYTES = 64 << 10
@@ -57,10 +57,11 @@ def build_header(entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: i
     """Write the header with zero digests; `seal_header` fills them in."""
     quote = json.encoder.encode_basestring_ascii
     room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
-    parts = [
-        f'{{"__metadata__":{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
+    metadata = (
+        f'{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
         f'"shardkeep.block_nbytes":"{block_nbytes}",{_MARK.decode()}{room}"}}'
-    ]
+    )
+    parts = [f'{{"__metadata__":{metadata}']
     names: set[str] = set()
     for entry in entries:
         if entry.name in names:
@@ -74,7 +75,9 @@ def build_header(entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: i
     text = "".join(parts).encode()
     total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > MAX_HEADER_NBYTES:
-        raise StateError(f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows")
+        raise StateError(
+            f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows"
+        )
     header = bytearray((total - 8).to_bytes(8, "little") + text)
     header.extend(b" " * (total - len(header)))
     return header

@@ -172,12 +172,12 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     try:
         section = _unpack(memoryview(data), where)
         index = Index(
-            keys=Strings(section["key_ends"], memoryview(section["keys"])),
+            keys=Strings(section["key_ends"], section["keys"].data),
             tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
             chunk_ends=section["chunk_ends"],
             chunks=Chunks(*(section[name] for name in ("offsets", "sizes", "file", "start"))),
-            value_keys=Strings(section["value_key_ends"], memoryview(section["value_keys"])),
-            value_data=Strings(section["value_ends"], memoryview(section["values"])),
+            value_keys=Strings(section["value_key_ends"], section["value_keys"].data),
+            value_data=Strings(section["value_ends"], section["values"].data),
             tree=section["tree"].tobytes(),
         )
         sound = _fits(index)
@@ -227,8 +227,15 @@ def _unpack(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
     at += -at % _ALIGN
     sections: dict[str, npt.NDArray[Any]] = {}
     for name, code, shape, offset, expected in table:
-        if name in sections or code not in ("|u1", "<u2", "<u4", "<u8", "<i8") or offset < 0 or min(shape, default=1) < 0:
-            raise MalformedFile(f"{where}: section {name!r} of the index is declared in a way no writer does", file=where)
+        if (
+            name in sections
+            or code not in ("|u1", "<u2", "<u4", "<u8", "<i8")
+            or offset < 0
+            or min(shape, default=1) < 0
+        ):
+            raise MalformedFile(
+                f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
+            )
         dtype = np.dtype(code)
         count = int(np.prod([int(n) for n in shape], dtype=object))
         raw = data[at + offset : at + offset + count * dtype.itemsize]

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.format.checksum import digest, text_of
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
+from shardkeep.format.checksum import digest, text_of
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
@@ -113,7 +113,7 @@ def _tail(head: bytes) -> bytes:
 
 
 def _check(record: Record, where: str) -> None:
-    blobs = [record.index, *record.files]
+    blobs: list[IndexEntry | FileEntry] = [record.index, *record.files]
     names = [blob.name for blob in blobs]
     sound = (
         all(_BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in names)

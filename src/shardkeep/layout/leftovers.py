@@ -2,8 +2,8 @@
 Files of saves that will never be committed: whose they are, whether their writer lives, and how they go away.
 
 A save puts a claim beside its files before it writes the first one: which process it is. A claim whose process is
-gone, or that is older than any save takes, marks a dead save; its files are swept by the next save that commits in
-the same place. Files of a save that may still be alive are never touched.
+gone, or that is older than any save takes, marks a dead save; its files are removed by the next save to the same
+place. Files of a save that may still be alive are never touched.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointError
+from shardkeep.errors import BlobNotFound, DamagedCheckpoint
 from shardkeep.layout.native import claim_name, save_id_of
-from shardkeep.store.protocol import Deletes, Gets, Lists, Puts
+from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts
 
 STALE_AFTER_S = 24 * 3600.0
 _MAX_CLAIM_NBYTES = 4096
 
 
-class _Sweeps(Gets, Lists, Deletes, Protocol):
-    """What a sweep needs of a store."""
+class _Looks(Gets, Lists, Protocol):
+    """What looking for leftovers needs of a store."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,55 +40,60 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """When the process began, in the kernel's words, so that a reused number is not mistaken for it."""
 
 
+@dataclass(frozen=True)
+class Survey:
+    """The saves whose files are in a place, and what became of them. The committed one is among the ended or dead."""
+
+    living: Claim | None
+    """Of a process that is certainly alive and saving here."""
+    dead: list[str]
+    """Files of saves whose process is gone, or that are older than any save takes."""
+    ended: list[str]
+    """Files of saves that gave up their claim: they were committed, and perhaps replaced since, or they failed."""
+
+
+# Saves of this process. A claim of ours that is not among them was left by a save that has failed since.
+_under_way: set[str] = set()
+
+
+@contextmanager
+def claiming(save_id: str) -> Iterator[None]:
+    """Stand by a save's claim inside; afterwards nobody does, even if it could not be removed."""
+    _under_way.add(save_id)
+    try:
+        yield
+    finally:
+        _under_way.discard(save_id)
+
+
 def make_claim(store: Puts, save_id: str) -> None:
     """Say that this process is writing this save."""
     claim = Claim(host=_host(), pid=os.getpid(), started=_started(os.getpid()))
     store.put(claim_name(save_id), msgspec.json.encode(claim))
 
 
-def living_claim(store: _Sweeps) -> Claim | None:
-    """Return the claim of a process that is certainly alive and saving to this place, if there is one."""
-    for info in list(store.list()):
-        save_id = save_id_of(info.name)
-        if save_id and info.name == claim_name(save_id):
-            claim = _read(store, info.name)
-            if claim and _alive(claim):
-                return claim
-    return None
-
-
-def sweep(store: _Sweeps, *, keep: set[str], before: str) -> list[str]:
+def survey(store: _Looks) -> Survey:
     """
-    Delete the files of dead and of replaced saves; return their names.
+    Look at every save in a place.
 
-    Args:
-        store: where.
-        keep: names that stay: those the commit record lists.
-        before: only saves whose id sorts before this one are looked at, never one that began later.
-
+    Whoever deletes dead or ended files must read the commit record after this, and spare what it names: a save that
+    had ended by now and is not named then never will be.
     """
-    infos = list(store.list())
-    names = {info.name for info in infos}
-    swept = []
-    for info in infos:
-        save_id = save_id_of(info.name)
-        if save_id is None or info.name in keep or save_id >= before:
-            continue
-        claimed = claim_name(save_id)
-        if claimed in names and not _dead(store, claimed, info.modified_s):
-            continue
-        store.delete(info.name)
-        swept.append(info.name)
-    return swept
-
-
-def _dead(store: Gets, claimed: str, modified_s: float) -> bool:
-    claim = _read(store, claimed)
-    if claim is None:
-        return True  # gone since the listing: its save has ended
-    if claim.host == _host():
-        return not _alive(claim)
-    return time.time() - modified_s > STALE_AFTER_S
+    saves: dict[str, list[BlobInfo]] = {}
+    for info in store.list():
+        if save_id := save_id_of(info.name):
+            saves.setdefault(save_id, []).append(info)
+    found = Survey(None, [], [])
+    for save_id, infos in saves.items():
+        # Asked for by name, whether listed or not: a listing may have missed a claim made while it ran.
+        claim = _read(store, claim_name(save_id))
+        if claim is None:
+            found.ended.extend(info.name for info in infos)
+        elif _alive(claim, save_id):
+            found = replace(found, living=claim)
+        elif claim.host == _host() or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
+            found.dead.extend(info.name for info in infos)
+    return found
 
 
 def _read(store: Gets, name: str) -> Claim | None:
@@ -93,12 +101,14 @@ def _read(store: Gets, name: str) -> Claim | None:
         return msgspec.json.decode(store.get(name, limit=_MAX_CLAIM_NBYTES), type=Claim)
     except BlobNotFound:
         return None
-    except (CheckpointError, msgspec.MsgspecError):
+    except (DamagedCheckpoint, msgspec.MsgspecError):
         return Claim(host="unreadable", pid=0, started="")
 
 
-def _alive(claim: Claim) -> bool:
-    return claim.host == _host() and _started(claim.pid) == claim.started != ""
+def _alive(claim: Claim, save_id: str) -> bool:
+    if claim.host != _host() or not claim.started or _started(claim.pid) != claim.started:
+        return False
+    return claim.pid != os.getpid() or save_id in _under_way
 
 
 def _host() -> str:

@@ -11,17 +11,24 @@ Every file but the record carries its save's id, so that overwriting never touch
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import numpy as np
 
 from shardkeep._version import __version__
-from shardkeep.errors import BlobNotFound, CheckpointExists, CheckpointNotFound, ChecksumMismatch, WrongSize
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointExists,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    StorageError,
+    WrongSize,
+)
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.columns import IntArray
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
@@ -35,6 +42,7 @@ from shardkeep.format.record import (
     decode_record,
     encode_record,
 )
+from shardkeep.format.region import Box
 from shardkeep.store.protocol import Gets, Lists, Puts
 
 MAX_INDEX_NBYTES = 16 << 30
@@ -78,11 +86,11 @@ def data_name(group: str, rank: int, world_size: int, save_id: str) -> str:
     return f"{group}-{rank:05d}-of-{world_size:05d}-{save_id}.safetensors"
 
 
-def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """Name a tensor in a data file: its key, and its box where it is not the whole."""
-    if tuple(sizes) == tuple(shape) and key != "__metadata__":
-        return key
-    return f"{key}[{','.join(f'{o}:{o + n}' for o, n in zip(offsets, sizes, strict=True))}]"
+def chunk_name(key: str, box: Box | None) -> str:
+    """Name a tensor in a data file: its key, and its box where that is not the whole."""
+    if box is None:
+        return f"{key}[]" if key == "__metadata__" else key  # safetensors keeps that name for itself
+    return f"{key}{box}"
 
 
 def read_record(store: _Looks) -> Record:
@@ -109,9 +117,7 @@ def read_index(store: Gets, record: Record) -> Index:
     except BlobNotFound as exc:
         raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
     if len(data) != entry.nbytes:
-        raise WrongSize(
-            f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
-        )
+        raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
     if text_of(digest(data)) != entry.checksum:
         raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
     return decode_index(data, where=entry.name)
@@ -157,6 +163,8 @@ def publish(
     try:
         # Record last: a reader that sees it may trust every file it names.
         store.put(RECORD_NAME, encoded, replace=overwrite)
-    except FileExistsError as exc:
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
         raise CheckpointExists("a checkpoint was committed here by another save meanwhile") from exc
     return record

@@ -25,7 +25,8 @@ def assign(
     Args:
         load: bytes each rank has to write already; updated in place.
         nbytes: size of each group's box.
-        first, count: where in `holder` each group's ranks begin, and how many they are.
+        first: where in `holder` each group's ranks begin.
+        count: how many they are.
         holder: ranks, group after group, ascending in each.
         rows: extent of each group's box along the axis it can be split on; 1 where it cannot.
 
@@ -76,4 +77,3 @@ def _water_level(loads: npt.NDArray[np.float64], volume: float) -> float:
     levels = (volume + np.cumsum(loads)) / counts
     wet = int(np.flatnonzero(levels >= loads)[-1])
     return float(levels[wet])
-

@@ -16,12 +16,13 @@ Hashes = npt.NDArray[np.uint64]
 
 def multipliers(count: int, rng: np.random.Generator) -> Hashes:
     """Draw odd 64-bit numbers."""
-    return rng.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
+    odd: Hashes = rng.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
+    return odd
 
 
 def mix(hashes: Hashes) -> Hashes:
     """Scramble 64-bit numbers so that sums of them behave as sums of random numbers (the splitmix64 finaliser)."""
-    h = hashes ^ (hashes >> np.uint64(30))
+    h: Hashes = hashes ^ (hashes >> np.uint64(30))
     h *= np.uint64(0xBF58476D1CE4E5B9)
     h ^= h >> np.uint64(27)
     h *= np.uint64(0x94D049BB133111EB)

@@ -123,9 +123,7 @@ def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray) -> Non
     good[local[~inside]] = False
     if not np.all(good):
         key = index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()
-        raise MalformedFile(
-            f"the stored boxes of {key!r} overlap, leave a hole or lie outside their files", key=key
-        )
+        raise MalformedFile(f"the stored boxes of {key!r} overlap, leave a hole or lie outside their files", key=key)
 
 
 def _intersect_chunks(
@@ -163,4 +161,5 @@ def _overlapping(chunks: Chunks, wants: Wants, want: int) -> list[int]:
     offsets, sizes = np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64)
     low = np.maximum(offsets, wants.offsets[want])
     high = np.minimum(offsets + sizes, wants.offsets[want] + wants.sizes[want])
-    return np.flatnonzero(np.all(high > low, axis=1)).tolist()
+    rows: list[int] = np.flatnonzero(np.all(high > low, axis=1)).tolist()
+    return rows

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkeep.format.columns import IntArray
 from shardkeep.format.region import Box, Ints
@@ -55,7 +56,9 @@ def plan_reads(
     direct = outer > inner
     reads = [
         Read(at, min(window_nbytes, end - at), address + at - start)
-        for start, low, end, address in zip(*(c[direct].tolist() for c in (runs.start, inner, outer, runs.address)), strict=True)
+        for start, low, end, address in zip(
+            *(c[direct].tolist() for c in (runs.start, inner, outer, runs.address)), strict=True
+        )
         for at in range(low, end, window_nbytes)
     ]
     edges = _edges(runs, stop, inner, outer, direct)
@@ -92,7 +95,7 @@ def touching(first: IntArray, reach: IntArray, start: int, stop: int) -> range:
     return range(int(np.searchsorted(reach, start, "right")), int(np.searchsorted(first, stop, "left")))
 
 
-def _edges(runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: np.ndarray) -> Runs:  # type: ignore[type-arg]
+def _edges(runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: npt.NDArray[np.bool_]) -> Runs:
     """Return the parts of runs that share their block with something else: heads, tails, and whole small runs."""
     low = np.concatenate([runs.start, outer[direct]])
     high = np.concatenate([np.where(direct, inner, stop), stop[direct]])
@@ -141,7 +144,9 @@ def _spans(scatter: Scatter, gap_nbytes: int) -> list[tuple[int, int]]:
 
 def _extent_nbytes(strides: list[int], box: Box, axis: int) -> int:
     """Return the bytes from the first to the last wanted element of the sub-box below `axis`."""
-    return sum((n - 1) * s for n, s in zip(box.sizes[axis:], strides[axis:], strict=True)) + (strides[-1] if strides else 0)
+    return sum((n - 1) * s for n, s in zip(box.sizes[axis:], strides[axis:], strict=True)) + (
+        strides[-1] if strides else 0
+    )
 
 
 def _flat_extent(shape: Ints, box: Box) -> tuple[int, int]:

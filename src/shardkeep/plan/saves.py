@@ -19,7 +19,6 @@ from shardkeep.format.index import Tensors
 from shardkeep.plan import balance, draft, fingerprint, tiling
 from shardkeep.plan.draft import Draft
 
-
 MOST_GROUPS = 8
 """A state with more top-level containers than this goes to one file a rank."""
 

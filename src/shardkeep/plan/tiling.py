@@ -47,7 +47,8 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
         if len(tensor):
             sums[tensor[starts]] += np.add.reduceat(at_boxes, starts)
         expected += at_whole
-    return sums == expected
+    equal: npt.NDArray[np.bool_] = sums == expected
+    return equal
 
 
 def explain(shape: tuple[int, ...], boxes: list[Box]) -> str:

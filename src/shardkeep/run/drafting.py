@@ -10,9 +10,9 @@ from shardkeep.errors import ReplicasDiffer
 from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
 from shardkeep.format.values import encode_value
 from shardkeep.plan.draft import Draft, PlainValues, TensorNames, decode_values, encode
-from shardkeep.state.describe import Description, file_groups
 from shardkeep.stage.memory import view_memory
 from shardkeep.stage.tensors import host_address, scattered
+from shardkeep.state.describe import Description, file_groups
 
 _WINDOW_NBYTES = 8 << 20
 
@@ -90,5 +90,3 @@ def merge_values(drafts: Sequence[Draft]) -> list[tuple[str, bytes]]:
                     key=key,
                 )
     return sorted(((key, data) for key, (data, _) in merged.items()), key=lambda item: item[0].encode())
-
-

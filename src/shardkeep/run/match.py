@@ -224,4 +224,3 @@ def _listed(title: str, items: list[str]) -> list[str]:
         return []
     more = [f"    … and {len(items) - _MOST_LISTED} more"] if len(items) > _MOST_LISTED else []
     return [f"  {title} ({len(items)}):", *(f"    {item}" for item in items[:_MOST_LISTED]), *more]
-

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, WrongSize
-from shardkeep.format.columns import ITEMSIZES
 from shardkeep.format.checksum import DIGEST_NBYTES, digest, first_bad_block, text_of
+from shardkeep.format.columns import ITEMSIZES, segment_starts
 from shardkeep.format.header import count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import FileEntry, Record
@@ -205,7 +205,8 @@ def keys_at(index: Index, record: Record) -> KeyAt:
 
     def name(file: int, at: int) -> str:
         end = at + record.files[file].block_nbytes
-        counts = np.diff(np.asarray(index.chunk_ends, np.int64), prepend=0)
+        ends = np.asarray(index.chunk_ends, np.int64)
+        counts = ends - segment_starts(ends)
         tensor = np.repeat(np.arange(len(counts)), counts)
         nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][tensor]
         start = np.asarray(index.chunks.start, np.int64)

@@ -11,7 +11,8 @@ from shardkeep.format.columns import Boxes, matrix_of
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.picks import Pick
 from shardkeep.options import Options
-from shardkeep.run.fetch import Source, fetch
+from shardkeep.run.fetch import fetch
+from shardkeep.run.read import Source
 
 _APART_NBYTES = 64 << 10
 """Rows picked with a step are read one by one from this size on; smaller ones with what lies between them."""
@@ -36,7 +37,7 @@ def _at(picks: tuple[Pick, ...], i: int) -> tuple[Pick, ...]:
 def _fill(source: Source, row: int, parts: list[tuple[Pick, ...]], out: torch.Tensor, options: Options) -> None:
     """Fill `out`, whose first axis is divided over the parts."""
     stepped = any(pick.step > 1 and pick.count > 1 for pick in parts[0])
-    targets = list(out.split(1)) if len(parts) > 1 else [out]
+    targets = [out[i : i + 1] for i in range(len(out))] if len(parts) > 1 else [out]
     # With a step inside the box, the whole box is read and thinned out afterwards.
     into = [torch.empty([p.extent for p in part], dtype=out.dtype) for part in parts] if stepped else targets
     axes = out.dim()

@@ -10,6 +10,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 Patterns = str | Iterable[str] | Callable[[str], bool] | None
 Renames = (
@@ -62,12 +63,9 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
         return lambda name: name
     if callable(rename):
         return rename
-    if isinstance(rename, tuple) and len(rename) == 2 and isinstance(rename[1], str):
-        rename = [rename]  # one pair alone
-    pairs = list(rename.items()) if isinstance(rename, Mapping) else list(rename)
-    if isinstance(rename, Mapping) and all(isinstance(old, str) for old, _ in pairs):
-        return _prefixes({str(old): new for old, new in pairs})
-    patterns = [(re.compile(old), new) for old, new in pairs]
+    if isinstance(rename, Mapping) and all(isinstance(old, str) for old in rename):
+        return _prefixes({str(old): new for old, new in rename.items()})
+    patterns = [(re.compile(old), new) for old, new in _pairs(rename)]
 
     def substitute(name: str) -> str:
         for pattern, new in patterns:
@@ -75,6 +73,14 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
         return name
 
     return substitute
+
+
+def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
+    if isinstance(rename, Mapping):
+        return list(rename.items())
+    if len(rename) == 2 and isinstance(rename[1], str):
+        return [rename]  # one pair alone
+    return list(rename)
 
 
 def _prefixes(table: dict[str, str]) -> Callable[[str], str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # absent from the stubs
 
 from shardkeep.ranks.world import World
 
@@ -27,9 +27,7 @@ def run_thread_ranks(size: int, rank_main: Callable[[World], T], *, timeout_s: f
     return outcomes  # type: ignore[return-value]  # every exception was raised above
 
 
-def thread_outcomes(
-    size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0
-) -> list[T | BaseException]:
+def thread_outcomes(size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0) -> list[T | BaseException]:
     """Like `run_thread_ranks`, but return what each rank raised in the place of its result."""
     store = HashStore()
 
