@@ -11,12 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _MaskPartial, _StridedShard
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
 from shardkeep.format.region import Box, slices
+from shardkeep.state.leaves import describe_leaf
 from shardkeep.state.placement import Cut, dtensor_boxes, local_boxes, local_shape, possible_cuts
+from shardkeep.testing.rank_pool import RankPool
 
 Ints = tuple[int, ...]
 
@@ -295,5 +304,147 @@ def test_wrong_local_shape() -> None:
     """
     A local tensor that is not what its placements give, as `from_local` allows, is reported with both shapes.
     """
-    with pytest.raises(InvalidShards, match=r"'k'.*\(4,\).*\(3,\) at \(0,\)"):
-        dtensor_boxes("k", spec_of((5,), (2,), (0,), (Shard(0),)), (4,))
+    for local in ((4,), (0,)):
+        with pytest.raises(InvalidShards, match=rf"'k'.*\({local[0]},\).*\(3,\) at \(0,\)"):
+            dtensor_boxes("k", spec_of((5,), (2,), (0,), (Shard(0),)), local)
+
+
+def test_empty_local_tensors_of_another_shape() -> None:
+    """
+    Where a rank has no elements, FSDP makes its local tensor empty in a dimension that is not; nothing is nothing.
+    """
+    assert dtensor_boxes("k", spec_of((6, 9), (2, 4), (1, 3), (Shard(0), Shard(1))), (0, 0)) == []
+
+
+def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
+    """
+    One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show.
+    """
+    spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
+
+    assert [local_boxes((27,), (3, 4), (2, 2), cuts)[0][0].offsets for cuts in possible_cuts("k", spec, 1)] == [
+        (20,),
+        (26,),
+    ]
+    assert dtensor_boxes("k", spec, (1,))[0][0].offsets == (20,)
+
+
+Plain = tuple[Any, ...]
+Pieces = list[tuple[Ints, torch.Tensor]]
+
+SHAPES: list[Ints] = [(8, 4), (7, 5), (1, 3), (3, 1), (0, 4), (17, 2)]
+
+
+def placed(plain: Plain) -> Placement:
+    """A placement from what crosses processes."""
+    if plain[0] == "strided":
+        return _StridedShard(plain[1], split_factor=plain[2])
+    return Shard(plain[1]) if plain[0] == "shard" else Replicate()
+
+
+def pieces_of(leaf: Any) -> Pieces:
+    return [(piece.offsets, piece.tensor.clone()) for piece in describe_leaf("k", leaf).pieces]
+
+
+def distributed(mesh_shape: Ints, cases: list[tuple[Ints, tuple[Plain, ...]]]) -> list[Pieces]:
+    """On each rank: what it holds of numbered tensors that torch distributed."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    held = []
+    for shape, plain in cases:
+        # Torch's scatter of uneven strided shards fails; its local split does not.
+        source = None if any(p[0] == "strided" for p in plain) else 0
+        held.append(pieces_of(distribute_tensor(numbered(shape), mesh, list(map(placed, plain)), src_data_rank=source)))
+    return held
+
+
+def reordered(mesh_shape: Ints, shape: Ints, orders: list[Ints]) -> list[tuple[Pieces, bool]]:
+    """On each rank: what it holds after torch resharded by a given order, and whether torch reads it back."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    full = numbered(shape)
+    whole = distribute_tensor(full, mesh, [Replicate()] * len(mesh_shape))
+    held = []
+    for order in orders:
+        spec = DTensorSpec(
+            mesh,
+            (Shard(0),) * len(mesh_shape),
+            tensor_meta=whole._spec.tensor_meta,
+            shard_order=(ShardOrderEntry(0, order),),
+        )
+        made = DTensor(redistribute_local_tensor(whole._local_tensor, whole._spec, spec), spec, requires_grad=False)
+        held.append((pieces_of(made), torch.equal(made.full_tensor(), full)))
+    return held
+
+
+def parallel_layers(mesh_shape: Ints, rows: list[int]) -> list[tuple[list[str], list[Pieces]]]:
+    """On each rank: what it holds of layers under tensor parallelism and FSDP, and of their gradients' placements."""
+    names = ("replicate", "shard", "tensor")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    held = []
+    for n in rows:
+        layers = nn.Sequential(nn.Linear(6, n), nn.Linear(n, 6))
+        with torch.no_grad():
+            for parameter in layers.parameters():
+                parameter.copy_(numbered(tuple(parameter.shape)))
+        parallelize_module(layers, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(layers, mesh=mesh[names[:-1]] if len(names) == 3 else mesh["shard"])
+        held.append(([str(p.placements) for p in layers.parameters()], [pieces_of(p) for p in layers.parameters()]))
+    return held
+
+
+def check_world(shape: Ints, held: list[Pieces], replicas: int) -> None:
+    """All ranks together hold each number as often as it is replicated, where it belongs."""
+    full = numbered(shape)
+    count = torch.zeros(shape, dtype=torch.int64)
+    for offsets, tensor in itertools.chain.from_iterable(held):
+        at = slices(Box(offsets, tuple(tensor.shape)))
+        assert torch.equal(full[at].to(tensor.dtype), tensor)
+        count[at] += 1
+    assert bool((count == replicas).all())
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (2, 2, 2)], ids=str)
+def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
+    """
+    On 2, 4 and 8 processes, what `distribute_tensor` gave each rank is what the boxes say.
+    """
+    choices: list[Plain] = [("replicate",), ("shard", 0), ("shard", 1), ("strided", 0, 2), ("shard", -1)]
+    mixes = list(itertools.product(choices, repeat=len(mesh_shape)))
+    cases = [(shape, mix) for shape, mix in itertools.product(SHAPES, mixes)][:: 1 if len(mixes) < 30 else 7]
+    world = rank_pool.run(math.prod(mesh_shape), distributed, mesh_shape, cases)
+
+    for i, (shape, mix) in enumerate(cases):
+        replicas = math.prod(n for n, p in zip(mesh_shape, mix, strict=True) if p == ("replicate",))
+        check_world(shape, [rank[i] for rank in world], replicas)
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape"), [((2, 2), (7, 2)), ((2, 2, 2), (16, 3)), ((2, 2, 2), (11, 1))])
+def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -> None:
+    """
+    A DTensor that torch cut in another order than left to right holds what the boxes say.
+    """
+    orders = list(itertools.permutations(range(len(mesh_shape))))
+    world = rank_pool.run(math.prod(mesh_shape), reordered, mesh_shape, shape, orders)
+
+    for i in range(len(orders)):
+        check_world(shape, [rank[i][0] for rank in world], 1)
+        assert all(rank[i][1] for rank in world)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (4, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_real_fsdp_over_tensor_parallel(rank_pool: RankPool, mesh_shape: Ints) -> None:
+    """
+    Parameters under FSDP and tensor parallelism, of even and uneven sizes, tile; each rank has one run of rows.
+    """
+    rows = [16, 9, 5, 3]
+    world = rank_pool.run(math.prod(mesh_shape), parallel_layers, mesh_shape, rows)
+    tensor = mesh_shape[-1]
+    replicas = mesh_shape[0] if len(mesh_shape) == 3 else 1
+
+    for i, n in enumerate(rows):
+        placements, _ = world[0][i]
+        assert ("_StridedShard" in placements[0]) == (tensor > 1)
+        # The bias of a row-wise layer is not split by tensor parallelism.
+        for j, (shape, copies) in enumerate([((n, 6), 1), ((n,), 1), ((6, n), 1), ((6,), tensor)]):
+            held = [rank[i][1][j] for rank in world]
+            assert all(len(pieces) <= 1 for pieces in held)
+            check_world(shape, held, replicas * copies)

@@ -110,6 +110,8 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
         expected = local_shape(shape, mesh_shape, where, cuts)
         if expected == local:
             return local_boxes(shape, mesh_shape, where, cuts)
+        if 0 in local and 0 in expected:  # FSDP narrows a dimension of its own where there are no elements anyway
+            return []
     raise InvalidShards(
         f"{key!r}: the local tensor is {local}, but {spec.placements} of {shape} over a mesh of {mesh_shape} is "
         f"{expected} at {where}",
