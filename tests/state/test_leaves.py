@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
 from shardkeep.state.kinds import PerRank, ShardedBox
 from shardkeep.state.leaves import TensorLeaf, describe_leaf, is_tensor, materialize
+from shardkeep.testing.rank_pool import RankPool
 
 
 class Tagged(torch.Tensor):
@@ -637,3 +639,91 @@ def test_materialize_refuses_what_it_cannot_make() -> None:
 
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*Packed"):
         materialize("a.b", wrapper)
+
+
+def on_a_part_of_the_ranks() -> tuple[Any, ...]:
+    """A DTensor on the first two ranks of four; the others have none of it."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    leaf = describe_leaf("k", distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+    return leaf.shape, [(piece.offsets, piece.tensor.tolist()) for piece in leaf.pieces], leaf.alias is None
+
+
+def test_ranks_outside_the_mesh(rank_pool: RankPool) -> None:
+    """
+    A rank outside a DTensor's mesh knows its shape and holds no piece, and neither does one whose shard is empty.
+    """
+    assert rank_pool.run(4, on_a_part_of_the_ranks) == [
+        ((5,), [((0,), [0.0, 1.0, 2.0])], False),
+        ((5,), [((3,), [3.0, 4.0])], False),
+        ((5,), [], True),
+        ((5,), [], True),
+    ]
+
+
+def sharded_tensor() -> tuple[Any, ...]:
+    """Uneven shards of 5 x 2: two on rank 0, one on rank 1, none on rank 2."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates ShardedTensor
+        from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+        from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+        rank = dist.get_rank()
+        full = torch.arange(10.0).reshape(5, 2)
+        rows = [[(0, 1), (1, 3)], [(3, 5)], []][rank]
+        shards = [TensorShard.from_tensor_and_offsets(full[a:b], [a, 0], rank=rank) for a, b in rows]
+        leaf = describe_leaf("k", init_from_local_shards(shards, 5, 2))
+        return leaf.shape, leaf.dtype, [(piece.offsets, piece.tensor.tolist()) for piece in leaf.pieces]
+
+
+def test_sharded_tensor(rank_pool: RankPool) -> None:
+    """
+    Every rank gives its own shards of a ShardedTensor, of whatever sizes.
+    """
+    assert rank_pool.run(3, sharded_tensor) == [
+        ((5, 2), torch.float32, [((0, 0), [[0.0, 1.0]]), ((1, 0), [[2.0, 3.0], [4.0, 5.0]])]),
+        ((5, 2), torch.float32, [((3, 0), [[6.0, 7.0], [8.0, 9.0]])]),
+        ((5, 2), torch.float32, []),
+    ]
+
+
+def pending() -> tuple[Any, ...]:
+    """Collectives still under way, alone and inside a DTensor, and a partial sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    alone = funcol.all_gather_single(torch.full((1,), float(dist.get_rank())), 0, mesh)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    replicated = partial.redistribute(placements=[Replicate()], async_op=True)
+    was_pending = type(replicated._local_tensor) is funcol.AsyncCollectiveTensor
+    with pytest.raises(UnsupportedLeaf, match=r"'k'.*not yet reduced"):
+        describe_leaf("k", partial)
+    return only(describe_leaf("k", alone)).tolist(), was_pending, only(describe_leaf("k", replicated)).tolist()
+
+
+def test_pending_collectives(rank_pool: RankPool) -> None:
+    """
+    What a collective will bring is waited for; what was never reduced is refused.
+    """
+    assert rank_pool.run(2, pending) == [([0.0, 1.0], True, [2.0, 2.0])] * 2
+
+
+def loaded_from_meta() -> tuple[Any, ...]:
+    """A model built on meta, sharded unevenly, given memory and filled."""
+    mesh = init_device_mesh("cpu", (4,))
+    with torch.device("meta"):
+        layer = nn.Linear(2, 5, bias=False)
+    fully_shard(layer, mesh=mesh)
+    made = materialize("k", layer.weight)
+    for piece in describe_leaf("k", made, writable=True).pieces:
+        piece.tensor.fill_(dist.get_rank())
+    return (
+        isinstance(made, nn.Parameter),
+        made.placements == layer.weight.placements,
+        made._local_tensor.stride() == layer.weight._local_tensor.stride(),
+        made.full_tensor()[:, 0].tolist(),
+    )
+
+
+def test_materialize_under_fsdp(rank_pool: RankPool) -> None:
+    """
+    A parameter FSDP sharded on meta gets memory on every rank, the empty shards included.
+    """
+    assert rank_pool.run(4, loaded_from_meta) == [(True, True, True, [0.0, 0.0, 1.0, 1.0, 2.0])] * 4
