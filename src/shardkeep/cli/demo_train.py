@@ -1,0 +1,223 @@
+"""
+One rank of the demo's training job: a small transformer under FSDP2 and AdamW, saving as it goes.
+
+The data of a step depends on the step and the row alone, so any number of ranks sees the same global batch. Before
+each save every rank notes the digest of each full tensor, and after a restore it compares: bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import shardkeep as sk
+from shardkeep.cli.demo_job import Job, is_checkpoint
+from shardkeep.errors import CheckpointNotFound
+
+CLOCK = 61
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = width // 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        query, key, value = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, 32).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        update: Tensor = self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + update
+
+
+class Transformer(nn.Module):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(job.vocab, job.width)
+        self.places = nn.Embedding(job.context, job.width)
+        self.blocks = nn.ModuleList(Block(job.width) for _ in range(job.blocks))
+        self.norm = nn.LayerNorm(job.width)
+        self.head = nn.Linear(job.width, job.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(job: Job, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make the same model on every rank, then keep only this rank's shards of it."""
+    torch.manual_seed(0)
+    model = Transformer(job)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def rows_of_step(job: Job, step: int, rank: int) -> Tensor:
+    """Make this rank's rows of the global batch: counting in strides round a small clock, drawn from step and row."""
+    mine = range(rank * job.batch // job.ranks, (rank + 1) * job.batch // job.ranks)
+    rows = []
+    for row in mine:
+        draw = torch.Generator().manual_seed(step * 1000 + row)
+        first = torch.randint(CLOCK, (1,), generator=draw)
+        stride = torch.randint(1, 4, (1,), generator=draw)
+        rows.append((first + stride * torch.arange(job.context + 1)) % CLOCK)
+    return torch.stack(rows)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
+    """Take one step and return the loss over the global batch."""
+    logits = model(rows[:, :-1])
+    loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+    optimizer.step()
+    torch.rand(1)  # as dropout would: the generator of this rank moves on
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """Gather what a checkpoint holds; the tensors are the live ones, so that a load fills them in place."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {names[parameter]: values for parameter, values in optimizer.state.items()}
+    rng = sk.PerRank(torch.get_rng_state())
+    return {"model": model.state_dict(), "optim": moments, "step": step, "rng": rng}
+
+
+def give_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh AdamW the state it would have after a step, for a load to fill."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node.value if isinstance(node, sk.PerRank) else node
+
+
+def digests(state: dict[str, Any]) -> dict[str, str]:
+    """Digest every leaf; of a sharded tensor, all of it. Every rank must call this."""
+    found = {}
+    for path, leaf in leaves(state):
+        if isinstance(leaf, Tensor):
+            full = leaf.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            content = xxhash.xxh3_128_hexdigest(full.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found[path] = f"{full.dtype} {tuple(full.shape)} {content}"
+        else:
+            found[path] = repr(leaf)
+    return found
+
+
+def newest_checkpoint(root: str) -> tuple[str, list[str]]:
+    """Find the newest committed checkpoint, and the newer directories that are none."""
+    skipped: list[str] = []
+    for path in sorted(Path(root).glob("step-*"), reverse=True):
+        if is_checkpoint(path):
+            return str(path), skipped
+        skipped.append(path.name)
+    raise CheckpointNotFound(f"{root}: no committed checkpoint")
+
+
+class Reporter:
+    """Appends what happened to a file that the command reads; rank 0 alone writes."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._silent = rank != 0
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        if not self._silent:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"kind": kind, **facts}) + "\n")
+
+
+def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, reporter: Reporter) -> int:
+    """Load the newest committed checkpoint, compare it with the digests taken before it was saved."""
+    path, skipped = newest_checkpoint(job.checkpoints)
+    give_moments(optimizer)
+    state = state_of(model, optimizer, step=0)
+    report = sk.load(state, path)
+    torch.set_rng_state(state["rng"].value)
+    step = int(state["step"])
+    found = digests(state)
+    expected = json.loads(Path(job.digests, f"{step}-{rank}.json").read_text())
+    differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (differing, report.bytes_read, report.seconds))
+    reporter.tell(
+        "resumed",
+        step=step,
+        path=path,
+        skipped=skipped,
+        bytes=sum(part[1] for part in parts),
+        seconds=max(part[2] for part in parts),
+        compared=len(expected),
+        differing=sorted({key for part in parts for key in part[0]}),
+    )
+    return step
+
+
+def save(job: Job, rank: int, state: dict[str, Any], reporter: Reporter) -> None:
+    """Note the digests of what is about to be saved, then save it."""
+    step = state["step"]
+    path = f"{job.checkpoints}/step-{step:06d}"
+    Path(job.digests, f"{step}-{rank}.json").write_text(json.dumps(digests(state)))
+    reporter.tell("saving", step=step, path=path)
+    report = sk.save(state, path, step=step, meta={"by": "shardkeep demo"})
+    reporter.tell("saved", step=step, path=path, bytes=report.bytes_total, seconds=report.seconds)
+
+
+def main(out: str) -> None:
+    """Train as `job.json` in `out` says."""
+    told = json.loads(Path(out, "job.json").read_text())
+    job = Job(**(told | {"mesh": tuple(told["mesh"])}))
+    rank = int(os.environ["RANK"])
+    reporter = Reporter(Path(out, "events.jsonl"), rank)
+    dist.init_process_group("gloo")
+    names = ("shard",) if len(job.mesh) == 1 else ("replicate", "shard")
+    model, optimizer = build(job, init_device_mesh("cpu", job.mesh, mesh_dim_names=names))
+    torch.manual_seed(1000 + rank)
+    begin = resume(job, rank, model, optimizer, reporter) if job.resume else 0
+    for step in range(begin + 1, job.steps + 1):
+        reporter.tell("step", step=step, loss=train_step(model, optimizer, rows_of_step(job, step, rank)))
+        if job.save_every and step % job.save_every == 0:
+            save(job, rank, state_of(model, optimizer, step), reporter)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    # Torch's threads now and then abort the process while Python takes itself apart; everything is written by now.
+    os._exit(0)
