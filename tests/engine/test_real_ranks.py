@@ -1,0 +1,249 @@
+"""Real processes over gloo: DTensor, FSDP2, TP, HSDP, ShardedTensor, subgroups, from any number of ranks to any other."""
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardkeep as sk
+from tests.engine.samples import bits
+
+MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(8,), (2, 4), (2, 2, 2)]}
+SHAPES = [(), (5,), (7, 6), (3, 5, 4), (0, 3), (1, 9), (16, 2)]
+
+
+def random_layout(seed, world_size, ndim):
+    """A mesh shape and placements; the same on every rank and in every process."""
+    rng = random.Random(seed)
+    mesh = rng.choice(MESHES[world_size])
+    return mesh, [rng.choice([Replicate(), *(Shard(d) for d in range(ndim))]) for _ in mesh]
+
+
+def full_tensors():
+    return {f"t{i}": torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(SHAPES)}
+
+
+def distributed(seed, *, blank):
+    """The full tensors, each in a random layout over all ranks of this world."""
+    state = {}
+    for i, (key, full) in enumerate(full_tensors().items()):
+        shape, placements = random_layout(seed * 100 + i, dist.get_world_size(), full.dim())
+        mesh = init_device_mesh("cpu", shape)
+        state[key] = distribute_tensor(torch.zeros_like(full) if blank else full, mesh, placements)
+    return state
+
+
+def save_distributed(where, seed):
+    return sk.save({**distributed(seed, blank=False), "step": 3}, where, check_replicas=True).bytes_total
+
+
+def load_distributed(where, seed):
+    state = {**distributed(seed, blank=True), "step": 0}
+    sk.load(state, where)
+    expected = distributed(seed, blank=False)
+    return state["step"] == 3 and all(bits(state[key].to_local()) == bits(expected[key].to_local()) for key in expected)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (4, 8), (8, 3)])
+def test_dtensors_of_any_layout_load_on_any_number_of_ranks(rank_pool, tmp_path, writers, readers):
+    """
+    Random meshes and placements, uneven and empty shards; saved by some ranks, loaded by others.
+    """
+    total = sum(full.nbytes for full in full_tensors().values())
+    for seed in range(3):
+        where = tmp_path / str(seed)
+        assert rank_pool.run(writers, save_distributed, where, seed) == [total] * writers
+        assert rank_pool.run(readers, load_distributed, where, seed + 50) == [True] * readers
+        assert bits(sk.open(where).to_dict()) == bits({**full_tensors(), "step": 3})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(10, 22)
+        self.down = nn.Linear(22, 10)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def model_in(layout):
+    """A seeded model, parallelised; equal over all layouts as a whole."""
+    torch.manual_seed(5)
+    model = nn.Sequential(Block(), Block())
+    world = dist.get_world_size()
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        for block in model:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    elif layout == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "fsdp2+tp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["dp"])
+    return model
+
+
+def save_model(where, layout):
+    return sk.save({"model": model_in(layout).state_dict()}, where).tensors
+
+
+def load_model(where, layout):
+    expected = model_in(layout).state_dict()
+    model = model_in(layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.fill_(float("nan"))
+    state = model.state_dict()
+    sk.load({"model": state}, where)
+    return all(bits(local_of(state[key])) == bits(local_of(expected[key])) for key in expected)
+
+
+def local_of(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize(
+    ("saved", "writers", "loaded", "readers"),
+    [
+        ("fsdp2+tp", 4, "fsdp2", 3),
+        ("fsdp2", 3, "fsdp2+tp", 4),
+        ("hsdp", 4, "tp", 2),
+        ("tp", 2, "hsdp", 4),
+        ("plain", 1, "fsdp2+tp", 4),
+        ("fsdp2+tp", 8, "plain", 1),
+    ],
+)
+def test_parallel_models_load_into_each_other(rank_pool, tmp_path, saved, writers, loaded, readers):
+    """
+    FSDP2, TP, HSDP and FSDP2 over TP (strided shards) read each other's checkpoints.
+    """
+    assert rank_pool.run(writers, save_model, tmp_path / "ck", saved) == [8] * writers
+    assert rank_pool.run(readers, load_model, tmp_path / "ck", loaded) == [True] * readers
+
+
+def save_outside(where):
+    """Ranks 2 and 3 are outside the mesh."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    return sk.save({"w": distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])}, where).bytes_written
+
+
+def load_outside(where):
+    mesh = DeviceMesh("cpu", [1, 2])
+    state = {"w": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])}
+    sk.load(state, where)
+    return state["w"].to_local().reshape(-1).tolist() if dist.get_rank() in (1, 2) else None
+
+
+def test_ranks_outside_the_mesh_take_part(rank_pool, tmp_path):
+    """
+    Ranks that hold nothing write nothing, and get nothing.
+    """
+    written = rank_pool.run(4, save_outside, tmp_path / "ck")
+    assert [nbytes > 0 for nbytes in written] == [True, True, False, False]
+    assert rank_pool.run(3, load_outside, tmp_path / "ck") == [None, [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+
+
+def sharded_tensor(fill):
+    """Uneven row shards of a 7x3 matrix: 3 rows on rank 0, 4 on rank 1."""
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank = dist.get_rank()
+    rows = torch.arange(21.0).reshape(7, 3)[:3] if rank == 0 else torch.arange(21.0).reshape(7, 3)[3:]
+    local = LocalShard.from_tensor_and_offsets(
+        rows.clone() if fill else torch.zeros_like(rows), [0 if rank == 0 else 3, 0], rank
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return init_from_local_shards([local], (7, 3))
+
+
+def save_sharded_tensor(where):
+    sk.save({"w": sharded_tensor(fill=True)}, where)
+
+
+def load_sharded_tensor(where):
+    state = {"w": sharded_tensor(fill=False)}
+    sk.load(state, where)
+    return state["w"].local_shards()[0].tensor.sum().item()
+
+
+def test_sharded_tensors(rank_pool, tmp_path):
+    """
+    ShardedTensor with uneven shards, there and back, and as a whole.
+    """
+    rank_pool.run(2, save_sharded_tensor, tmp_path / "ck")
+    assert torch.equal(sk.open(tmp_path / "ck")["w"][...], torch.arange(21.0).reshape(7, 3))
+    assert rank_pool.run(2, load_sharded_tensor, tmp_path / "ck") == [36.0, 174.0]
+
+
+def save_in_halves(where):
+    """Two groups of two ranks save two checkpoints at the same time, then all four load one of them."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = rank // 2
+    piece = sk.ShardedBox(torch.full((2,), float(rank)), offsets=(2 * (rank % 2),), shape=(4,))
+    for _ in range(3):
+        sk.save(
+            {"w": piece, "half": half, "rank": sk.PerRank(rank)}, f"{where}/{half}", group=groups[half], overwrite=True
+        )
+    dist.barrier()
+    state = {"w": torch.zeros(4), "half": -1, "rank": sk.PerRank(None)}
+    sk.load(state, f"{where}/1", exclude="rank")
+    return state["w"].tolist(), state["half"]
+
+
+def test_subgroups_save_beside_each_other(rank_pool, tmp_path):
+    """
+    A subgroup's ranks meet each other only, at the same time as another's.
+    """
+    assert rank_pool.run(4, save_in_halves, tmp_path) == [([2.0, 2.0, 3.0, 3.0], 1)] * 4
+    assert sk.open(tmp_path / "0").to_dict()["rank"] == {0: 0, 1: 1}
+
+
+def count_groups(where):
+    """Process groups before and after ten saves and loads."""
+    from torch.distributed import distributed_c10d as c10d
+
+    before = len(c10d._world.pg_map)
+    for i in range(10):
+        sk.save({"w": torch.ones(3)}, f"{where}/{i}")
+        sk.load({"w": torch.zeros(3)}, f"{where}/{i}")
+    return len(c10d._world.pg_map) - before
+
+
+def test_no_process_group_is_built(rank_pool, tmp_path):
+    """
+    Saving and loading build no gloo group and use none.
+    """
+    assert rank_pool.run(2, count_groups, tmp_path) == [0, 0]
+
+
+def meta_model(where):
+    """A DTensor template without memory."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(30.0).reshape(10, 3)
+    sk.save({"w": distribute_tensor(full, mesh, [Shard(0)])}, where)
+    state = {"w": distribute_tensor(torch.empty(10, 3, device="meta"), mesh, [Shard(1)])}
+    sk.load(state, where)
+    return torch.equal(state["w"].full_tensor(), full)
+
+
+def test_dtensors_on_meta_are_materialised(rank_pool, tmp_path):
+    """
+    A meta DTensor becomes a real one of the same placements.
+    """
+    assert rank_pool.run(2, meta_model, tmp_path / "ck") == [True, True]
