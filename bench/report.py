@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -54,13 +54,13 @@ class Verdict:
     target: float
     unit: str
     ok: bool
-    spread: tuple[float, float]
+    spread: tuple[float, float] | None = None
 
     def line(self) -> str:
-        sign = "<=" if self.unit == "MiB" else ">="
-        low, high = self.spread
-        numbers = f"{self.measured:8.2f} {self.unit:<3}  ({low:.2f} to {high:.2f})"
-        return f"  {self.what:<38} {numbers:<34} {sign} {self.target:g}  {'ok' if self.ok else 'SHORT'}"
+        sign = ">=" if self.unit == "x" else "<="
+        spread = f"({self.spread[0]:.2f} to {self.spread[1]:.2f})" if self.spread else ""
+        numbers = f"{self.measured:8.2f} {self.unit:<3}  {spread}"
+        return f"  {self.what:<38} {numbers:<34} {sign} {self.target:<4g}  {'ok' if self.ok else 'SHORT'}"
 
 
 def judge(samples: Sequence[Sample], budget_bytes: int) -> list[Verdict]:
@@ -119,6 +119,35 @@ def table(samples: Sequence[Sample], nbytes: int, not_durable: frozenset[str]) -
             )
         lines.append("")
     return lines
+
+
+def planning_lines(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = ["  1,024 ranks x 500 tensors     shards    chunks   rank 0: plan s   index s   total s   each rank s"]
+    for name, row in results.items():
+        if name != "index":
+            lines.append(
+                f"    {name:<24} {row['shards']:9,} {row['chunks']:9,} {row['plan_s']:16.2f} {row['index_s']:9.2f}"
+                f" {row['coordinator_s']:9.2f} {row['a_rank_s']:13.3f}"
+            )
+    row = results["index"]
+    lines.append(
+        f"  index of {row['shards']:,} shards: {row['mb']:.1f} MB, written in {row['encode_s']:.3f} s,"
+        f" opened in {row['open_s']:.3f} s, a tensor found in {row['lookup_ms']:.2f} ms"
+    )
+    return lines
+
+
+def judge_planning(results: Mapping[str, Mapping[str, float]]) -> list[Verdict]:
+    """Compare with the limits for 1,024 ranks x 500 sharded tensors, and for an index of a million shards."""
+    index = results["index"]
+    limits = [
+        ("planning: rank 0, 512,000 shards", results["fsdp"]["coordinator_s"], 3.0, "s"),
+        ("planning: rank 0, each held twice", results["hsdp"]["coordinator_s"], 3.0, "s"),
+        ("planning: each rank", results["fsdp"]["a_rank_s"], 0.2, "s"),
+        ("index of a million: write and open", index["encode_s"] + index["open_s"], 1.0, "s"),
+        ("index of a million: find a tensor", index["lookup_ms"], 5.0, "ms"),
+    ]
+    return [Verdict(what, measured, limit, unit, measured <= limit) for what, measured, limit, unit in limits]
 
 
 def as_json(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> dict[str, object]:

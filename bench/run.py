@@ -21,9 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pagecache
+import planning
 import report
 from contenders import CONTENDERS
 from report import Sample
+from shardkeep.options import Options
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("shardkeep", "torch", "numpy", "safetensors", "xxhash")
@@ -145,17 +147,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planning() -> dict[str, object] | None:
-    """Run planning.py where it is there: `measure() -> (lines to print, results for the JSON)`."""
-    try:
-        from planning import measure as measure_planning
-    except ModuleNotFoundError:
-        return None
-    lines, results = measure_planning()
-    print("planning\n" + "\n".join(lines) + "\n")
-    return results
-
-
 def main() -> None:
     args = arguments()
     facts = machine(args.dir)
@@ -166,11 +157,14 @@ def main() -> None:
         if args.only in (None, workload):
             measured, sizes[workload] = measure(workload, args)
             samples += measured
-    plans = planning() if args.only in (None, "planning") else None
-    verdicts = report.judge(samples, budget_bytes=256 << 20)
-    if verdicts:
-        print("targets: median over the rounds (lowest to highest round), the best of the others in each round")
-        print("\n".join(verdict.line() for verdict in verdicts))
+    verdicts = report.judge(samples, Options().host_budget_bytes)
+    plans = None
+    if args.only in (None, "planning"):
+        plans = planning.run()
+        print("planning, simulated in one process\n" + "\n".join(report.planning_lines(plans)) + "\n")
+        verdicts += report.judge_planning(plans)
+    print("targets: median over the rounds (lowest to highest), against the best of the others in the same round")
+    print("\n".join(verdict.line() for verdict in verdicts))
     path = args.json or HERE.parent / "bench-results" / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": facts, "nbytes": sizes, "planning": plans, **report.as_json(samples, verdicts)}
