@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -43,6 +44,19 @@ def test_cold_reads_bypass_the_cache(store: LocalStore, shift: int) -> None:
             reader.read_into(0, into)
         assert into == data
         assert cached(store, "a") == 0
+
+
+@linux_only
+def test_one_refused_buffer_does_not_end_direct_reads(store: LocalStore) -> None:
+    """Threads that all offer memory the disk may refuse get their bytes, and direct reads go on."""
+    data = sample(16 * MIB)
+    write_blob(store, "a", data)
+    drop_cached(store, "a", 0, len(data))
+    into = aligned_buffer(len(data) + 64)[64:]
+    with closing(store.open("a")) as reader, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: reader.read_into(i * 2 * MIB, into[i * 2 * MIB : (i + 1) * 2 * MIB]), range(8)))
+    assert into == data
+    assert cached(store, "a") == 0
 
 
 @linux_only

@@ -70,8 +70,8 @@ class _LocalWriter:
         # Direct and buffered writes never share a page: whichever thread writes it, a partial page is buffered.
         head = -offset % ALIGNMENT
         body = (len(view) - head) // ALIGNMENT * ALIGNMENT
-        direct = self._direct
-        if direct is None or body <= 0 or (address_of(view) + head) % self._memory_alignment:
+        direct, alignment = self._direct, self._memory_alignment
+        if direct is None or body <= 0 or (address_of(view) + head) % alignment:
             return write_at(self._files.buffered, view, offset)
         if head:
             return write_at(self._files.buffered, view[:head], offset)
@@ -80,7 +80,8 @@ class _LocalWriter:
         except OSError as exc:
             if exc.errno not in NO_DIRECT:
                 raise
-            if self._memory_alignment < ALIGNMENT:
+            # Judged by what this call asked for: another thread may have learned the same in the meantime.
+            if alignment < ALIGNMENT:
                 self._memory_alignment = ALIGNMENT
             else:
                 self._direct = None
@@ -140,23 +141,23 @@ class _LocalReader:
     def _read_some(self, offset: int, view: memoryview) -> int:
         if len(view) + offset % ALIGNMENT > _SCRATCH_BYTES:
             view = view[: _REQUEST_BYTES - offset % ALIGNMENT]
-        direct = self._direct
+        direct, alignment = self._direct, self._memory_alignment
         if direct is None or len(view) < _DIRECT_READ_BYTES or self._mostly_cached(offset, len(view)):
             return read_at(self._files.buffered, view, offset)
         try:
-            return self._read_direct(direct, offset, view)
+            return self._read_direct(direct, offset, view, alignment)
         except OSError as exc:
             if exc.errno not in NO_DIRECT:
                 raise
-            if self._memory_alignment < ALIGNMENT:
+            if alignment < ALIGNMENT:
                 self._memory_alignment = ALIGNMENT
             else:
                 self._direct = None
             return self._read_some(offset, view)
 
-    def _read_direct(self, fd: int, offset: int, view: memoryview) -> int:
+    def _read_direct(self, fd: int, offset: int, view: memoryview, alignment: int) -> int:
         skip = offset % ALIGNMENT
-        if not skip and not address_of(view) % self._memory_alignment:
+        if not skip and not address_of(view) % alignment:
             return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
         with self._scratch.lease() as scratch:
             window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
@@ -181,9 +182,12 @@ class _LocalReader:
         return 2 * (cached or 0) > nbytes
 
     def close(self) -> None:
-        with suppress(OSError):
-            if self._files.close():
-                self._scratch.let_go()
+        try:
+            first = self._files.close()
+        except OSError:  # of a file only read, nothing is lost
+            first = True
+        if first:
+            self._scratch.let_go()
 
 
 class LocalStore:
