@@ -78,7 +78,10 @@ def test_only_options_reads_the_environment():
     readers = {
         str(path.relative_to(SRC))
         for path in MODULES
-        if any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(ast.parse(path.read_text())))
+        if any(
+            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
+            for n in ast.walk(ast.parse(path.read_text()))
+        )
     }
     assert {name for name in readers if not name.startswith(("cli/", "testing/"))} == {"options.py"}
 
