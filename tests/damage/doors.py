@@ -1,0 +1,111 @@
+"""
+The three ways into a checkpoint, tried on one that is damaged or forged: `load`, `open` + `to_dict`, `open` + `verify`.
+
+Each answers with the error it raised, or with None where all it gave is exactly what was saved. Anything else fails
+the test: another exception, or data that nobody saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.opening import StoredTensor
+from tests.damage.subjects import QUICK, Subject, blank_for
+from tests.engine.samples import bits
+
+Answer = sk.CheckpointError | None
+Kinds = tuple[type[sk.CheckpointError], ...]
+
+DAMAGE = (sk.DamagedCheckpoint, sk.UnsupportedVersion, sk.CheckpointNotFound)
+"""What a damaged checkpoint may raise. Never the bare CheckpointError: that is what a foreign exception becomes."""
+FORGED = (*DAMAGE, sk.StateMismatch, sk.PickleRefused, sk.UnsupportedLeaf)
+"""What a forged one may raise: it can also be sound, and hold what was not asked for."""
+
+
+def load(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+    """Load into a poisoned state."""
+    state = blank_for(subject)
+    return _answer(may, lambda: sk.load(state, store, options=QUICK), lambda: bits(state) == subject.loaded)
+
+
+def to_dict(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+    """Open, and read everything."""
+    read: list[dict] = []
+    return _answer(
+        may, lambda: read.append(sk.open(store, options=QUICK).to_dict()), lambda: bits(read[0]) == subject.tree
+    )
+
+
+def verify(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+    """Open, and verify."""
+    return _answer(may, lambda: sk.open(store, options=QUICK).verify(), lambda: True)
+
+
+def look(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+    """Open, and look at everything there is to look at; one element is read of each tensor."""
+
+    def everything() -> None:
+        checkpoint = sk.open(store, options=QUICK)
+        seen = [repr(checkpoint), checkpoint.step, checkpoint.meta, len(checkpoint)]
+        for key in checkpoint:
+            item = checkpoint[key]
+            if isinstance(item, StoredTensor):
+                seen += [repr(item), item.dtype, item.ndim, item.nbytes, item.boxes]
+                seen += [item[(0,) * item.ndim]] if item.nbytes else []
+
+    return _answer(may, everything, lambda: True)
+
+
+def _answer(may: Kinds, enter: Callable[[], object], is_exact: Callable[[], bool]) -> Answer:
+    try:
+        enter()
+    except may as error:
+        return error
+    if not is_exact():
+        raise AssertionError("gave what nobody saved, and said nothing")
+    return None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What all doors said."""
+
+    load: Answer
+    to_dict: Answer
+    verify: Answer
+
+    @property
+    def all(self) -> list[Answer]:
+        return [self.load, self.to_dict, self.verify]
+
+
+def try_all(store, subject: Subject, what: str) -> Answers:
+    """Try every door; `what` was done to the checkpoint is said where one misbehaves."""
+    answers = []
+    for door in (load, to_dict, verify):
+        try:
+            answers.append(door(store, subject))
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is not ours
+            pytest.fail(f"{subject.name}, {what}: {door.__name__} raised {type(exc).__name__}: {exc}")
+    return Answers(*answers)
+
+
+def assert_refused(answers: Answers, *, naming: str, what: str) -> None:
+    """
+    Insist that every door raised an error which names the file.
+
+    But for the files of other ranks' own state, which one rank has no reason to read: without them it loads exactly.
+    """
+    needed = answers.all[1:] if is_of_other_ranks(naming) else answers.all
+    for error in needed:
+        assert error is not None, f"{what}: not noticed"
+        assert naming in str(error), f"{what}: {error} does not name {naming}"
+
+
+def is_of_other_ranks(name: str) -> bool:
+    """Say whether a file holds nothing but `PerRank` state of ranks other than 0."""
+    return name.startswith("rng-") and not name.startswith("rng-00000-")
