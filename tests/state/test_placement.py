@@ -199,6 +199,15 @@ def test_strided_without_its_partner() -> None:
     assert boxes == [(Box((0,), (2,)), Box((0,), (2,))), (Box((5,), (1,)), Box((2,), (1,)))]
 
 
+def test_runs_that_touch_are_one() -> None:
+    """
+    Parts that follow one another in the whole tensor are one box, not several.
+    """
+    assert local_boxes((8,), (1,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (8,)), Box((0,), (8,)))]
+    assert local_boxes((4,), (2,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (4,)), Box((0,), (4,)))]
+    assert local_boxes((4,), (2,), (1,), [Cut(0, 0, 4)]) == []
+
+
 def test_strided_on_two_dimensions_is_a_grid() -> None:
     """
     Several runs on each of two dimensions give their product.
@@ -220,7 +229,7 @@ def test_views_keep_the_written_order() -> None:
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = spec_of((9,), (4, 2), (3, 0), placements, use_strided_shard_as_shard_order=False)
 
-    assert possible_cuts("k", spec, 1) == [[Cut(0, 0, 2), Cut(1, 0)]]
+    assert possible_cuts("k", spec, (4, 2)) == [[Cut(0, 0, 2), Cut(1, 0)]]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -256,7 +265,7 @@ def test_negative_dimensions() -> None:
     """
     A dimension counted from the end is the same dimension.
     """
-    assert possible_cuts("k", spec_of((4, 6), (2,), (1,), (Shard(-1),)), 2) == [[Cut(0, 1)]]
+    assert possible_cuts("k", spec_of((4, 6), (2,), (1,), (Shard(-1),)), (2,)) == [[Cut(0, 1)]]
 
 
 def test_huge_dimensions_cost_nothing() -> None:
@@ -322,7 +331,7 @@ def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
     """
     spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
 
-    assert [local_boxes((27,), (3, 4), (2, 2), cuts)[0][0].offsets for cuts in possible_cuts("k", spec, 1)] == [
+    assert [local_boxes((27,), (3, 4), (2, 2), cuts)[0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))] == [
         (20,),
         (26,),
     ]

@@ -10,11 +10,12 @@ dimension, the way `torch.chunk` does: ceil-sized chunks, the last ones short or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.region import Box, Ints, grid
+from shardkeep.format.region import Box, Ints, grid, whole
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -38,20 +39,23 @@ class Cut(NamedTuple):
 
 def local_boxes(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[tuple[Box, Box]]:
     """Return `(box in the whole tensor, box in the local tensor)` for each part a rank holds; empty parts are left out."""
-    runs = _runs_after(shape, mesh_shape, coordinate, cuts)
-    local = [_positions(axis) for axis in runs]
-    return list(zip(grid(runs), grid(local), strict=True))
+    return _pair(_runs_after(shape, mesh_shape, coordinate, cuts))
 
 
 def local_shape(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> Ints:
     """Return the shape the local tensor has at a coordinate."""
-    return tuple(sum(n for _, n in axis) for axis in _runs_after(shape, mesh_shape, coordinate, cuts))
+    return _lengths(_runs_after(shape, mesh_shape, coordinate, cuts))
 
 
 def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[list[Run]]:
     runs = [[(0, n)] if n else [] for n in shape]
     for mesh_dim, tensor_dim, split_factor in cuts:
         axis = runs[tensor_dim]
+        if split_factor == 1 and len(axis) == 1:  # as most are; the rest of the loop says the same of any other
+            offset, size = axis[0]
+            start, stop = _chunk(size, mesh_shape[mesh_dim], coordinate[mesh_dim])
+            runs[tensor_dim] = [(offset + start, stop - start)] if start < stop else []
+            continue
         size = sum(n for _, n in axis)
         kept: list[Run] = []
         for part in range(split_factor):
@@ -83,13 +87,20 @@ def _extend(kept: list[Run], axis: list[Run], start: int, stop: int) -> None:
             kept.append((offset + lo, hi - lo))
 
 
-def _positions(axis: list[Run]) -> list[Run]:
-    placed: list[Run] = []
-    position = 0
-    for _, length in axis:
-        placed.append((position, length))
-        position += length
-    return placed
+def _lengths(runs: list[list[Run]]) -> Ints:
+    return tuple([sum([n for _, n in axis]) for axis in runs])
+
+
+def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
+    """Pair the product of the runs with where its parts lie, one after another, in the local tensor."""
+    if all(len(axis) == 1 for axis in runs):  # one box, as most are; the rest says the same of any number
+        sizes = tuple([axis[0][1] for axis in runs])
+        return [(Box(tuple([axis[0][0] for axis in runs]), sizes), whole(sizes))]
+    placed: list[list[Run]] = []
+    for axis in runs:
+        ends = list(itertools.accumulate(n for _, n in axis))
+        placed.append([(end - n, n) for end, (_, n) in zip(ends, axis, strict=True)])
+    return list(zip(grid(runs), grid(placed), strict=True))
 
 
 def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, Box]]:
@@ -106,10 +117,11 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
         return []
     where, mesh_shape, shape = tuple(coordinate), tuple(spec.mesh.shape), tuple(spec.shape)
     expected: Ints = ()
-    for cuts in possible_cuts(key, spec, len(shape)):
-        expected = local_shape(shape, mesh_shape, where, cuts)
+    for cuts in possible_cuts(key, spec, mesh_shape):
+        runs = _runs_after(shape, mesh_shape, where, cuts)
+        expected = _lengths(runs)
         if expected == local:
-            return local_boxes(shape, mesh_shape, where, cuts)
+            return _pair(runs)
         if 0 in local and 0 in expected:  # FSDP narrows a dimension of its own where there are no elements anyway
             return []
     raise InvalidShards(
@@ -120,7 +132,7 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
     )
 
 
-def possible_cuts(key: str, spec: DTensorSpec, ndim: int) -> list[list[Cut]]:
+def possible_cuts(key: str, spec: DTensorSpec, mesh_shape: Ints) -> list[list[Cut]]:
     """
     Return the cuts a DTensor's placements may stand for, the likelier first.
 
@@ -128,10 +140,13 @@ def possible_cuts(key: str, spec: DTensorSpec, ndim: int) -> list[list[Cut]]:
     and torch's redistribute undoes exactly that; `distribute_tensor` applies the same placements left to right. They
     differ only in uneven sizes, and then in the shape of some local tensor, by which the caller can tell.
     """
+    ndim = len(spec.shape)
     cuts = [_read_cut(key, i, placement, ndim) for i, placement in enumerate(spec.placements)]
-    as_written = [cut for cut in cuts if cut is not None and spec.mesh.shape[cut.mesh_dim] > 1]
+    as_written = [cut for cut in cuts if cut is not None and mesh_shape[cut.mesh_dim] > 1]
+    if len(as_written) < 2:
+        return [as_written]
     if any(cut.split_factor > 1 for cut in as_written) and getattr(spec, "use_strided_shard_as_shard_order", True):
-        undone = _undo_strides(as_written, tuple(spec.mesh.shape))
+        undone = _undo_strides(as_written, mesh_shape)
         return [as_written] if undone is None else [undone, as_written]
     return [_reorder(as_written, getattr(spec, "shard_order", None) or ())]
 
