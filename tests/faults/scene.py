@@ -1,0 +1,192 @@
+"""
+What every test here plays with: numbered states for one or three ranks, the one on disk, and what must not be left.
+
+State `k` is random bits seeded by `k`, so that no two states share a byte by chance and `step` says which one it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import shardkeep as sk
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layout import native
+from shardkeep.ranks.world import World
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
+from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.thread_ranks import thread_outcomes
+from tests.engine.samples import bits
+
+OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20)
+"""Two threads and windows of 1 MiB: the least there is, so that a small state has several."""
+ROWS = 1152
+"""Of `model.w`, 1.1 MB: two windows in one file."""
+
+
+@functools.lru_cache(maxsize=4)
+def whole(k: int) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(k)
+    return {
+        "w": torch.randn(ROWS, 256, generator=gen),
+        "b": torch.randn(4099, generator=gen),
+        "m": torch.randn(150, 100, generator=gen).t(),
+    }
+
+
+def state_of(k: int, world: World | None = None) -> dict[str, Any]:
+    """State `k`, or this rank's part of it: rows of one tensor, all of two others, a value of its own."""
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    tensors = whole(k)
+    share = ROWS // size
+    mine = tensors["w"][rank * share : (rank + 1) * share]
+    return {
+        "model": {"w": sk.ShardedBox(mine, offsets=(rank * share, 0), shape=(ROWS, 256)), "b": tensors["b"]},
+        "optim": {"m": tensors["m"], "lr": 0.5 + k},
+        "step": k,
+        "rng": sk.PerRank([k, rank]),
+    }
+
+
+def blank_of(world: World | None = None) -> dict[str, Any]:
+    """Somewhere to load this rank's part into; holds nothing of any state."""
+    state = state_of(-1, world)
+    [(mine, offsets)] = state["model"]["w"].pieces
+    state["model"]["w"] = sk.ShardedBox(torch.full_like(mine, 7.0), offsets=offsets, shape=(ROWS, 256))
+    state["model"]["b"] = torch.full_like(state["model"]["b"], 7.0)
+    state["optim"] = {"m": torch.full((100, 150), 7.0), "lr": None}
+    return state
+
+
+def facts(state: dict[str, Any]) -> Any:
+    """Everything in a state that must survive, comparable."""
+    [(mine, offsets)] = state["model"]["w"].pieces
+    return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
+
+
+def save_all(ranks: int, where: Callable[[int], Store], k: int, *, timeout_s: float = 20.0, **more: Any) -> list[Any]:
+    """Save state `k` on one or more ranks; `where(rank)` is the store of each. Return what each returned or raised."""
+
+    def main(world: World) -> Any:
+        return sk.save(
+            state_of(k, world), where(world.rank), step=k, overwrite=True, group=world, options=OPTIONS, **more
+        )
+
+    return thread_outcomes(ranks, main, timeout_s=timeout_s)
+
+
+def load_all(
+    ranks: int, where: Callable[[int], Store], *, timeout_s: float = 20.0
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Load on one or more ranks; return what each returned or raised, and what is now in their states."""
+    states: dict[int, dict[str, Any]] = {}
+
+    def main(world: World) -> Any:
+        states[world.rank] = blank_of(world)
+        return sk.load(states[world.rank], where(world.rank), group=world, options=OPTIONS)
+
+    outcomes = thread_outcomes(ranks, main, timeout_s=timeout_s)
+    return outcomes, [states[rank] for rank in range(ranks)]
+
+
+def checkpoint_at(place: str) -> int:
+    """Verify and load the checkpoint in a directory; say which state it is, to the last bit."""
+    ck = sk.open(place, options=OPTIONS)
+    ck.verify()
+    tensors = whole(ck.step)
+    found: dict[str, Any] = {
+        "model": {"w": torch.full((ROWS, 256), 7.0), "b": torch.full((4099,), 7.0)},
+        "optim": {"m": torch.full((100, 150), 7.0), "lr": None},
+        "step": None,
+    }
+    sk.load(found, place, exclude="rng.*", group=World(0, 1), options=OPTIONS)
+    wanted = {
+        "model": {"w": tensors["w"], "b": tensors["b"]},
+        "optim": {"m": tensors["m"], "lr": 0.5 + ck.step},
+        "step": ck.step,
+    }
+    assert bits(found) == bits(wanted)
+    assert ck.to_dict()["rng"] == {rank: [ck.step, rank] for rank in range(ck.record.world_size)}
+    return ck.step
+
+
+def files_of_checkpoint(place: str) -> set[str]:
+    """The names a directory must have for its checkpoint, and no others unless something was left behind."""
+    record = native.read_record(LocalStore(place))
+    return {RECORD_NAME, record.index.name, *(file.name for file in record.files)}
+
+
+def names_in(place: str) -> set[str]:
+    """Everything in a directory, hidden files too."""
+    return set(os.listdir(place))
+
+
+def bury_claims(place: str) -> int:
+    """Make the claims in a directory those of a process that is no more; return how many there were."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    claims = [name for name in os.listdir(place) if name.startswith("claim-")]
+    for name in claims:
+        path = os.path.join(place, name)
+        with open(path, encoding="utf-8") as file:
+            claim = json.load(file)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**claim, "pid": ended.pid}, file)
+    return len(claims)
+
+
+@contextlib.contextmanager
+def no_leaks(*, crashing: bool = False) -> Iterator[None]:
+    """Whatever happens inside, our threads end and every file descriptor is closed; a process that dies closes none."""
+    before = _open_fds()
+    yield
+    deadline = time.monotonic() + 5
+    # A thread that has handed over its result may need a moment to end.
+    while (_our_threads() or _open_fds() != before) and time.monotonic() < deadline and not crashing:
+        time.sleep(0.001)
+    assert _our_threads() == []
+    assert crashing or _open_fds() == before
+
+
+def _open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep")]
+
+
+class DyingStore(FaultyStore):
+    """From operation `since` on, every operation fails with EIO: the disk is gone, the process lives."""
+
+    def __init__(self, inner: Store, *, since: int) -> None:
+        super().__init__(inner)
+        self._since = since
+
+    def begin(self, verb: str, name: str) -> Any:
+        super().begin(verb, name)
+        if len(self.operations) > self._since:
+            raise self.broken(verb, name)
+
+
+class InterruptedStore(FaultyStore):
+    """At operation `when`, the user presses Ctrl-C."""
+
+    def __init__(self, inner: Store, *, when: int) -> None:
+        super().__init__(inner)
+        self._when = when
+
+    def begin(self, verb: str, name: str) -> Any:
+        super().begin(verb, name)
+        if len(self.operations) == self._when + 1:
+            raise KeyboardInterrupt
