@@ -28,6 +28,7 @@ from report import Sample
 from shardkeep.options import Options
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "bench-results"
 PACKAGES = ("shardkeep", "torch", "numpy", "safetensors", "xxhash")
 SMALL_ROUNDS = 2
 """At most: torch DCP takes half a minute for each save and each load of 50,000 tensors."""
@@ -143,12 +144,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=50_000, help="of 4 KB, in the small one (default %(default)s)")
     parser.add_argument("--skip", action="append", default=[], help="leave out a family: raw, dcp, torch, safetensors")
     parser.add_argument("--json", type=Path, help="where the samples go (default bench-results/<date>.json)")
-    parser.add_argument("--dir", default=str(HERE.parent), help="put the checkpoints on the disk of this directory")
+    parser.add_argument("--dir", default=str(RESULTS), help="put the checkpoints on the disk of this directory")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
+    os.makedirs(args.dir, exist_ok=True)
     facts = machine(args.dir)
     print("\n".join(f"{name:<13} {value}" for name, value in facts.items()) + "\n")
     samples: list[Sample] = []
@@ -165,7 +167,7 @@ def main() -> None:
         verdicts += report.judge_planning(plans)
     print("targets: median over the rounds (lowest to highest), against the best of the others in the same round")
     print("\n".join(verdict.line() for verdict in verdicts))
-    path = args.json or HERE.parent / "bench-results" / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
+    path = args.json or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": facts, "nbytes": sizes, "planning": plans, **report.as_json(samples, verdicts)}
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+
+import pytest
+
+from shardkeep.cli.demo import Killed, checks_of
 
 
 def shardkeep(*words: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +26,35 @@ def test_killed_job_resumes_on_fewer_ranks(tmp_path) -> None:
     assert "PASSED" in done.stdout
     assert "FAIL" not in done.stdout
     assert "no commit record" in done.stdout
+
+
+GOOD = {
+    "reference": {1: 3.0, 2: 2.0, 3: 1.0},
+    "killed": Killed(losses={1: 3.0, 2: 2.0}, last_saved=1, leftover="step-000002"),
+    "restored": {"step": 1, "skipped": ["step-000002"], "compared": 7, "differing": []},
+    "resumed": {2: 2.000001, 3: 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failing"),
+    [
+        ({}, []),
+        ({"killed": replace(GOOD["killed"], losses={1: 3.0, 2: 2.000001})}, [0]),
+        ({"restored": GOOD["restored"] | {"skipped": []}}, [1]),
+        ({"restored": GOOD["restored"] | {"step": 2}}, [2]),
+        ({"restored": GOOD["restored"] | {"differing": ["model.head.weight"]}}, [3]),
+        ({"resumed": {2: 2.0, 3: 1.1}}, [4]),
+        ({"resumed": {2: 2.0}}, [4]),
+    ],
+)
+def test_verdict_sees_what_is_wrong(wrong, failing) -> None:
+    """
+    Each check of the demo fails when, and only when, what it looks at is wrong.
+    """
+    checks = checks_of(**(GOOD | wrong))
+
+    assert failing == [number for number, check in enumerate(checks) if not check.ok]
 
 
 def test_version_needs_no_torch() -> None:

@@ -33,7 +33,7 @@ class Plan:
     """Step whose save is cut short; its successors are tried where that one got away."""
 
 
-FULL = Plan(first=Job(mesh=(4,), steps=16, save_every=4), resumed_mesh=(1, 2), kill_at=12)
+FULL = Plan(first=Job(mesh=(4,), steps=12, save_every=3), resumed_mesh=(1, 2), kill_at=9)
 SHORT = Plan(
     first=Job(mesh=(2,), steps=8, save_every=2, width=128, blocks=1, context=16, batch=4),
     resumed_mesh=(1,),
@@ -102,7 +102,7 @@ def _tell(plan: Plan, root: Path) -> list[Check]:
     _print_restore(restored)
     resumed = _losses(ranks)
     _print_losses(reference, killed, resumed)
-    return _checks(reference, killed, restored, resumed)
+    return checks_of(reference, killed, restored, resumed)
 
 
 def _reference(job: Job, root: Path) -> dict[int, float]:
@@ -187,9 +187,10 @@ def _print_losses(reference: dict[int, float], killed: Killed, resumed: dict[int
         print(f"   {step:12}   {loss:11.5f} {shown[0]} {shown[1]}   {abs(other - loss) / loss:10.1e}")
 
 
-def _checks(
+def checks_of(
     reference: dict[int, float], killed: Killed, restored: dict[str, Any], resumed: dict[int, float]
 ) -> list[Check]:
+    """Judge what was seen, one line a promise."""
     differing = restored["differing"]
     worst = max(abs(resumed[step] - reference[step]) / reference[step] for step in resumed)
     return [
