@@ -154,7 +154,7 @@ FIXED = [
     np.dtype([(("title", "a"), "i1"), ("b", "i8")], align=True), np.dtype(("i2", (2, 3))),
     np.str_("a\0"), np.bytes_(b"a\0"), np.str_("\ud800"), np.float64("nan"), np.float64(-0.0), np.float16(1.5),
     np.longdouble(1) / 3, np.clongdouble(1 + 2j) / 3, np.longlong(3), np.ulonglong(2**64 - 1), np.bool_(True),
-    np.datetime64("NaT"), np.datetime64("2020-01-01T00", "ns"), np.timedelta64(5, "25s"), np.void(b"abc"),
+    np.datetime64("NaT", "s"), np.datetime64("2020-01-01T00", "ns"), np.timedelta64(5, "25s"), np.void(b"abc"),
     np.array((1, 2.5), dtype=[("a", "i4"), ("b", "f8")])[()],
     *[np.dtype(char).type(1) for char in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]],
 ]  # fmt: skip
