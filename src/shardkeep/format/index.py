@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,13 @@ from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, segment_s
 MAGIC = b"SKINDEX1"
 _ALIGN = 64
 _MAX_AXES = 64
+_MAX_ELEMENTS = 2.0**58
+"""Of a tensor, an axis of size 0 counted as 1: sizes in bytes stay below 2**63."""
+_BYTES = frozenset({"keys", "value_keys", "values", "tree"})
+_MATRICES = frozenset({"shape", "offsets", "sizes"})
+_COLUMNS = frozenset(
+    {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
+)
 
 
 @dataclass(frozen=True)
@@ -123,12 +131,15 @@ class Index:
     @cached_property
     def tensor_rows(self) -> dict[str, int]:
         """Row of every tensor by key."""
-        return {key.decode(): row for row, key in enumerate(self.keys.all())}
+        return _rows_by_key(self.keys)
 
     @cached_property
     def value_rows(self) -> dict[str, int]:
         """Row of every plain value by key."""
-        return {key.decode(): row for row, key in enumerate(self.value_keys.all())}
+        rows = _rows_by_key(self.value_keys)
+        if not rows.keys().isdisjoint(self.tensor_rows):
+            raise MalformedFile("the index has a tensor and a value of one key")
+        return rows
 
 
 def encode_index(
@@ -190,6 +201,13 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     return index
 
 
+def _rows_by_key(keys: Strings) -> dict[str, int]:
+    rows = {key.decode(): row for row, key in enumerate(keys.all())}
+    if len(rows) != len(keys):
+        raise MalformedFile("the index has one key twice")
+    return rows
+
+
 def _lay(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
     parts = list(strings)
     return np.cumsum([len(part) for part in parts], dtype=np.int64), b"".join(parts)
@@ -227,28 +245,38 @@ def _unpack(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
     at += -at % _ALIGN
     sections: dict[str, npt.NDArray[Any]] = {}
     for name, code, shape, offset, expected in table:
+        if name not in _BYTES | _MATRICES | _COLUMNS:
+            continue  # of a later writer; not even hashed, for a forged header can name the same bytes a million times
         if (
             name in sections
-            or code not in ("|u1", "<u2", "<u4", "<u8", "<i8")
-            or offset < 0
-            or min(shape, default=1) < 0
+            or code not in (("|u1",) if name in _BYTES else ("|u1", "<u2", "<u4", "<u8", "<i8"))
+            or len(shape) != (2 if name in _MATRICES else 1)
+            or min(offset, *shape) < 0
         ):
             raise MalformedFile(
                 f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
             )
-        dtype = np.dtype(code)
-        count = int(np.prod([int(n) for n in shape], dtype=object))
-        raw = data[at + offset : at + offset + count * dtype.itemsize]
+        raw = data[at + offset : at + offset + math.prod(shape) * np.dtype(code).itemsize]
         if digest(raw) != expected:
             raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
-        sections[name] = np.frombuffer(raw, dtype).reshape(shape)
+        sections[name] = _whole_numbers(np.frombuffer(raw, code).reshape(shape))
     return sections
 
 
+def _whole_numbers(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Refuse negative numbers, and those that a signed integer of 64 bits would take for negative."""
+    if column.dtype.itemsize < 8:
+        return column
+    signed = column.view("<i8")
+    if signed.size and signed.min() < 0:
+        raise ValueError("a number that is negative or beyond 63 bits")
+    return signed
+
+
 def _fits(index: Index) -> bool:
+    # In this order: a matrix without columns costs no bytes, so its rows count only once they agree with columns.
     tensors, chunks = index.tensors, index.chunks
     count, axes = tensors.shape.shape
-    rows = np.arange(count)
     return (
         axes <= _MAX_AXES
         and all(len(column) == count for column in (index.keys, tensors.dtype, tensors.ndim, tensors.origin))
@@ -260,11 +288,12 @@ def _fits(index: Index) -> bool:
         and _ends_fit(index.value_keys.ends, len(index.value_keys.data))
         and _ends_fit(index.value_data.ends, len(index.value_data.data))
         and _ends_fit(index.chunk_ends, len(chunks.file))
+        and _are_text(index.keys)
+        and _are_text(index.value_keys)
         and bool(np.all(ITEMSIZES[tensors.dtype] > 0))
-        and bool(np.all(tensors.ndim <= axes))
-        and bool(np.all(tensors.alias < count))
-        and bool(np.all(tensors.alias[tensors.alias[rows]] == tensors.alias))
-        and _boxes_inside(index, rows)
+        and _shapes_fit(tensors)
+        and _ties_fit(index)
+        and _boxes_inside(index)
     )
 
 
@@ -274,12 +303,46 @@ def _ends_fit(ends: npt.NDArray[Any], total: int) -> bool:
     return int(ends[-1]) == total and bool(np.all(ends[1:] >= ends[:-1]))
 
 
-def _boxes_inside(index: Index, rows: IntArray) -> bool:
-    shape = index.tensors.shape
-    # No shape may be so large that sizes in bytes overflow 64 bits; Python integers would not, numpy's would.
-    if shape.size and float(np.max(np.prod(shape.astype(np.float64), axis=1))) >= 2.0**58:
+def _are_text(strings: Strings) -> bool:
+    """Say whether every string is UTF-8: all of them together are, and none begins inside a letter."""
+    data = bytes(strings.data)
+    if data.isascii():
+        return True
+    data.decode()  # a ValueError where it is none
+    starts = segment_starts(strings.ends)
+    return bool(np.all(np.frombuffer(data + b" ", np.uint8)[starts] & 0xC0 != 0x80))
+
+
+def _shapes_fit(tensors: Tensors) -> bool:
+    shape = tensors.shape
+    if not shape.size:
+        return bool(np.all(tensors.ndim <= shape.shape[1]))
+    # In floats, which do not wrap; and never times 0, for infinity times 0 is not a number.
+    with np.errstate(over="ignore"):
+        elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
+    padding = np.arange(shape.shape[1]) >= tensors.ndim[:, None]
+    return bool(
+        np.all(tensors.ndim <= shape.shape[1]) and np.all(elements < _MAX_ELEMENTS) and np.all(shape[padding] == 1)
+    )
+
+
+def _ties_fit(index: Index) -> bool:
+    """Say whether every alias is a tensor of its own, of the same shape and dtype, and has no chunks."""
+    tensors, rows = index.tensors, np.arange(len(index.tensors))
+    alias = tensors.alias
+    if not np.all(alias < len(rows)):
         return False
+    tied = np.flatnonzero(alias != rows)
+    owner, starts = alias[tied], segment_starts(index.chunk_ends)
+    return bool(
+        np.all(alias[owner] == owner)
+        and all(np.array_equal(column[owner], column[tied]) for column in (tensors.shape, tensors.ndim, tensors.dtype))
+        and np.all(starts[tied] == index.chunk_ends[tied])
+    )
+
+
+def _boxes_inside(index: Index) -> bool:
     counts = np.asarray(index.chunk_ends, np.int64) - segment_starts(index.chunk_ends)
-    limits = shape[np.repeat(rows, counts)]
+    limits = index.tensors.shape[np.repeat(np.arange(len(counts)), counts)]
     offsets, sizes = index.chunks.offsets, index.chunks.sizes
     return bool(np.all(sizes <= limits) and np.all(offsets <= limits - sizes) and np.all(sizes >= 1))
