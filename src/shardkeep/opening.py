@@ -22,13 +22,13 @@ from shardkeep.format.index import Index
 from shardkeep.format.picks import Item, Pick, parse_index
 from shardkeep.format.record import Record
 from shardkeep.format.region import Box
-from shardkeep.format.tree import decode_tree, leaf_keys, unflatten
+from shardkeep.format.tree import Node, decode_tree, leaf_keys, unflatten
 from shardkeep.format.values import decode_value
 from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.plan.loads import check_tensors
 from shardkeep.plan.ranges import every_block
-from shardkeep.run.read import Source, keys_at, read_files
+from shardkeep.run.read import Source, keys_at, open_checked, read_files
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
@@ -141,7 +141,15 @@ class Checkpoint(Mapping[str, Any]):
                 read[owner] = item.numpy() if item.is_numpy else item.tensor()
             return read[owner]
 
-        return unflatten(decode_tree(self.index.tree), leaf)
+        return unflatten(self._tree(), leaf)
+
+    def _tree(self) -> Node:
+        """Return the skeleton, whose leaves are all that is stored, each once."""
+        tree = decode_tree(self.index.tree)
+        names = list(leaf_keys(tree))
+        if len(names) != len(self) or len(set(names)) != len(names) or set(names) != set(self):
+            raise MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
+        return tree
 
     def verify(self) -> VerifyReport:
         """
@@ -166,16 +174,16 @@ class Checkpoint(Mapping[str, Any]):
             check_tensors(self.index, own, native.data_sizes(self.record))
             if not self.index.is_sorted():
                 raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
-            wanted = set(leaf_keys(decode_tree(self.index.tree)))
-            if wanted != set(self):
-                raise MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
+            self._tree()
         except CheckpointError as exc:
             yield exc
         threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
         key_at = keys_at(self.index, self.record)
         for number, file in enumerate(self.record.files):
-            plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
             try:
+                # The real size first: a plan is as long as the record says the file is.
+                open_checked(self._store, file)[0].close()
+                plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
                 read_files(
                     self._store, self.record.files, [plan], {}, key_at=key_at, threads=threads, window_nbytes=window
                 )

@@ -119,7 +119,8 @@ def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray) -> Non
     file = np.asarray(chunks.file, np.int64)
     inside = file < len(data_nbytes)
     start = np.asarray(chunks.start, np.int64)
-    inside &= (start >= 0) & (start + nbytes <= np.append(data_nbytes, 0)[np.minimum(file, len(data_nbytes))])
+    # Start and length of a forged chunk, added up, may wrap.
+    inside &= (start >= 0) & (start <= np.append(data_nbytes, -1)[np.minimum(file, len(data_nbytes))] - nbytes)
     good[local[~inside]] = False
     if not np.all(good):
         key = index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()

@@ -21,7 +21,7 @@ from shardkeep.format.header import count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import FileEntry, Record
 from shardkeep.format.region import flat_range_to_boxes, intersect, relative
-from shardkeep.plan.loads import Scatter
+from shardkeep.plan.loads import Scatter, check_tensors
 from shardkeep.plan.ranges import FileReads, Read, touching
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
@@ -84,6 +84,15 @@ def open_checked(store: Opens, entry: FileEntry) -> tuple[BlobReader, bytes]:
     except BaseException:
         reader.close()
         raise
+
+
+def check_stored(source: Source, tensor: int) -> None:
+    """Insist that all of a tensor is stored, in files as long as the record says, before memory is made for it."""
+    index, files = source.index, source.record.files
+    owner = np.array([index.tensors.alias[tensor]], np.int64)
+    check_tensors(index, owner, np.array([file.nbytes - file.header_nbytes for file in files], np.int64))
+    for file in np.unique(index.chunks.file[index.chunk_rows(tensor)]).tolist():
+        open_checked(source.store, files[file])[0].close()
 
 
 def read_files(

@@ -12,7 +12,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.picks import Pick
 from shardkeep.options import Options
 from shardkeep.run.fetch import fetch
-from shardkeep.run.read import Source
+from shardkeep.run.read import Source, check_stored
 
 _APART_NBYTES = 64 << 10
 """Rows picked with a step are read one by one from this size on; smaller ones with what lies between them."""
@@ -21,6 +21,8 @@ _APART_NBYTES = 64 << 10
 def read_picks(source: Source, row: int, picks: tuple[Pick, ...], options: Options) -> torch.Tensor:
     """Return what the picks select, as a new dense tensor."""
     dtype = source.index.dtype(row)
+    if math.prod(pick.extent for pick in picks) * dtype.itemsize > options.host_budget_bytes:
+        check_stored(source, row)
     out = torch.empty([pick.count for pick in picks], dtype=to_torch(dtype))
     if out.numel():
         row_nbytes = math.prod(pick.extent for pick in picks[1:]) * dtype.itemsize
