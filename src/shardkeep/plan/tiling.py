@@ -3,8 +3,10 @@ Do the boxes of a tensor tile it: every element in exactly one box?
 
 The indicator function of a box is a signed sum of step functions at its corners, and step functions at different
 points are linearly independent. So boxes tile a tensor exactly if and only if their signed corners, added up, cancel
-to the corners of the whole. Each corner is replaced by a random 64-bit fingerprint and the sums are compared: linear
-in the number of boxes, no sorting, no pairs. A false "yes" has a chance of about 2**-64.
+to the corners of the whole. Each coordinate of each axis is replaced by a random number, and a corner by the product
+of its coordinates' numbers; then the signed sum over all corners of a box is a product, of one difference for each
+axis. The sums are compared modulo a prime of 61 bits: linear in boxes and in axes, no sorting, no pairs. A false "yes"
+has a chance of at most axes / 2**61.
 """
 
 from __future__ import annotations
@@ -28,27 +30,23 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
     `tensor` gives each box's tensor and is sorted; boxes lie inside their tensors and are not empty.
     """
     rng = np.random.default_rng()
-    used = [d for d in range(boxes.axes) if np.any(boxes.sizes[:, d] != shapes[tensor, d])]
-    # An axis that every box spans whole says nothing, except that an empty tensor is empty.
-    weights = fingerprint.multipliers(len(used) + 2, rng)
-    sums = np.zeros(len(shapes), np.uint64)
-    expected = np.zeros(len(shapes), np.uint64)
-    full = np.prod(shapes, axis=1, dtype=np.int64) > 0
-    starts = np.flatnonzero(np.diff(tensor, prepend=-1))
-    for corner in range(1 << len(used)):
-        upper = [(corner >> i) & 1 for i in range(len(used))]
-        points = [boxes.offsets[:, d] + (boxes.sizes[:, d] if up else 0) for d, up in zip(used, upper, strict=True)]
-        outer = [shapes[:, d] if up else np.zeros(len(shapes), np.int64) for d, up in zip(used, upper, strict=True)]
-        at_boxes = fingerprint.of_rows([tensor, *points], weights)
-        at_whole = fingerprint.of_rows([np.arange(len(shapes)), *outer], weights)
-        at_whole[~full] = 0
-        if sum(upper) % 2:
-            at_boxes, at_whole = -at_boxes, -at_whole
-        if len(tensor):
-            sums[tensor[starts]] += np.add.reduceat(at_boxes, starts)
-        expected += at_whole
-    equal: npt.NDArray[np.bool_] = sums == expected
+    sums = np.ones(len(boxes), np.uint64)
+    expected = np.ones(len(shapes), np.uint64)
+    for d in range(boxes.axes):
+        offsets, sizes, whole = boxes.offsets[:, d], boxes.sizes[:, d], shapes[:, d]
+        if np.array_equal(sizes, whole[tensor]):
+            continue  # an axis that every box spans whole says nothing, except that an empty tensor is empty
+        weights = fingerprint.multipliers(2, rng)
+        sums = fingerprint.times(sums, _span(offsets, offsets + sizes, weights))
+        expected = fingerprint.times(expected, _span(np.zeros_like(whole), whole, weights))
+    expected[np.any(shapes == 0, axis=1)] = 0
+    equal: npt.NDArray[np.bool_] = fingerprint.add_up(sums, tensor, len(shapes)) == expected
     return equal
+
+
+def _span(low: IntArray, high: IntArray, weights: fingerprint.Hashes) -> fingerprint.Hashes:
+    """Return the difference of the random numbers of two coordinates of one axis."""
+    return fingerprint.minus(fingerprint.of_rows([low], weights), fingerprint.of_rows([high], weights))
 
 
 def explain(shape: tuple[int, ...], boxes: list[Box]) -> str:
