@@ -1,0 +1,93 @@
+"""Bounded memory, nothing that grows, and cost in proportion to what is asked for."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.testing.thread_ranks import run_thread_ranks
+
+MIB = 1 << 20
+
+
+def resident(field):
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def peak_growth(call):
+    """How far resident memory rises above where it is while something runs."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def state_of(kind, nbytes):
+    if kind == "contiguous":
+        return {f"w{i}": torch.ones(nbytes // 4 // 4) for i in range(4)}
+    return {f"w{i}": torch.ones(1024, nbytes // 4 // 4 // 1024).t() for i in range(4)}
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided"])
+def test_saving_and_loading_stay_within_the_budget(tmp_path, kind):
+    """
+    However large the state, contiguous, strided or cast, memory beyond it is at most the budget and a little.
+    """
+    budget = 32 * MIB
+    options = sk.Options(io_threads=4, host_budget_bytes=budget)
+    slack = 24 * MIB  # threads' stacks and arenas, the index, the allocator's own
+    state = state_of(kind, 256 * MIB)
+    assert peak_growth(lambda: sk.save(state, tmp_path, options=options)) < budget + slack
+    assert peak_growth(lambda: sk.load(state, tmp_path, options=options)) < budget + slack
+    other = {key: torch.zeros(value.shape, dtype=torch.float16) for key, value in state.items()}
+    assert peak_growth(lambda: sk.load(other, tmp_path, options=options, cast=True)) < budget + slack
+
+
+def test_nothing_grows_over_a_hundred_saves(tmp_path):
+    """
+    Memory, threads and file descriptors are flat over many saves and loads, with several ranks too.
+    """
+    state = {f"w{i}": torch.randn(64, 1024) for i in range(16)}
+
+    def once():
+        sk.save(state, tmp_path / "one", overwrite=True)
+        sk.load(state, tmp_path / "one")
+        run_thread_ranks(
+            3,
+            lambda w: sk.save({"w": state["w0"], "r": sk.PerRank(w.rank)}, tmp_path / "three", overwrite=True, group=w),
+        )
+
+    for _ in range(10):
+        once()
+    gc.collect()
+    before = (resident("VmRSS"), threading.active_count(), len(os.listdir("/proc/self/fd")))
+    for _ in range(90):
+        once()
+    gc.collect()
+    after = (resident("VmRSS"), threading.active_count(), len(os.listdir("/proc/self/fd")))
+
+    assert after[0] - before[0] < 16 * MIB
+    assert after[1:] == before[1:]
+
+
+def test_a_window_is_never_larger_than_the_budget_allows():
+    """
+    Threads and windows shrink with the budget, down to one thread and one mebibyte.
+    """
+    from shardkeep.run.workers import window_for
+
+    for threads in (1, 2, 8, 64):
+        for budget in (1, MIB, 5 * MIB, 64 * MIB, 256 * MIB, 4096 * MIB):
+            used, window = window_for(threads, budget)
+            assert 1 <= used <= threads
+            assert 2 * used * window <= max(budget, 2 * MIB)
+            assert window % MIB == 0
