@@ -9,7 +9,6 @@ place. Files of a save that may still be alive are never touched.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, DamagedCheckpoint
 from shardkeep.layout.native import claim_name, save_id_of
+from shardkeep.store.process import host, started
 from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts
 
 STALE_AFTER_S = 24 * 3600.0
@@ -68,7 +68,7 @@ def claiming(save_id: str) -> Iterator[None]:
 
 def make_claim(store: Puts, save_id: str) -> None:
     """Say that this process is writing this save."""
-    claim = Claim(host=_host(), pid=os.getpid(), started=_started(os.getpid()))
+    claim = Claim(host=host(), pid=os.getpid(), started=started(os.getpid()))
     store.put(claim_name(save_id), msgspec.json.encode(claim))
 
 
@@ -91,7 +91,7 @@ def survey(store: _Looks) -> Survey:
             found.ended.extend(info.name for info in infos)
         elif _alive(claim, save_id):
             found = replace(found, living=claim)
-        elif claim.host == _host() or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
+        elif claim.host == host() or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
             found.dead.extend(info.name for info in infos)
     return found
 
@@ -106,37 +106,6 @@ def _read(store: Gets, name: str) -> Claim | None:
 
 
 def _alive(claim: Claim, save_id: str) -> bool:
-    if claim.host != _host() or not claim.started or _started(claim.pid) != claim.started:
+    if claim.host != host() or not claim.started or started(claim.pid) != claim.started:
         return False
     return claim.pid != os.getpid() or save_id in _under_way
-
-
-def _host() -> str:
-    boot = namespace = ""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        pass  # not Linux: the host name has to do
-    return f"{socket.gethostname()} {boot} {namespace}".strip()
-
-
-def _started(pid: int) -> str:
-    """Return when a process began; empty where it is not running."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return _exists(pid)
-    return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _exists(pid: int) -> str:
-    if os.path.exists("/proc/self/stat"):
-        return ""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return ""
-    return "running"

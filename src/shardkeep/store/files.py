@@ -112,6 +112,9 @@ def open_files(path: str, flags: int, *, direct: bool) -> Descriptors:
         second = _open_direct(path, flags & ~(os.O_CREAT | os.O_EXCL), status) if direct and _O_DIRECT else None
     except BaseException:
         os.close(buffered)
+        if flags & os.O_EXCL:  # made just now
+            with suppress(OSError):
+                os.unlink(path)
         raise
     return Descriptors(buffered, second, status.st_size)
 

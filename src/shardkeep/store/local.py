@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from hashlib import blake2b
 
 from shardkeep.errors import MalformedFile, StorageError, WrongSize
 from shardkeep.store.aligned import ALIGNMENT, ScratchPool, address_of, copy, flat
@@ -30,6 +32,7 @@ from shardkeep.store.files import (
     sync_directory,
     write_at,
 )
+from shardkeep.store.process import host, started
 from shardkeep.store.protocol import BlobInfo, check_name, is_name
 
 _REQUEST_BYTES = 4 << 20
@@ -41,6 +44,18 @@ _SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
 _MEMORY_ALIGNMENT = 64
 """Where torch puts a tensor. NVMe takes such memory as it is; other disks refuse it, and are then given whole pages."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
+
+
+def _host_mark() -> str:
+    return blake2b(host().encode(), digest_size=6).hexdigest()
+
+
+def _temporary_name() -> str:
+    """Name a file that is not a blob yet after the process that writes it, so that it can be known for abandoned."""
+    return f".tmp-{_host_mark()}-{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(8)}"
 
 
 class _LocalWriter:
@@ -198,6 +213,7 @@ class LocalStore:
         self._path = os.path.abspath(self.url)
         self._direct = direct
         self._scratch = ScratchPool(_SCRATCH_BYTES)
+        self._cleared = False
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r}, direct={self._direct})"
@@ -232,7 +248,7 @@ class LocalStore:
 
     def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         path = os.path.join(self._path, check_name(name))
-        temporary = os.path.join(self._path, f".tmp-{secrets.token_hex(8)}")
+        temporary = os.path.join(self._path, _temporary_name())
         with storage_errors("cannot put", self.url, name):
             self._write_whole(temporary, data)
             try:
@@ -244,6 +260,18 @@ class LocalStore:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
             sync_directory(self._path)
+        if not self._cleared:
+            self._cleared = True
+            self._clear()
+
+    def _clear(self) -> None:
+        """Remove what processes of this machine left that died in a `put`; once is enough, and nothing depends on it."""
+        with suppress(OSError), os.scandir(self._path) as entries:
+            for entry in entries:
+                left = _TEMPORARY.fullmatch(entry.name)
+                if left and left["host"] == _host_mark() and started(int(left["pid"])) != left["started"]:
+                    with suppress(OSError):
+                        os.unlink(entry.path)
 
     def _link(self, temporary: str, path: str, data: bytes) -> None:
         try:
