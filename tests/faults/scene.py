@@ -13,7 +13,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.engine.samples import bits
 
+Where = str | Store
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20)
 """Two threads and windows of 1 MiB: the least there is, so that a small state has several."""
 ROWS = 1152
@@ -74,29 +75,31 @@ def facts(state: dict[str, Any]) -> Any:
     return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
 
 
-def save_all(ranks: int, where: Callable[[int], Store], k: int, *, timeout_s: float = 20.0, **more: Any) -> list[Any]:
-    """Save state `k` on one or more ranks; `where(rank)` is the store of each. Return what each returned or raised."""
+def save_all(ranks: int, where: Where | list[Where], k: int, *, timeout_s: float = 20.0) -> list[Any]:
+    """Save state `k` on some ranks, to one place or to each rank's own; return what each returned or raised."""
 
     def main(world: World) -> Any:
-        return sk.save(
-            state_of(k, world), where(world.rank), step=k, overwrite=True, group=world, options=OPTIONS, **more
-        )
+        mine = where[world.rank] if isinstance(where, list) else where
+        return sk.save(state_of(k, world), mine, step=k, overwrite=True, group=world, options=OPTIONS)
 
     return thread_outcomes(ranks, main, timeout_s=timeout_s)
 
 
-def load_all(
-    ranks: int, where: Callable[[int], Store], *, timeout_s: float = 20.0
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Load on one or more ranks; return what each returned or raised, and what is now in their states."""
+def load_all(ranks: int, where: Where, *, timeout_s: float = 20.0) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Load on some ranks; return what each returned or raised, and what is now in their states."""
     states: dict[int, dict[str, Any]] = {}
 
     def main(world: World) -> Any:
         states[world.rank] = blank_of(world)
-        return sk.load(states[world.rank], where(world.rank), group=world, options=OPTIONS)
+        return sk.load(states[world.rank], where, group=world, options=OPTIONS)
 
     outcomes = thread_outcomes(ranks, main, timeout_s=timeout_s)
     return outcomes, [states[rank] for rank in range(ranks)]
+
+
+def assert_saved(outcomes: list[Any], why: str = "") -> None:
+    """No rank raised."""
+    assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == [], why
 
 
 def checkpoint_at(place: str) -> int:

@@ -10,10 +10,12 @@ import pytest
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import (
     DyingStore,
     InterruptedStore,
+    assert_saved,
     bury_claims,
     checkpoint_at,
     files_of_checkpoint,
@@ -26,8 +28,9 @@ COMMIT = f"put {RECORD_NAME}"
 DEADLINE_S = 15.0
 
 
-def assert_saved(outcomes: list[object], why: str = "") -> None:
-    assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == [], why
+def only(rank: int, store: FaultyStore) -> list[Store]:
+    """Give one of three ranks this store, and the others the sound one below it."""
+    return [store if each == rank else store.inner for each in range(3)]
 
 
 def is_committed(store: FaultyStore, before: int) -> bool:
@@ -43,14 +46,14 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, fault, ranks
     checkpoint is intact and not one file is added. After the commit, the save succeeds, and what it could not remove
     is removed by the next one.
     """
-    save_all(ranks, lambda _: LocalStore(place), 0)
+    save_all(ranks, place, 0)
     latest = 0
     for n in itertools.count():
         before = names_in(place)
         store = FaultyStore(LocalStore(place), fault, at=n)
         began = time.monotonic()
         with no_leaks():
-            outcomes = save_all(ranks, lambda _, store=store: store, n + 1, timeout_s=DEADLINE_S)
+            outcomes = save_all(ranks, store, n + 1, timeout_s=DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
         if len(store.operations) <= n:
             assert_saved(outcomes)
@@ -60,7 +63,7 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, fault, ranks
             assert_saved(outcomes, struck)
             assert checkpoint_at(place) == n + 1, struck
             latest = 1000 + n
-            assert_saved(save_all(ranks, lambda _: LocalStore(place), latest), struck)
+            assert_saved(save_all(ranks, place, latest), struck)
         else:
             for outcome in outcomes:
                 check_storage_error(outcome, fault, struck, ranks)
@@ -89,11 +92,11 @@ def test_a_slow_operation_is_waited_for(place, ranks):
     """
     Within the deadline, an operation that takes its time changes nothing: the save succeeds and is whole.
     """
-    save_all(ranks, lambda _: LocalStore(place), 0)
+    save_all(ranks, place, 0)
     for n in itertools.count():
         store = FaultyStore(LocalStore(place), "slow", at=n, delay_s=0.05)
         with no_leaks():
-            outcomes = save_all(ranks, lambda _, store=store: store, n + 1, timeout_s=DEADLINE_S)
+            outcomes = save_all(ranks, store, n + 1, timeout_s=DEADLINE_S)
         assert_saved(outcomes)
         assert checkpoint_at(place) == n + 1
         assert names_in(place) == files_of_checkpoint(place)
@@ -108,11 +111,11 @@ def test_a_crash_loses_nothing_and_the_next_save_sweeps_it(place, ranks):
     When the process dies at any operation, the earlier checkpoint is intact, or the new one if it was committed; no
     file descriptor stays open. Once its claim is that of a dead process, the next save removes whatever it left.
     """
-    save_all(ranks, lambda _: LocalStore(place), 0)
+    save_all(ranks, place, 0)
     for n in itertools.count():
         earlier = 2 * n
         store = FaultyStore(LocalStore(place), "crash", at=n)
-        outcomes = save_all(ranks, lambda _, store=store: store, earlier + 1, timeout_s=DEADLINE_S)
+        outcomes = save_all(ranks, store, earlier + 1, timeout_s=DEADLINE_S)
         if not store.crashed:
             assert_saved(outcomes)
             break
@@ -127,7 +130,7 @@ def test_a_crash_loses_nothing_and_the_next_save_sweeps_it(place, ranks):
 
         claims = bury_claims(place)
         assert claims == ("put claim" in " ".join(store.operations[:n]) and not was_released(store, n)), struck
-        healthy = save_all(ranks, lambda _: LocalStore(place), earlier + 2)
+        healthy = save_all(ranks, place, earlier + 2)
         assert_saved(healthy, struck)
         assert checkpoint_at(place) == earlier + 2, struck
         assert names_in(place) == files_of_checkpoint(place), struck
@@ -144,16 +147,13 @@ def test_a_crash_of_one_rank_reaches_the_others(place, rank):
     When one rank falls out at any of its operations, the others raise and name it; while rank 0 lives it removes
     what the dead rank left. With rank 0 gone, the next save does.
     """
-    save_all(3, lambda _: LocalStore(place), 0)
+    save_all(3, place, 0)
     for n in itertools.count():
         earlier = 2 * n
         before = names_in(place)
         dying = FaultyStore(LocalStore(place), "crash", at=n)
-        sound = LocalStore(place)
         with no_leaks(crashing=True):
-            outcomes = save_all(
-                3, lambda r, dying=dying: dying if r == rank else sound, earlier + 1, timeout_s=DEADLINE_S
-            )
+            outcomes = save_all(3, only(rank, dying), earlier + 1, timeout_s=DEADLINE_S)
         if not dying.crashed:
             assert_saved(outcomes)
             break
@@ -169,7 +169,7 @@ def test_a_crash_of_one_rank_reaches_the_others(place, rank):
             assert checkpoint_at(place) == earlier, struck
             assert rank == 0 or names_in(place) == before, struck
         bury_claims(place)
-        save_all(3, lambda _: LocalStore(place), earlier + 2)
+        save_all(3, place, earlier + 2)
         assert checkpoint_at(place) == earlier + 2, struck
         assert names_in(place) == files_of_checkpoint(place), struck
     assert n >= 4
@@ -182,12 +182,12 @@ def test_a_disk_that_goes_away_loses_nothing(place, ranks):
     earlier checkpoint is intact, or the new one if it was committed. The same process can save there again, and that
     save removes what could not be removed before.
     """
-    save_all(ranks, lambda _: LocalStore(place), 0)
+    save_all(ranks, place, 0)
     for n in itertools.count():
         earlier = 2 * n
         store = DyingStore(LocalStore(place), since=n)
         with no_leaks():
-            outcomes = save_all(ranks, lambda _, store=store: store, earlier + 1, timeout_s=DEADLINE_S)
+            outcomes = save_all(ranks, store, earlier + 1, timeout_s=DEADLINE_S)
         if len(store.operations) <= n:
             assert_saved(outcomes)
             break
@@ -198,7 +198,7 @@ def test_a_disk_that_goes_away_loses_nothing(place, ranks):
             assert not committed or not isinstance(outcome, BaseException), struck
         assert checkpoint_at(place) == earlier + committed, struck
 
-        again = save_all(ranks, lambda _: LocalStore(place), earlier + 2)
+        again = save_all(ranks, place, earlier + 2)
         assert_saved(again, struck)
         assert checkpoint_at(place) == earlier + 2, struck
         assert names_in(place) == files_of_checkpoint(place), struck
@@ -211,16 +211,13 @@ def test_an_interrupt_on_one_rank_reaches_the_others(place, rank):
     Ctrl-C on one rank, at any of its operations, goes through on that rank, is named by the others, and leaves
     nothing of the save; after the commit the checkpoint stands.
     """
-    save_all(3, lambda _: LocalStore(place), 0)
+    save_all(3, place, 0)
     latest = 0
     for n in itertools.count():
         before = names_in(place)
         stopped = InterruptedStore(LocalStore(place), when=n)
-        sound = LocalStore(place)
         with no_leaks():
-            outcomes = save_all(
-                3, lambda r, stopped=stopped: stopped if r == rank else sound, n + 1, timeout_s=DEADLINE_S
-            )
+            outcomes = save_all(3, only(rank, stopped), n + 1, timeout_s=DEADLINE_S)
         if len(stopped.operations) <= n:
             assert_saved(outcomes)
             break
@@ -231,7 +228,7 @@ def test_an_interrupt_on_one_rank_reaches_the_others(place, rank):
             assert_saved(others, struck)
             assert checkpoint_at(place) == n + 1, struck
             latest = 1000 + n
-            save_all(3, lambda _: LocalStore(place), latest)
+            save_all(3, place, latest)
         else:
             for other in others:
                 assert isinstance(other, sk.CheckpointError), struck
@@ -249,10 +246,10 @@ def test_trouble_after_the_commit_is_a_warning(place, caplog):
     """
     verbs = set()
     for n in itertools.count():
-        save_all(1, lambda _: LocalStore(place), 0)
+        save_all(1, place, 0)
         caplog.clear()
         store = FaultyStore(LocalStore(place), at=n)
-        [report] = save_all(1, lambda _, store=store: store, 1)
+        [report] = save_all(1, store, 1)
         if len(store.operations) <= n:
             break
         if is_committed(store, n):
@@ -270,12 +267,11 @@ def test_a_rank_past_the_deadline_is_named(place, verb):
     When a rank takes longer than the deadline, all ranks raise RanksSilent and name it, in time; the earlier
     checkpoint is intact and the late rank, too, leaves nothing.
     """
-    save_all(3, lambda _: LocalStore(place), 0)
+    save_all(3, place, 0)
     before = names_in(place)
     slow = FaultyStore(LocalStore(place), "slow", at=0, verbs=[verb], delay_s=1.5)
-    sound = LocalStore(place)
     with no_leaks():
-        outcomes = save_all(3, lambda rank: slow if rank == 2 else sound, 1, timeout_s=0.5)
+        outcomes = save_all(3, only(2, slow), 1, timeout_s=0.5)
     for outcome in outcomes:
         assert type(outcome) is sk.RanksSilent
         assert outcome.ranks == [2]
@@ -288,16 +284,15 @@ def test_rank_0_late_with_the_commit_does_not_tear_it(place):
     """
     When the other ranks give up on rank 0 while it commits, what is committed in the end is whole.
     """
-    save_all(3, lambda _: LocalStore(place), 0)
+    save_all(3, place, 0)
     slow = FaultyStore(LocalStore(place), "slow", at=2, verbs=["put"], delay_s=1.5)
-    sound = LocalStore(place)
-    outcomes = save_all(3, lambda rank: sound if rank else slow, 1, timeout_s=0.4)
+    outcomes = save_all(3, only(0, slow), 1, timeout_s=0.4)
     assert slow.operations[-1 - slow.operations[::-1].index(COMMIT)] == COMMIT
     for outcome in outcomes[1:]:
         assert type(outcome) is sk.RanksSilent
         assert outcome.ranks == [0]
     assert checkpoint_at(place) in (0, 1)
-    save_all(3, lambda _: LocalStore(place), 2)
+    save_all(3, place, 2)
     assert checkpoint_at(place) == 2
     assert names_in(place) == files_of_checkpoint(place)
 
@@ -308,7 +303,7 @@ def test_a_first_save_that_fails_leaves_an_empty_place(place):
     """
     for n in itertools.count():
         store = FaultyStore(LocalStore(place), at=n)
-        [outcome] = save_all(1, lambda _, store=store: store, n)
+        [outcome] = save_all(1, store, n)
         if is_committed(store, n) or len(store.operations) <= n:
             break
         assert isinstance(outcome, sk.StorageError)

@@ -1,0 +1,39 @@
+"""The calls a save makes to the operating system, counted, so that one of them can be the last or go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+CHANGING = ("open", "pwrite", "ftruncate", "fdatasync", "fsync", "replace", "link", "unlink", "mkdir", "close")
+"""Calls after which something is different: on disk, or in the table of open files."""
+ASKING = ("preadv", "fstat", "scandir")
+
+Call = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def strike_at(n: int, strike: Callable[[str, Call], Any], names: tuple[str, ...]) -> Iterator[list[str]]:
+    """Hand the n-th call of these functions of `os` to `strike`; the list grows with every call, by name."""
+    made: list[str] = []
+    lock = threading.Lock()
+
+    def wrap(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                number = len(made)
+                made.append(f"{name} {args[0] if isinstance(args[0], str) else ''}".strip())
+            if number == n:
+                return strike(name, lambda: real(*args, **kwargs))
+            return real(*args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple(os, **{name: wrap(name) for name in names}):
+        yield made

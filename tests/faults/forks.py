@@ -1,0 +1,58 @@
+"""
+Processes to kill: forked in milliseconds from one that has imported torch and does nothing else.
+
+Functions that run in them live in modules that are named here, so that they, too, are imported once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "shardkeep.saving", "shardkeep.loading", "pytest", "tests.faults.doomed"]
+)
+
+
+class Fork:
+    """A process running `fn(pipe, *args)`; `pipe` is the other end of `self.pipe`."""
+
+    def __init__(self, fn: Any, *args: Any) -> None:
+        self.pipe: Connection
+        self.pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=fn, args=(theirs, *args), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """Kill it without warning, if it is still there, and wait for its end."""
+        if self._process.is_alive():
+            os.kill(self._process.pid or 0, signal.SIGKILL)
+        self.join()
+
+    def join(self, within_s: float = 60.0) -> int | None:
+        """Wait for its end; return how it ended, negative for a signal."""
+        self._process.join(within_s)
+        return self._process.exitcode
+
+    def said(self) -> list[Any]:
+        """Everything it has sent and nobody has read."""
+        heard = []
+        try:
+            while self.pipe.poll():
+                heard.append(self.pipe.recv())
+        except (EOFError, ConnectionResetError):
+            pass
+        return heard
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.pipe.close()
+        self._process.close()

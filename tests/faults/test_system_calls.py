@@ -1,0 +1,98 @@
+"""A call to the operating system that goes wrong, or is the last one, for every call of an overwriting save."""
+
+import errno
+import itertools
+import os
+import signal
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.store.local import LocalStore
+from tests.faults.calls import ASKING, CHANGING, strike_at
+from tests.faults.doomed import save_and_die_at
+from tests.faults.forks import Fork
+from tests.faults.scene import (
+    assert_saved,
+    checkpoint_at,
+    files_of_checkpoint,
+    names_in,
+    no_leaks,
+    save_all,
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_killed_at_any_call(place, ranks):
+    """
+    A process killed between any two calls that change something leaves the earlier checkpoint whole, or the new one;
+    the next save finds the way clear, and leaves not one file of the dead.
+    """
+    save_all(ranks, place, 0)
+    kept = set()
+    for n in itertools.count():
+        earlier = 2 * n
+        with Fork(save_and_die_at, place, ranks, earlier + 1, n) as fork:
+            ended = fork.join()
+            struck = fork.said()
+        if not struck:
+            assert ended == 0
+            break
+        assert ended == -signal.SIGKILL
+        found = checkpoint_at(place)
+        assert found in (earlier, earlier + 1), struck
+        kept.add(found - earlier)
+        assert_saved(save_all(ranks, place, earlier + 2), f"{n}: {struck}")
+        assert checkpoint_at(place) == earlier + 2, struck
+        assert names_in(place) == files_of_checkpoint(place), f"{n}: {struck}"
+    assert n >= 50
+    assert kept == {0, 1}
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["undone", "done"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_any_call_fails(place, number, done):
+    """
+    A call that fails, even one that says so after it has done its work, loses neither the earlier checkpoint nor the
+    new one: the save raises an error of ours with the errno and leaves nothing, or succeeds.
+    """
+    names = tuple(name for name in CHANGING + ASKING if name != "close")
+
+    def strike(name, call):
+        if done and name not in ("open", "scandir"):  # what they return would be lost
+            call()
+        raise OSError(number, os.strerror(number))
+
+    save_all(1, place, 0)
+    failures = 0
+    for n in itertools.count():
+        earlier = 2 * n
+        store = LocalStore(place)
+        with no_leaks(), strike_at(n, strike, names) as made:
+            [outcome] = save_all(1, store, earlier + 1)
+        if len(made) <= n:
+            assert_saved([outcome])
+            break
+        struck = f"{n}: {made[n]}"
+        found = checkpoint_at(place)
+        if isinstance(outcome, BaseException):
+            failures += 1
+            assert type(outcome) is (sk.StorageFull if number == errno.ENOSPC else sk.StorageError), struck
+            assert outcome.errno == number, struck
+            assert place in str(outcome), struck
+            replaced = any(call.startswith("replace") for call in made[: n + done])
+            assert found == earlier + replaced, struck
+            if not replaced and not made[n].startswith("unlink"):
+                assert names_in(place) == files_of_checkpoint(place), struck
+        else:
+            assert found == earlier + 1, struck
+        assert_saved(save_all(1, place, earlier + 2), struck)
+        assert checkpoint_at(place) == earlier + 2, struck
+        left = names_in(place) - files_of_checkpoint(place)
+        # A temporary file that the disk would not let go of stays while the process that made it lives.
+        assert left <= {os.path.basename(made[n])}, struck
+        assert not left or (made[n].startswith("unlink") and not done), struck
+        for name in left:
+            os.unlink(os.path.join(place, name))
+    assert n >= 50
+    assert failures >= 30
