@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -192,6 +193,34 @@ def test_an_interrupt_goes_on_and_the_others_are_told(
         assert one.seconds < 2
 
 
+def stay_when_stopped(stopped: int) -> list[str]:
+    """Catch the interrupt within the call, and stay there until the others know and have tried to go on."""
+    signs = dist.distributed_c10d._get_default_store()
+
+    def work() -> bytes:
+        if rank() == stopped:
+            raise KeyboardInterrupt
+        return b""
+
+    with meet(current_world(timeout_s=50), "save to a") as meeting:
+        try:
+            told = ask(meeting, "write", work)
+        except KeyboardInterrupt:
+            signs.wait([f"told {other}" for other in range(3) if other != stopped], timedelta(seconds=10))
+            return []
+        after = ask(meeting, "undo", bytes) if stopped > 0 else told
+        signs.set(f"told {rank()}", "")
+        return [told.message.splitlines()[0], after.message.splitlines()[0]]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_an_interrupt_is_told_before_the_call_ends(rank_pool: RankPool, stopped: int):
+    heard = rank_pool.run(3, stay_when_stopped, stopped)
+
+    assert heard.pop(stopped) == []
+    assert heard == [[f"rank {stopped}: KeyboardInterrupt"] * 2] * 2
+
+
 def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
     began = time.monotonic()
     text = "nothing"
@@ -199,7 +228,7 @@ def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
         with meet(current_world(timeout_s=5), "save to a") as meeting:
             meeting.agree("plan", bytes, echo)
             if rank() == leaving:
-                raise OSError("lost my disk")  # noqa: TRY301
+                raise OSError("lost my disk")
             meeting.agree("write", bytes, echo)
     except (CheckpointError, OSError) as error:
         text = str(error)

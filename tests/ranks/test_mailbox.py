@@ -89,6 +89,21 @@ def test_a_visit_that_hangs_is_left_behind(store: Store, monkeypatch: pytest.Mon
     release.set()
 
 
+def test_a_visit_left_behind_ends_at_its_next_look(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mailbox_module, "GRACE_S", 0.1)
+    visitors: list[threading.Thread] = []
+
+    def errand(mailbox: Mailbox) -> bool:
+        visitors.append(threading.current_thread())
+        return mailbox.wait(["never"], 60)
+
+    with pytest.raises(MailLost):
+        visit(store, 2, errand, within_s=0.1)
+
+    visitors[0].join(5)
+    assert not visitors[0].is_alive()
+
+
 def test_a_store_that_fails_is_lost_mail(store: Store):
     def fail(_: Mailbox) -> None:
         raise RuntimeError("Broken pipe\nframe #0: c10::Error")

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store
 from shardkeep.errors import CheckpointError, RanksSilent
 from shardkeep.ranks import mailbox
 from shardkeep.ranks.agree import meet
+from shardkeep.ranks.mailbox import PIECE_BYTES
 from shardkeep.ranks.world import current_world
 from shardkeep.testing.rank_pool import RankPool
 from tests.ranks.told import Told, ask, ask_once, echo, rank
@@ -58,7 +59,7 @@ def test_a_sleeping_rank_is_named_and_told_when_it_wakes(rank_pool: RankPool):
         assert told.message.startswith(f"rank 2: did not answer within {TIMEOUT_S:g} s; it was last seen in 'write'\n")
         assert told.by_rank[1].message == "also this"
         assert set(told.by_rank) == {1, 2}
-    assert TIMEOUT_S <= heard[0][1] < 2 * TIMEOUT_S
+    assert TIMEOUT_S <= heard[0][1] < SOON_S
     assert heard[2][1] < TIMEOUT_S
 
 
@@ -69,7 +70,7 @@ def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
         assert told.kind == "RanksSilent"
         assert told.details == {"ranks": [0]}
         assert told.message.startswith(f"rank 0: did not answer within {2 * TIMEOUT_S:g} s; it was last seen in ")
-        assert 2 * TIMEOUT_S <= after_s < 3 * TIMEOUT_S
+        assert 2 * TIMEOUT_S <= after_s < SOON_S
     assert heard[1][0].by_rank[1].message == "also this"
     assert "rank 1: OSError: also this" in heard[1][0].message
     rank_0, after_s = heard[0]
@@ -108,7 +109,9 @@ def test_the_death_of_the_store_is_noticed_at_once(rank_pool: RankPool):
 
 def call_after_death() -> str:
     if rank() == 0:
+        signs().wait(["ready"])
         os.kill(os.getpid(), signal.SIGKILL)
+    signs().set("ready", "")
     with contextlib.suppress(RuntimeError):
         while not signs().check(["never"]):
             time.sleep(0.05)
@@ -130,13 +133,15 @@ def freeze() -> tuple[Told, float]:
 
     def work() -> bytes:
         if rank() == 0:
-            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            signs().wait(["joined"])
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
+        signs().set("joined", "")
         return b""
 
     began = time.monotonic()
-    with mock.patch.object(mailbox, "GRACE_S", 0.3):
-        told = ask_once(work, timeout_s=0.3)
+    with mock.patch.object(mailbox, "GRACE_S", 0.5):
+        told = ask_once(work, timeout_s=0.5)
     return told, time.monotonic() - began
 
 
@@ -146,7 +151,7 @@ def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool: 
     told, seconds = heard[1]
     assert (told.kind, told.details) == ("RanksSilent", {"ranks": [0]})
     assert "the store did not answer" in told.message
-    assert seconds < 2.8
+    assert seconds < 3.8
 
 
 def vanish_after(failing: list[int]) -> Told:
@@ -248,13 +253,13 @@ def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[i
 def ask_on_after_silence() -> list[Told]:
     def work() -> bytes:
         if rank() == 1:
-            signs().wait(["told"])
+            signs().wait(["told 0", "told 2"])
         return b""
 
     with meet(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
-        first = ask(meeting, "write", work)
-        signs().set("told", "")
-        return [first, ask(meeting, "undo", bytes)]
+        heard = [ask(meeting, "write", work), ask(meeting, "undo", bytes)]
+        signs().set(f"told {rank()}", "")
+    return heard
 
 
 def test_a_silent_rank_is_not_waited_for_twice(rank_pool: RankPool):
@@ -262,6 +267,29 @@ def test_a_silent_rank_is_not_waited_for_twice(rank_pool: RankPool):
         assert (first.kind, first.details) == ("RanksSilent", {"ranks": [1]})
         assert (second.kind, second.details) == ("RanksSilent", {"ranks": [1]})
         assert second.seconds < TIMEOUT_S
+
+
+def count_keys_when_late(late: bool) -> tuple[str, int]:
+    def work() -> bytes:
+        if late and rank() == 1:
+            signs().wait(["told 0"])
+        return b"x" * 2 * PIECE_BYTES
+
+    dist.barrier()
+    before = current_world(timeout_s=TIMEOUT_S).store.num_keys()
+    dist.barrier()
+    told = ask_once(work, timeout_s=TIMEOUT_S)
+    signs().set(f"told {rank()}", "")
+    dist.barrier()
+    return told.kind, current_world(timeout_s=TIMEOUT_S).store.num_keys() - before
+
+
+def test_a_rank_told_late_takes_its_keys_away(rank_pool: RankPool):
+    kind, in_time = rank_pool.run(2, count_keys_when_late, False)[0]
+    late_kind, late = rank_pool.run(2, count_keys_when_late, True)[0]
+
+    assert (kind, late_kind) == ("", "RanksSilent")
+    assert late == in_time
 
 
 def interrupted_while_waiting() -> tuple[str, float]:

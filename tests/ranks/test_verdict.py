@@ -98,14 +98,14 @@ def test_a_disagreement_says_who_called_what():
     assert error.by_rank[1].message == "no"
 
 
-class Unprintable(Exception):  # noqa: N818
+class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("not even this")
 
 
 def raised(error: BaseException) -> BaseException:
     try:
-        raise error  # noqa: TRY301
+        raise error
     except BaseException as caught:  # noqa: BLE001
         return caught
 

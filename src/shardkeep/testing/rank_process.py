@@ -106,8 +106,9 @@ def _do(job: Job, kept: dict[int, Store], connection: Connection) -> Finished:
     try:
         sys.path[:] = [*job.sys_path, *(path for path in sys.path if path not in job.sys_path)]
         os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
+        # First what may take seconds, the import of a test module; ranks leave the making of the group together.
+        fn, args, kwargs = pickle.loads(job.call)
         with _process_group(job, kept, connection):
-            fn, args, kwargs = pickle.loads(job.call)
             return Finished(value=pickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - sent to the caller
         pair = b""
