@@ -31,6 +31,8 @@ from tests.engine.samples import bits
 Where = str | Store
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20)
 """Two threads and windows of 1 MiB: the least there is, so that a small state has several."""
+IN_ORDER = sk.Options(io_threads=1, host_budget_bytes=2 << 20)
+"""For one rank: the same operations in the same order every time, so that counting through them misses none."""
 ROWS = 1152
 """Of `model.w`, 1.1 MB: two windows in one file."""
 
@@ -80,18 +82,23 @@ def save_all(ranks: int, where: Where | list[Where], k: int, *, timeout_s: float
 
     def main(world: World) -> Any:
         mine = where[world.rank] if isinstance(where, list) else where
-        return sk.save(state_of(k, world), mine, step=k, overwrite=True, group=world, options=OPTIONS)
+        return sk.save(
+            state_of(k, world), mine, step=k, overwrite=True, group=world, options=IN_ORDER if ranks == 1 else OPTIONS
+        )
 
     return thread_outcomes(ranks, main, timeout_s=timeout_s)
 
 
-def load_all(ranks: int, where: Where, *, timeout_s: float = 20.0) -> tuple[list[Any], list[dict[str, Any]]]:
+def load_all(
+    ranks: int, where: Where | list[Where], *, timeout_s: float = 20.0
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Load on some ranks; return what each returned or raised, and what is now in their states."""
     states: dict[int, dict[str, Any]] = {}
 
     def main(world: World) -> Any:
         states[world.rank] = blank_of(world)
-        return sk.load(states[world.rank], where, group=world, options=OPTIONS)
+        mine = where[world.rank] if isinstance(where, list) else where
+        return sk.load(states[world.rank], mine, group=world, options=IN_ORDER if ranks == 1 else OPTIONS)
 
     outcomes = thread_outcomes(ranks, main, timeout_s=timeout_s)
     return outcomes, [states[rank] for rank in range(ranks)]

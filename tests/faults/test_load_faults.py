@@ -1,0 +1,176 @@
+"""A store that goes wrong at the n-th operation of a load, for every n."""
+
+import errno
+import itertools
+import time
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.ranks.world import World
+from shardkeep.store.local import LocalStore
+from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
+from tests.faults.scene import (
+    OPTIONS,
+    InterruptedStore,
+    checkpoint_at,
+    facts,
+    load_all,
+    names_in,
+    no_leaks,
+    save_all,
+    state_of,
+)
+
+DEADLINE_S = 15.0
+
+
+def assert_loaded(outcomes, states, k):
+    assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == []
+    size = len(states)
+    for rank, state in enumerate(states):
+        assert facts(state) == facts(state_of(k, World(rank, size, object())))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("fault", ["error", "full", "short"])
+def test_a_failed_operation_reaches_every_rank(place, fault, ranks):
+    """
+    Every rank raises the same storage error, in time, with file and errno; nothing stays open, nothing is written,
+    and the next load is whole.
+    """
+    save_all(ranks, place, 1)
+    before = names_in(place)
+    for n in itertools.count():
+        store = FaultyStore(LocalStore(place), fault, at=n)
+        began = time.monotonic()
+        with no_leaks():
+            outcomes, states = load_all(ranks, store, timeout_s=DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S
+        if len(store.operations) <= n:
+            assert_loaded(outcomes, states, 1)
+            break
+        name = store.operations[n].partition(" ")[2]
+        for outcome in outcomes:
+            assert type(outcome) is (sk.StorageFull if fault == "full" else sk.StorageError), store.operations[n]
+            assert outcome.errno == (errno.ENOSPC if fault == "full" else errno.EIO)
+            assert outcome.details["name"] == name
+            assert name in str(outcome)
+            assert ranks == 1 or list(outcome.by_rank) == list(outcomes[0].by_rank)
+    assert n >= (10 if ranks == 1 else 20)
+    assert names_in(place) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_flipped_bit_is_never_loaded(place, ranks):
+    """
+    A bit that flips on the way, in any read, is an error on every rank that names the file; in tensor data it is
+    ChecksumMismatch and names the tensors. Wrong data is never returned.
+    """
+    save_all(ranks, place, 1)
+    for n in itertools.count():
+        store = FaultyStore(LocalStore(place), "flip", at=n)
+        with no_leaks():
+            outcomes, states = load_all(ranks, store, timeout_s=DEADLINE_S)
+        if len(store.operations) <= n:
+            assert_loaded(outcomes, states, 1)
+            break
+        verb, _, name = store.operations[n].partition(" ")
+        if verb == "open":  # no data moves
+            assert_loaded(outcomes, states, 1)
+            continue
+        for outcome in outcomes:
+            kind = sk.ChecksumMismatch if verb == "read_into" else sk.DamagedCheckpoint
+            assert isinstance(outcome, kind), store.operations[n]
+            assert name in str(outcome)
+    assert n >= (10 if ranks == 1 else 20)
+    assert checkpoint_at(place) == 1
+
+
+def test_every_flipped_read_is_caught_by_open(place):
+    """
+    Verifying, and reading the whole tree without a template, notice every flipped read.
+    """
+    save_all(3, place, 1)
+
+    def verify(store):
+        return sk.open(store, options=OPTIONS).verify()
+
+    def read(store):
+        return sk.open(store, options=OPTIONS).to_dict()
+
+    for look in (verify, read):
+        for n in itertools.count():
+            store = FaultyStore(LocalStore(place), "flip", at=n, verbs=["get", "read_into"])
+            with no_leaks():
+                try:
+                    look(store)
+                except sk.DamagedCheckpoint:
+                    continue
+            assert n == sum(done.startswith(("get", "read_into")) for done in store.operations)
+            break
+        assert n >= 10
+
+
+@pytest.mark.parametrize("fault", ["error", "crash"])
+def test_open_and_verify_end_cleanly(place, fault):
+    """
+    When a store fails under `open`, `verify` or a slice, the error is ours and nothing stays open.
+    """
+    save_all(3, place, 1)
+
+    def look(store):
+        ck = sk.open(store, options=OPTIONS)
+        ck.verify()
+        return ck["model.w"][3:5], ck.to_dict()
+
+    for n in itertools.count():
+        store = FaultyStore(LocalStore(place), fault, at=n)
+        with no_leaks():
+            try:
+                look(store)
+            except InjectedCrash if fault == "crash" else sk.CheckpointError:
+                continue
+        assert len(store.operations) == n
+        break
+    assert n >= 20
+
+
+@pytest.mark.parametrize("fault", ["crash", "interrupt"])
+def test_one_rank_falls_out_of_a_load(place, fault):
+    """
+    A rank that dies or is interrupted at any of its operations is named by the others; nothing stays open.
+    """
+    save_all(3, place, 1)
+    for n in itertools.count():
+        inner = LocalStore(place)
+        bad = FaultyStore(inner, "crash", at=n) if fault == "crash" else InterruptedStore(inner, when=n)
+        with no_leaks():
+            outcomes, states = load_all(3, [inner, bad, inner], timeout_s=DEADLINE_S)
+        if len(bad.operations) <= n:
+            assert_loaded(outcomes, states, 1)
+            break
+        kind = InjectedCrash if fault == "crash" else KeyboardInterrupt
+        assert isinstance(outcomes[1], kind), bad.operations[n]
+        for other in (outcomes[0], outcomes[2]):
+            assert isinstance(other, sk.CheckpointError), bad.operations[n]
+            assert f"rank 1: {kind.__name__}" in str(other)
+    assert n >= 5
+
+
+def test_slow_reads_are_waited_for_and_late_ones_named(place):
+    """
+    Within the deadline a slow read changes nothing; beyond it all ranks raise RanksSilent and name the rank.
+    """
+    save_all(3, place, 1)
+    inner = LocalStore(place)
+    slow = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=0.3)
+    outcomes, states = load_all(3, slow, timeout_s=DEADLINE_S)
+    assert_loaded(outcomes, states, 1)
+
+    late = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=1.5)
+    with no_leaks():
+        outcomes, _ = load_all(3, [inner, inner, late], timeout_s=0.5)
+    for outcome in outcomes:
+        assert type(outcome) is sk.RanksSilent
+        assert outcome.ranks == [2]
