@@ -59,10 +59,10 @@ def _temporary_name() -> str:
 
 
 class _LocalWriter:
-    def __init__(self, url: str, path: str, nbytes: int, files: Descriptors) -> None:
+    def __init__(self, url: str, name: str, path: str, nbytes: int, files: Descriptors) -> None:
         self._url = url
+        self._name = name
         self._path = path
-        self._name = os.path.basename(path)
         self._nbytes = nbytes
         self._files = files
         self._direct = files.direct
@@ -222,7 +222,7 @@ class LocalStore:
         path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot create", self.url, name):
             files = self._new_file(path, direct=self._direct)
-            writer = _LocalWriter(self.url, path, nbytes, files)
+            writer = _LocalWriter(self.url, name, path, nbytes, files)
             try:
                 reserve(files.buffered, nbytes)
             except BaseException:
@@ -250,12 +250,12 @@ class LocalStore:
         path = os.path.join(self._path, check_name(name))
         temporary = os.path.join(self._path, _temporary_name())
         with storage_errors("cannot put", self.url, name):
-            self._write_whole(temporary, data)
+            self._write_whole(name, temporary, data)
             try:
                 if replace:
                     os.replace(temporary, path)
                 else:
-                    self._link(temporary, path, data)
+                    self._link(name, temporary, path, data)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
@@ -273,18 +273,18 @@ class LocalStore:
                     with suppress(OSError):
                         os.unlink(entry.path)
 
-    def _link(self, temporary: str, path: str, data: bytes) -> None:
+    def _link(self, name: str, temporary: str, path: str, data: bytes) -> None:
         try:
             os.link(temporary, path)
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
             # Without links a crash can leave a part of a new blob, but never harms one that is there.
-            self._write_whole(path, data)
+            self._write_whole(name, path, data)
 
-    def _write_whole(self, path: str, data: bytes) -> None:
+    def _write_whole(self, name: str, path: str, data: bytes) -> None:
         files = self._new_file(path, direct=False)
-        writer = _LocalWriter(self.url, path, len(data), files)
+        writer = _LocalWriter(self.url, name, path, len(data), files)
         try:
             writer.write_at(0, memoryview(data))
             sync(files.buffered)
