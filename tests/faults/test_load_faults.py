@@ -112,8 +112,8 @@ def test_every_flipped_read_is_caught_by_open(place):
         assert n >= 10
 
 
-@pytest.mark.parametrize("fault", ["error", "crash"])
-def test_open_and_verify_end_cleanly(place, fault):
+@pytest.mark.parametrize(("fault", "kind"), [("error", sk.CheckpointError), ("crash", InjectedCrash)])
+def test_open_and_verify_end_cleanly(place, fault, kind):
     """
     When a store fails under `open`, `verify` or a slice, the error is ours and nothing stays open.
     """
@@ -129,7 +129,7 @@ def test_open_and_verify_end_cleanly(place, fault):
         with no_leaks():
             try:
                 look(store)
-            except InjectedCrash if fault == "crash" else sk.CheckpointError:
+            except kind:
                 continue
         assert len(store.operations) == n
         break

@@ -80,6 +80,7 @@ def test_any_call_fails(place, number, done):
             assert type(outcome) is (sk.StorageFull if number == errno.ENOSPC else sk.StorageError), struck
             assert outcome.errno == number, struck
             assert place in str(outcome), struck
+            assert ".tmp" not in str(outcome), struck
             replaced = any(call.startswith("replace") for call in made[: n + done])
             assert found == earlier + replaced, struck
             if not replaced and not made[n].startswith("unlink"):

@@ -1,0 +1,113 @@
+"""A real file system that is really full."""
+
+import errno
+import os
+import subprocess
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.testing.thread_ranks import thread_outcomes
+from tests.engine.samples import bits
+from tests.faults.scene import OPTIONS, assert_saved, checkpoint_at, files_of_checkpoint, names_in, no_leaks, save_all
+
+PAGE = 4096
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The place for a checkpoint on a file system of 8 MiB."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield str(path / "ck")
+    subprocess.run(["umount", path], check=True)
+
+
+def free_pages(place):
+    status = os.statvfs(os.path.dirname(place))
+    return status.f_bavail * status.f_frsize // PAGE
+
+
+def big_state(rows, ranks=1, rank=0):
+    """A state of so many rows of 4 KiB, shared out over the ranks."""
+    w = torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)
+    share = rows // ranks
+    mine = sk.ShardedBox(w[rank * share : (rank + 1) * share], offsets=(rank * share, 0), shape=w.shape)
+    return {"w": mine if ranks > 1 else w, "rows": rows}
+
+
+@pytest.mark.parametrize("reserves", [True, False], ids=["fallocate", "no-fallocate"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_that_does_not_fit(tiny, monkeypatch, ranks, reserves):
+    """
+    Overwriting with more than the disk holds is StorageFull on every rank, which names file and errno, whether the
+    system can reserve space or finds out in the middle of a write. The earlier checkpoint is intact, no byte of the
+    new one is left, and a smaller save works at once.
+    """
+    if not reserves:
+        monkeypatch.setattr("shardkeep.store.local.reserve", lambda fd, nbytes: None)
+
+    def save(rows):
+        return thread_outcomes(
+            ranks,
+            lambda world: sk.save(
+                big_state(rows, ranks, world.rank), tiny, overwrite=True, group=world, options=OPTIONS
+            ),
+        )
+
+    assert_saved(save(768))
+    before, free = names_in(tiny), free_pages(tiny)
+    with no_leaks():
+        outcomes = save(1536)
+    for outcome in outcomes:
+        assert type(outcome) is sk.StorageFull
+        assert outcome.errno == errno.ENOSPC
+        assert outcome.details["name"].endswith(".safetensors")
+        assert f"{tiny}/{outcome.details['name']}" in str(outcome)
+        assert "free some space" in outcome.hint
+    assert (names_in(tiny), free_pages(tiny)) == (before, free)
+    ck = sk.open(tiny)
+    ck.verify()
+    assert bits(ck.to_dict()) == bits(big_state(768))
+
+    assert_saved(save(960))
+    assert bits(sk.open(tiny).to_dict()) == bits(big_state(960))
+    assert names_in(tiny) == files_of_checkpoint(tiny)
+
+
+def test_any_amount_of_free_space(tiny):
+    """
+    With any number of pages left, from none to just enough, an overwriting save is StorageFull and leaves the place
+    as it was, or it fits and succeeds. Space runs out in the claim, the data, the index and the record.
+    """
+    save_all(1, tiny, 0)
+    before = free_pages(tiny)
+    save_all(1, tiny, 1)
+    need = (8 << 20) // PAGE - before + 4
+    filler = os.path.join(os.path.dirname(tiny), "filler")
+    ran_out = set()
+    latest, spare = 1, 0
+    while spare <= need:
+        with open(filler, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (free_pages(tiny) - spare) * PAGE)
+        assert free_pages(tiny) == spare
+        names = names_in(tiny)
+        with no_leaks():
+            [outcome] = save_all(1, tiny, 2 + spare)
+        if isinstance(outcome, BaseException):
+            assert type(outcome) is sk.StorageFull, spare
+            ran_out.add(outcome.details["name"].split("-")[0])
+            assert names_in(tiny) == names, spare
+        else:
+            latest = 2 + spare
+        assert checkpoint_at(tiny) == latest, spare
+        assert names_in(tiny) == files_of_checkpoint(tiny), spare
+        os.unlink(filler)
+        # Near both ends every page counts; in the middle the large file is what does not fit.
+        spare += 1 if spare < 12 or spare > need - 40 else 17
+    assert ran_out == {"claim", "model", "optim", "index", "shardkeep.json"}
+    assert latest == 2 + need
