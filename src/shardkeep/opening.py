@@ -111,6 +111,8 @@ class Checkpoint(Mapping[str, Any]):
             return StoredTensor(self, key, row)
         row = self.index.value_keys.find(raw)
         if row is None:
+            if not self.index.is_sorted:
+                raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
             raise KeyError(key)
         return decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
 
@@ -172,7 +174,7 @@ class Checkpoint(Mapping[str, Any]):
         try:
             own = np.unique(np.asarray(self.index.tensors.alias, np.int64))
             check_tensors(self.index, own, native.data_sizes(self.record))
-            if not self.index.is_sorted():
+            if not self.index.is_sorted:
                 raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
             self._tree()
         except CheckpointError as exc:

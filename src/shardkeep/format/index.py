@@ -124,6 +124,7 @@ class Index:
         """Return a tensor's dtype."""
         return dtypes.by_code(int(self.tensors.dtype[tensor]))
 
+    @cached_property
     def is_sorted(self) -> bool:
         """Say whether keys are in order and distinct, so that a search finds each."""
         return all(a < b for keys in (self.keys.all(), self.value_keys.all()) for a, b in itertools.pairwise(keys))

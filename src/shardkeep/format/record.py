@@ -14,11 +14,16 @@ import msgspec
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
 from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.header import ALIGNMENT, MAX_BLOCK_NBYTES, MAX_HEADER_NBYTES
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
 VERSION = 1
 MAX_RECORD_NBYTES = 256 << 20
+_MAX_BLOB_NBYTES = 1 << 62
+"""Offsets and sizes stay numbers of 63 bits."""
+_BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
+"""Powers of two, so that any window of reads is whole blocks."""
 
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
@@ -99,6 +104,8 @@ def decode_record(data: bytes, where: str) -> Record:
                 f" this shardkeep reads up to {VERSION}",
                 hint="upgrade shardkeep",
             )
+        if peek["version"] < 1:
+            raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
         record = msgspec.convert(peek, Record)
     except CheckpointError:
         raise
@@ -118,9 +125,9 @@ def _check(record: Record, where: str) -> None:
     sound = (
         all(_BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in names)
         and len(set(names)) == len(names)
-        and all(_CHECKSUM.fullmatch(blob.checksum) and blob.nbytes >= 0 for blob in blobs)
+        and all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
         and all(
-            8 <= file.header_nbytes <= file.nbytes and file.block_nbytes >= 4096 and file.block_nbytes % 4096 == 0
+            8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES) and file.block_nbytes in _BLOCK_SIZES
             for file in record.files
         )
     )

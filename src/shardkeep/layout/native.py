@@ -26,6 +26,7 @@ from shardkeep.errors import (
     CheckpointExists,
     CheckpointNotFound,
     ChecksumMismatch,
+    StateError,
     StorageError,
     WrongSize,
 )
@@ -45,7 +46,8 @@ from shardkeep.format.record import (
 from shardkeep.format.region import Box
 from shardkeep.store.protocol import Gets, Lists, Puts
 
-MAX_INDEX_NBYTES = 16 << 30
+MAX_INDEX_NBYTES = 4 << 30
+"""A hundred million chunks. An index is held in memory, and a forged one of this size costs its writer nothing."""
 _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skindex|json)$")
 
 
@@ -159,6 +161,12 @@ def publish(
         files=files,
     )
     encoded = encode_record(record)
+    for what, data, limit in (("index", index, MAX_INDEX_NBYTES), ("commit record", encoded, MAX_RECORD_NBYTES)):
+        if len(data) > limit:
+            raise StateError(
+                f"the {what} would have {len(data):,} bytes, more than a reader takes ({limit:,})",
+                hint="store large values as tensors, and little in meta",
+            )
     store.put(record.index.name, index)
     try:
         # Record last: a reader that sees it may trust every file it names.
