@@ -1,0 +1,83 @@
+"""What an attack costs: memory, time, and which files of this machine are opened meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+MIB = 1 << 20
+_EVENTS = frozenset({"open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.link", "os.symlink"})
+
+
+def bounded(attack: Callable[[], T], *, mib: float = 64, seconds: float = 20.0, traced: bool = True) -> T:
+    """
+    Run an attack, insist that it takes no more memory and time than this, and return what it returns.
+
+    It runs twice: memory is what the process really held, and then what Python and numpy asked for, touched or not.
+    `traced=False` leaves out the second, which is slow for millions of small objects.
+    """
+    gc.collect()
+    before = _reset_peak()
+    began = time.perf_counter()
+    answer = attack()
+    took = time.perf_counter() - began
+    held = _peak() - before
+    assert held < mib, f"held {held:.0f} MiB more than before"
+    assert took < seconds, f"took {took:.1f} s"
+    if not traced:
+        return answer
+    tracemalloc.start()
+    try:
+        attack()
+        asked = tracemalloc.get_traced_memory()[1] / MIB
+    finally:
+        tracemalloc.stop()
+    assert asked < mib, f"asked for {asked:.0f} MiB"
+    return answer
+
+
+def _reset_peak() -> float:
+    """Begin a new high-water mark of resident memory, and return where it begins."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return float("inf")  # not Linux, or not allowed: only what is asked for is known
+    return _peak()
+
+
+def _peak() -> float:
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        return 0.0
+
+
+class _Watch:
+    paths: list[str] | None = None
+    hooked = False
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    if _Watch.paths is not None and event in _EVENTS:
+        _Watch.paths.append(str(args[0]))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """List every path that is opened, listed, renamed or removed meanwhile, by Python's own audit events."""
+    if not _Watch.hooked:  # a hook can never be removed
+        sys.addaudithook(_hook)
+        _Watch.hooked = True
+    _Watch.paths = []
+    try:
+        yield _Watch.paths
+    finally:
+        _Watch.paths = None

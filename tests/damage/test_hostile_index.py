@@ -1,0 +1,899 @@
+"""
+Indexes written by somebody who knows the format and means harm: every checksum is right, what is said is not.
+
+Each one costs an error of ours from `load` and from `open`, little memory and little time; never a crash, another
+exception, or memory that was not filled.
+"""
+
+import msgspec
+import numpy as np
+import pytest
+
+import shardkeep as sk
+from shardkeep.format.checksum import digest
+from shardkeep.format.tree import Container, encode_tree
+from shardkeep.format.values import encode_value
+from tests.damage import doors
+from tests.damage.bounds import bounded
+from tests.damage.forge import U64_MAX, Forgery, Section, take_apart
+from tests.damage.subjects import one_rank, store_of, three_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+CASES = {}
+
+
+def case(forge):
+    CASES[forge.__name__] = forge
+    return forge
+
+
+# Sizes
+
+
+def _resize(f: Forgery, key: str, shape, *, chunk: bool = True) -> None:
+    f.put("shape", f.rows[key], shape)
+    if chunk:
+        f.put("sizes", f.chunk(key), shape)
+
+
+@case
+def a_tensor_of_2_60_elements(f):
+    _resize(f, "model.weight", [2**60, 1])
+
+
+@case
+def a_tensor_of_2_57_elements(f):
+    _resize(f, "model.weight", [2**57, 1])
+
+
+@case
+def a_tensor_of_2_63_elements(f):
+    _resize(f, "model.weight", [2**63, 1])
+
+
+@case
+def a_tensor_whose_bytes_wrap_to_zero(f):
+    _resize(f, "optim.moment", [2**32, 2**30])
+
+
+@case
+def a_tensor_of_u64_max_elements(f):
+    _resize(f, "model.weight", [U64_MAX, U64_MAX])
+
+
+@case
+def a_huge_tensor_in_a_file_said_to_be_huge(f):
+    _resize(f, "model.weight", [2**50, 1])
+    f.file("model")["nbytes"] = 2**60
+
+
+@case
+def an_empty_tensor_with_a_huge_axis(f):
+    f.put("shape", f.rows["model.empty"], [0, 2**63])
+
+
+@case
+def an_empty_tensor_with_an_axis_of_u64_max(f):
+    f.put("shape", f.rows["model.empty"], [0, U64_MAX])
+
+
+@case
+def an_infinite_tensor_times_zero(f):
+    """inf * 0 is nan, and nan is not too large."""
+    rows = len(f.rows)
+    f.set("shape", np.concatenate([f.get("shape"), np.ones((rows, 30), object)], axis=1))
+    f.put("shape", f.rows["model.empty"], [0] + [2**62] * 31)
+    for name, fill in (("offsets", 0), ("sizes", 1)):
+        column = f.get(name)
+        f.set(name, np.concatenate([column, np.full((len(column), 30), fill, object)], axis=1))
+    f.put("shape", f.rows["model.weight"], [2**60, 1] + [1] * 30)
+    f.put("sizes", f.chunk("model.weight"), [2**60, 1] + [1] * 30)
+
+
+@case
+def rows_of_nothing_2_60(f):
+    """A matrix of 2**60 rows and no columns has no bytes at all."""
+    f.sections["shape"] = Section("|u1", (2**60, 0), b"")
+
+
+@case
+def rows_of_nothing_2_31(f):
+    for name in ("shape", "offsets", "sizes"):
+        f.sections[name] = Section("|u1", (2**31, 0), b"")
+
+
+@case
+def rows_of_nothing_everywhere(f):
+    for name in ("shape", "offsets", "sizes", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start"):
+        f.sections[name] = Section("|u1", (2**31, 0), b"")
+
+
+@case
+def chunks_of_nothing(f):
+    for name in ("offsets", "sizes", "file", "start"):
+        f.sections[name] = Section("|u1", (2**31, 0), b"")
+
+
+# Sections
+
+
+@case
+def a_section_beyond_the_file(f):
+    f.sections["start"].offset = 1 << 40
+
+
+@case
+def a_section_at_u64_max(f):
+    f.sections["start"].offset = U64_MAX
+
+
+@case
+def a_section_that_begins_in_the_file_and_ends_outside(f):
+    f.sections["tree"].shape = (10**6,)
+
+
+@case
+def a_section_beyond_the_file_with_the_digest_of_nothing(f):
+    f.sections["dtype"] = Section("|u1", (len(f.rows),), b"", offset=1 << 50, digest=digest(b""))
+
+
+@case
+def a_section_of_2_64_elements(f):
+    f.sections["start"].shape = (2**32, 2**32)
+
+
+@case
+def a_section_of_a_hundred_thousand_axes(f):
+    f.sections["start"].shape = (U64_MAX,) * 100_000
+
+
+@case
+def a_section_of_floats(f):
+    f.sections["start"].code = "<f8"
+
+
+@case
+def a_section_of_objects(f):
+    f.sections["start"].code = "|O"
+
+
+@case
+def a_section_in_the_other_byte_order(f):
+    f.sections["start"].code = ">u8"
+
+
+@case
+def a_section_that_is_a_structure(f):
+    f.sections["start"].code = "u1,O"
+
+
+@case
+def a_section_missing(f):
+    del f.sections["alias"]
+
+
+@case
+def no_sections(f):
+    f.sections.clear()
+
+
+@case
+def a_section_with_a_wrong_digest(f):
+    f.sections["start"].digest = bytes(16)
+
+
+@case
+def a_section_twice(f):
+    names = [*f.sections, "start"]
+    table = [(name, *_declared(f.sections[name])) for name in names]
+    f.header = msgspec.msgpack.encode(table)
+
+
+def _declared(section):
+    return section.code, section.shape, 0, digest(section.raw)
+
+
+@case
+def a_column_with_two_axes(f):
+    f.sections["dtype"].shape = (len(f.rows), 1)
+
+
+@case
+def a_column_of_alias_with_two_axes(f):
+    f.sections["alias"].shape = (len(f.rows), 1)
+
+
+@case
+def a_column_of_files_with_two_axes(f):
+    f.sections["file"].shape = (*f.sections["file"].shape, 1)
+
+
+@case
+def a_column_of_starts_with_two_axes(f):
+    f.set("start", np.stack([f.get("start")] * 2, axis=1))
+
+
+@case
+def ends_with_two_axes(f):
+    f.set("chunk_ends", f.get("chunk_ends")[:, None])
+
+
+@case
+def ends_of_keys_with_two_axes(f):
+    f.set("key_ends", f.get("key_ends")[:, None])
+
+
+@case
+def keys_with_two_axes(f):
+    f.sections["keys"].shape = (f.sections["keys"].shape[0], 1)
+
+
+@case
+def keys_of_eight_bytes_a_letter(f):
+    f.set("keys", f.get("keys"))
+
+
+@case
+def a_matrix_without_axes(f):
+    f.sections["shape"] = Section("|u1", (), b"\1")
+
+
+@case
+def values_with_a_key_too_few(f):
+    f.set_strings("value_keys", "value_key_ends", f.strings("value_keys", "value_key_ends")[:-1])
+
+
+@case
+def a_tensor_too_few_in_one_column(f):
+    f.set("ndim", f.get("ndim")[:-1], "|u1")
+
+
+@case
+def a_chunk_too_few_in_one_column(f):
+    f.set("start", f.get("start")[:-1])
+
+
+# Headers of the index
+
+
+@case
+def a_header_that_declares_2_32_sections(f):
+    f.header = b"\xdd\xff\xff\xff\xff"
+
+
+@case
+def a_header_whose_section_declares_2_32_axes(f):
+    f.header = b"\x91\x95\xa1a\xa3|u1\xdd\xff\xff\xff\xff"
+
+
+@case
+def a_header_whose_section_declares_a_name_of_4_gb(f):
+    f.header = b"\x91\x95\xdb\xff\xff\xff\xffa"
+
+
+@case
+def a_header_of_a_hundred_thousand_arrays_in_each_other(f):
+    f.header = b"\x91" * 100_000 + b"\xc0"
+
+
+@case
+def a_header_of_a_hundred_thousand_maps_in_each_other(f):
+    f.header = b"\x81\xa1a" * 100_000 + b"\xc0"
+
+
+@case
+def a_header_that_is_empty(f):
+    f.header = b""
+
+
+@case
+def a_header_that_is_no_msgpack(f):
+    f.header = b"\xc1" * 64
+
+
+@case
+def a_header_that_is_a_number(f):
+    f.header = b"\x07"
+
+
+@case
+def a_header_with_a_tail(f):
+    f.header = msgspec.msgpack.encode([]) + b"\0" * 10
+
+
+@case
+def a_header_with_a_name_that_is_no_text(f):
+    f.header = msgspec.msgpack.encode([("x", "|u1", (1,), 0, b"")]).replace(b"\xa1x", b"\xa1\xff")
+
+
+@case
+def a_header_with_negative_numbers(f):
+    f.header = msgspec.msgpack.encode([("keys", "|u1", (-1,), -64, bytes(16))])
+
+
+@case
+def a_header_longer_than_the_file(f):
+    f.index = b"SKINDEX1\xff\xff\xff\xff" + bytes(100)
+
+
+@case
+def an_index_of_another_kind(f):
+    f.index = b"PK\3\4" * 100
+
+
+@case
+def an_index_of_nothing_but_its_magic(f):
+    f.index = b"SKINDEX1"
+
+
+@case
+def an_index_of_no_bytes(f):
+    f.index = b""
+
+
+@case
+def an_index_of_a_later_version(f):
+    f.index = b"SKINDEX2" + bytes(200)
+
+
+# Axes
+
+
+@case
+def more_axes_than_there_are_columns(f):
+    f.put("ndim", f.rows["model.weight"], 3, "|u1")
+
+
+@case
+def two_hundred_axes(f):
+    f.put("ndim", f.rows["model.weight"], 200, "|u1")
+
+
+@case
+def a_matrix_of_65_axes(f):
+    for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
+        column = f.get(name)
+        wide = np.full((len(column), 65), fill, object)
+        wide[:, : column.shape[1]] = column
+        f.set(name, wide)
+
+
+@case
+def a_box_cut_on_57_axes(f):
+    """A reader that looks at every corner of a box would look at 2**57 of them."""
+    for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
+        column = f.get(name)
+        wide = np.full((len(column), 57), fill, object)
+        wide[:, : column.shape[1]] = column
+        f.set(name, wide)
+    row = f.rows["model.weight"]
+    f.put("ndim", row, 57, "|u1")
+    f.put("shape", row, [2] * 57)
+    f.put("sizes", f.chunk("model.weight"), [1] * 57)
+
+
+@case
+def fewer_axes_than_it_is_stored_with(f):
+    f.put("ndim", f.rows["optim.moment"], 1, "|u1")
+
+
+@case
+def no_axes_where_there_are_two(f):
+    f.put("ndim", f.rows["model.weight"], 0, "|u1")
+
+
+@case
+def no_elements_outside_of_its_axes(f):
+    """Padding of size 0 makes a tensor of 7 elements need no box, and nothing would fill it."""
+    row = f.rows["model.half"]
+    f.put("shape", row, [7, 0])
+    f.set("chunk_ends", [end - (at >= row) for at, end in enumerate(f.get("chunk_ends").tolist())])
+    gone = [n for n in range(len(f.get("file"))) if n != f.chunk("model.half")]
+    for name in ("offsets", "sizes", "file", "start"):
+        f.set(name, f.get(name)[gone])
+
+
+@case
+def a_negative_shape(f):
+    shape = f.get("shape")
+    shape[f.rows["model.empty"]] = [-1, 0]
+    f.set("shape", shape, "<i8")
+
+
+@case
+def a_negative_number_of_axes(f):
+    ndim = f.get("ndim")
+    ndim[f.rows["model.weight"]] = -1
+    f.set("ndim", ndim, "<i8")
+
+
+# Ties
+
+
+@case
+def an_alias_loop(f):
+    a, b = f.rows["model.tied_a"], f.rows["model.tied_b"]
+    f.put("alias", a, b)
+    f.put("alias", b, a)
+
+
+@case
+def an_alias_of_an_alias(f):
+    f.put("alias", f.rows["model.tied_b"], f.rows["model.weight"])
+    f.put("alias", f.rows["model.tied_a"], f.rows["model.tied_b"])
+
+
+@case
+def an_alias_out_of_range(f):
+    f.put("alias", f.rows["model.tied_b"], len(f.rows))
+
+
+@case
+def an_alias_of_u64_max(f):
+    f.put("alias", f.rows["model.tied_b"], U64_MAX)
+
+
+@case
+def a_negative_alias(f):
+    alias = f.get("alias")
+    alias[-1] = -1
+    f.set("alias", alias, "<i8")
+
+
+@case
+def an_alias_of_a_smaller_tensor(f):
+    """What the smaller one does not have would be left unfilled."""
+    f.put("alias", f.rows["model.weight"], f.rows["model.empty"])
+
+
+@case
+def an_alias_of_another_shape(f):
+    f.put("alias", f.rows["model.weight"], f.rows["model.tied_a"])
+
+
+@case
+def an_alias_of_a_larger_element(f):
+    """Eight bytes for each element of two would be written past the end of the destination."""
+    row = f.rows["loss"]
+    f.put("dtype", row, 8, "|u1")
+    f.put("shape", row, [7, 1])
+    f.put("ndim", row, 1, "|u1")
+    f.put("sizes", f.chunk("loss"), [7, 1])
+    f.put("dtype", row, 10, "|u1")
+    f.put("start", f.chunk("loss"), 0)
+    f.put("file", f.chunk("loss"), f.record["files"].index(f.file("optim")))
+    f.put("alias", f.rows["model.half"], row)
+
+
+# Boxes
+
+
+@case
+def ends_of_chunks_that_go_back(f):
+    ends = f.get("chunk_ends")
+    ends[1] = ends[-1]
+    f.set("chunk_ends", ends)
+
+
+@case
+def ends_of_chunks_beyond_the_chunks(f):
+    f.put("chunk_ends", -1, 10**6)
+
+
+@case
+def ends_of_chunks_of_u64_max(f):
+    f.put("chunk_ends", 0, U64_MAX)
+
+
+@case
+def ends_of_chunks_that_leave_some_over(f):
+    f.set("chunk_ends", np.minimum(f.get("chunk_ends"), len(f.get("file")) - 1))
+
+
+@case
+def negative_ends_of_chunks(f):
+    ends = f.get("chunk_ends")
+    ends[0] = -3
+    f.set("chunk_ends", ends, "<i8")
+
+
+@case
+def all_chunks_belong_to_one_tensor(f):
+    count = len(f.get("file"))
+    f.set("chunk_ends", [count] * len(f.rows))
+
+
+@case
+def a_box_that_leaves_a_hole(f):
+    f.put("sizes", f.chunk("optim.moment"), [139, 150])
+
+
+@case
+def a_box_outside_its_tensor(f):
+    f.put("offsets", f.chunk("model.weight"), [4, 0])
+
+
+@case
+def a_box_that_sticks_out(f):
+    f.put("offsets", f.chunk("model.weight"), [1, 0])
+
+
+@case
+def a_box_larger_than_its_tensor(f):
+    f.put("sizes", f.chunk("model.weight"), [5, 5])
+
+
+@case
+def a_box_of_no_elements(f):
+    f.put("sizes", f.chunk("model.weight"), [0, 5])
+
+
+@case
+def a_box_of_u64_max(f):
+    f.put("sizes", f.chunk("model.weight"), [U64_MAX, U64_MAX])
+
+
+@case
+def a_box_that_wraps(f):
+    f.put("offsets", f.chunk("model.weight"), [U64_MAX, 0])
+    f.put("sizes", f.chunk("model.weight"), [5, 5])
+
+
+@case
+def a_box_at_a_negative_place(f):
+    offsets = f.get("offsets")
+    offsets[f.chunk("model.weight")] = [-1, 0]
+    f.set("offsets", offsets, "<i8")
+
+
+@case
+def a_box_in_a_tensor_without_elements(f):
+    f.put("shape", f.rows["model.weight"], [0, 5])
+
+
+# Places
+
+
+@case
+def a_file_number_out_of_range(f):
+    f.put("file", f.chunk("model.weight"), len(f.record["files"]))
+
+
+@case
+def a_file_number_of_2_32(f):
+    f.put("file", f.chunk("model.weight"), 2**32)
+
+
+@case
+def a_file_number_of_u64_max(f):
+    f.put("file", f.chunk("model.weight"), U64_MAX)
+
+
+@case
+def a_file_number_of_u64_max_less_one(f):
+    """As a signed number it counts from the end of the list."""
+    f.put("file", f.chunk("model.weight"), U64_MAX - 1)
+
+
+@case
+def a_negative_file_number(f):
+    file = f.get("file")
+    file[f.chunk("model.weight")] = -2
+    f.set("file", file, "<i8")
+
+
+@case
+def a_start_beyond_the_file(f):
+    f.put("start", f.chunk("model.weight"), 10**9)
+
+
+@case
+def a_start_from_which_the_last_byte_is_outside(f):
+    data = f.file("model")["nbytes"] - f.file("model")["header_nbytes"]
+    f.put("start", f.chunk("model.weight"), data - 4 * 5 * 4 + 1)
+
+
+@case
+def a_start_just_below_2_63(f):
+    """Start and length together wrap to a negative number."""
+    f.put("start", f.chunk("model.weight"), 2**63 - 8)
+
+
+@case
+def a_start_of_2_63(f):
+    f.put("start", f.chunk("model.weight"), 2**63)
+
+
+@case
+def a_start_of_u64_max(f):
+    f.put("start", f.chunk("model.weight"), U64_MAX)
+
+
+@case
+def a_negative_start(f):
+    start = f.get("start")
+    start[f.chunk("model.weight")] = -4
+    f.set("start", start, "<i8")
+
+
+# Element types
+
+
+@case
+def a_dtype_of_code_0(f):
+    f.put("dtype", f.rows["model.weight"], 0, "|u1")
+
+
+@case
+def a_dtype_of_code_255(f):
+    f.put("dtype", f.rows["model.weight"], 255, "|u1")
+
+
+@case
+def a_dtype_of_code_2_16(f):
+    f.put("dtype", f.rows["model.weight"], 2**16, "<u4")
+
+
+@case
+def a_dtype_of_a_negative_code(f):
+    dtype = f.get("dtype")
+    dtype[f.rows["model.weight"]] = -247
+    f.set("dtype", dtype, "<i8")
+
+
+# Keys
+
+
+@case
+def two_tensors_of_one_key(f):
+    keys = f.strings("keys", "key_ends")
+    keys[f.rows["model.tied_b"]] = b"model.tied_a"
+    f.set_strings("keys", "key_ends", keys)
+
+
+@case
+def keys_in_another_order(f):
+    keys = f.strings("keys", "key_ends")
+    a, b = f.rows["model.tied_a"], f.rows["optim.moment"]
+    keys[a], keys[b] = keys[b], keys[a]
+    f.set_strings("keys", "key_ends", keys)
+
+
+@case
+def two_values_of_one_key(f):
+    keys = f.strings("value_keys", "value_key_ends")
+    keys[1] = keys[0]
+    f.set_strings("value_keys", "value_key_ends", keys)
+
+
+@case
+def a_tensor_and_a_value_of_one_key(f):
+    keys = f.strings("value_keys", "value_key_ends")
+    keys[keys.index(b"name")] = b"mask"
+    f.set_strings("value_keys", "value_key_ends", sorted(keys))
+
+
+@case
+def a_key_that_is_no_text(f):
+    keys = f.strings("keys", "key_ends")
+    keys[f.rows["model.weight"]] = b"model.weigh\xff"
+    f.set_strings("keys", "key_ends", keys)
+
+
+@case
+def a_key_of_a_value_that_is_no_text(f):
+    keys = f.strings("value_keys", "value_key_ends")
+    keys[-1] = b"ste\xc3"
+    f.set_strings("value_keys", "value_key_ends", keys)
+
+
+@case
+def keys_that_are_text_only_together(f):
+    """The bytes of one letter, half in one key and half in the next."""
+    keys = f.strings("keys", "key_ends")
+    keys[-2], keys[-1] = b"optim.y\xc3", b"\xa9"
+    f.set_strings("keys", "key_ends", keys)
+
+
+@case
+def ends_of_keys_that_go_back(f):
+    f.put("key_ends", 1, 1)
+
+
+@case
+def ends_of_keys_beyond_the_keys(f):
+    f.put("key_ends", -1, 10**9)
+
+
+@case
+def ends_of_keys_of_u64_max(f):
+    f.put("key_ends", 0, U64_MAX)
+
+
+@case
+def negative_ends_of_keys(f):
+    ends = f.get("key_ends")
+    ends[0] = -5
+    f.set("key_ends", ends, "<i8")
+
+
+@case
+def ends_of_values_beyond_the_values(f):
+    f.put("value_ends", -1, 10**9)
+
+
+@pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
+def test_a_forged_index_is_refused(forge):
+    """
+    `load` and `verify` raise an error of ours; `to_dict` and a look around raise one of ours or give what was saved.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forge(forgery)
+    store = store_of(forgery.blobs())
+
+    loaded, read, verified, _ = bounded(
+        lambda: [door(store, subject, doors.FORGED) for door in (doors.load, doors.to_dict, doors.verify, doors.look)]
+    )
+
+    assert loaded is not None, "load took it"
+    assert verified is not None or read is not None, "open took it"
+
+
+def test_an_honest_forger_is_believed():
+    """
+    The yardstick: taken apart and put together without a change, also with wider numbers and one more section, it is
+    the checkpoint it was.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    for name in ("chunk_ends", "file", "start", "alias", "offsets", "sizes", "shape", "key_ends", "dtype", "ndim"):
+        forgery.set(name, forgery.get(name))
+    forgery.sections["something new"] = Section("|u1", (3,), b"abc")
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, "forged without a change")
+
+    assert answers.all == [None, None, None]
+
+
+def _chunks_of(forgery, key):
+    row = forgery.rows[key]
+    return range(int(forgery.get("chunk_ends")[row - 1]), int(forgery.get("chunk_ends")[row]))
+
+
+@pytest.mark.parametrize("shift", [-1, 1, -50])
+def test_boxes_that_overlap_or_leave_a_hole(shift):
+    """
+    Three boxes, one of them moved: an overlap and a hole of the same size, so that the sum of volumes is right.
+    """
+    subject = three_ranks()
+    forgery = take_apart(subject)
+    rows = _chunks_of(forgery, "optim.moment")
+    assert len(rows) == 3
+    offsets = forgery.get("offsets")
+    offsets[rows[1]][0] += shift
+    forgery.set("offsets", offsets)
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, "a box moved")
+
+    assert isinstance(answers.load, sk.MalformedFile)
+    assert isinstance(answers.to_dict, sk.MalformedFile)
+    assert all("optim.moment" in str(error) for error in answers.all)
+
+
+def test_the_same_box_twice():
+    """
+    A box stored twice in the place of another is an overlap and a hole.
+    """
+    subject = three_ranks()
+    forgery = take_apart(subject)
+    first, second, _ = _chunks_of(forgery, "optim.moment")
+    for name in ("offsets", "sizes", "file", "start"):
+        column = forgery.get(name)
+        column[second] = column[first]
+        forgery.set(name, column)
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, "a box twice")
+
+    assert isinstance(answers.load, sk.MalformedFile)
+    assert all("optim.moment" in str(error) for error in answers.all)
+
+
+def test_sections_nobody_knows_cost_nothing():
+    """
+    A hundred thousand sections of the same four megabytes, which would take minutes to hash, are not looked at.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.sections["new"] = Section("|u1", (4 << 20,), bytes(4 << 20))
+    known, offset = [], 0
+    for name, section in forgery.sections.items():
+        known.append((name, section.code, section.shape, offset, digest(section.raw)))
+        offset += -(-len(section.raw) // 64) * 64
+    forgery.header = msgspec.msgpack.encode([*known, *[(f"new {n}", *known[-1][1:]) for n in range(100_000)]])
+    store = store_of(forgery.blobs())
+
+    answers = bounded(lambda: doors.try_all(store, subject, "many sections"), mib=256, traced=False)
+
+    assert answers.all == [None, None, None]
+
+
+def test_an_array_of_a_dtype_numpy_has_not():
+    """
+    A bfloat16 tensor said to have been a numpy array: `to_dict` says that it cannot be one; a load is exact.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.put("origin", forgery.rows["model.half"], 1, "|u1")
+    store = store_of(forgery.blobs())
+
+    assert doors.load(store, subject) is None
+    assert isinstance(doors.to_dict(store, subject, doors.FORGED), sk.UnsupportedLeaf)
+
+
+# The tree
+
+
+def _leaf(*parts, kind="dict"):
+    """A skeleton with one leaf at the end of a path."""
+    node = None
+    for part in reversed(parts):
+        node = Container(kind, ((part, node),))
+    return node
+
+
+def _columns(marks, counts, parts):
+    return encode_value([bytes(marks), counts, parts], key="tree")
+
+
+def _full_tree(subject, **more):
+    """The right children at the top, some replaced."""
+    keys = {"model": ("weight", "half", "tied_a", "tied_b", "empty"), "optim": ("moment", "strided", "array")}
+    top = {key: Container("dict", tuple((part, None) for part in parts)) for key, parts in keys.items()}
+    top |= dict.fromkeys(("mask", "loss", "step", "name", "betas", "nothing"))
+    return Container("dict", tuple((top | more).items()))
+
+
+TREES = {
+    "a leaf that is not there": lambda s: encode_tree(_full_tree(s, ghost=None)),
+    "a leaf below a leaf": lambda s: encode_tree(_full_tree(s, step=_leaf("deeper"))),
+    "a leaf left out": lambda s: encode_tree(Container("dict", _full_tree(s).children[:-1])),
+    "one leaf at two paths": lambda s: encode_tree(_full_tree(s, **{"model.weight": None})),
+    "no leaves": lambda s: encode_tree(Container("dict", ())),
+    "a root that is a leaf": lambda s: encode_tree(None),
+    "a root that is a list": lambda s: encode_tree(Container("list", ((0, None),))),
+    "101 levels": lambda s: _columns([1] * 101 + [0], [1] * 101, ["a"] * 101),
+    "100,000 levels": lambda s: _columns([1] * 100_000 + [0], [1] * 100_000, ["a"] * 100_000),
+    "a key twice in one dict": lambda s: _columns([1, 0, 0], [2], ["step", "step"]),
+    "keys that are equal": lambda s: _columns([1, 0, 0], [2], [1, True]),
+    "an unknown kind": lambda s: _columns([9, 0], [1], ["step"]),
+    "a count of 2**63": lambda s: _columns([1, 0], [2**63], ["step"]),
+    "a negative count": lambda s: _columns([1, 1, 0], [3, -1], ["a", "b"]),
+    "a container inside itself": lambda s: _columns([1, 0, 1], [0, 2], ["a", "b"]),
+    "no columns": lambda s: encode_value([], key="tree"),
+    "a number": lambda s: encode_value(3, key="tree"),
+    "no bytes": lambda s: b"",
+    "no msgpack": lambda s: b"\xc1\xc1",
+    "an array that declares 2**32 items": lambda s: b"\xdd\xff\xff\xff\xff",
+    "a key that is a list": lambda s: _columns([1, 0], [1], [["step"]]),
+    "a key that is no text": lambda s: _columns([1, 0], [1], ["\ud800"]),
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_a_forged_tree_is_refused(tree):
+    """
+    A tree that breaks the rules, or names other leaves than there are, is refused by whoever reads it: `to_dict` and
+    `verify`. `load` fills a state that has a tree of its own, and is exact.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.set_tree(tree(subject))
+    store = store_of(forgery.blobs())
+
+    loaded, read, verified = bounded(lambda: doors.try_all(store, subject, "a forged tree").all)
+
+    assert loaded is None
+    assert isinstance(read, sk.DamagedCheckpoint)
+    assert isinstance(verified, sk.DamagedCheckpoint)

@@ -1,0 +1,548 @@
+"""
+Commit records written by somebody who means harm, each ending in its right checksum: an error, before any other file
+is touched where names are at fault, and no memory or time for what is merely declared.
+"""
+
+import json
+
+import msgspec
+import pytest
+
+import shardkeep as sk
+from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.record import RECORD_NAME
+from tests.damage import doors
+from tests.damage.bounds import bounded
+from tests.damage.forge import json_text, seal_header, seal_record, take_apart
+from tests.damage.subjects import one_rank, store_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Spy:
+    """A store that notes every name it is asked for."""
+
+    def __init__(self, store):
+        self._store = store
+        self.asked = []
+
+    def __getattr__(self, verb):
+        call = getattr(self._store, verb)
+        if not callable(call):
+            return call
+
+        def noted(*args, **kwargs):
+            self.asked.extend(args[:1])
+            return call(*args, **kwargs)
+
+        return noted
+
+
+NAMES = {
+    "parent": "../secret",
+    "parent inside": "a/../../secret",
+    "absolute": "/etc/passwd",
+    "directory": "sub/model.safetensors",
+    "backslash": "..\\secret",
+    "drive": "C:secret",
+    "NUL": "model\0.safetensors",
+    "newline": "model\n.safetensors",
+    "empty": "",
+    "dot": ".",
+    "dots": "..",
+    "hidden": ".secret",
+    "option": "-rf",
+    "long": "a" * 252,
+    "very long": "a" * 100_000,
+    "not ASCII": "modèl.safetensors",
+    "full-width dots": "\uff0e\uff0e\uff0fsecret",
+    "surrogate": "\ud800",
+    "the record": RECORD_NAME,
+    "URL": "file:///etc/passwd",
+    "wildcard": "*",
+    "spaces": "a b",
+}
+
+
+@pytest.mark.parametrize("which", ["index", "file"])
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_names_that_are_no_names(which, name):
+    """
+    A file name that could reach outside, or upset a file system, is refused before any file but the record is touched.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    (forgery.record["index"] if which == "index" else forgery.record["files"][0])["name"] = name
+    forgery.record["index"] |= {"nbytes": 100, "checksum": "xxh3_128:" + "0" * 32}
+    record = seal_record(json_text(forgery.record))
+    spy = Spy(store_of({**subject.blobs, RECORD_NAME: record}))
+
+    answers = doors.try_all(spy, subject, f"{which} named {name[:50]!r}")
+
+    assert all(isinstance(error, sk.MalformedFile) for error in answers.all)
+    assert set(spy.asked) == {RECORD_NAME}
+
+
+CASES = {}
+
+
+def case(forge):
+    CASES[forge.__name__] = forge
+    return forge
+
+
+@case
+def two_files_of_one_name(f):
+    f.record["files"][1]["name"] = f.record["files"][0]["name"]
+
+
+@case
+def a_file_named_as_the_index(f):
+    f.record["files"][1]["name"] = f.index_name
+
+
+@case
+def a_file_of_negative_size(f):
+    f.record["files"][0]["nbytes"] = -1
+
+
+@case
+def a_file_of_2_62_bytes(f):
+    f.file("model")["nbytes"] = 2**62
+
+
+@case
+def a_file_of_2_63_bytes(f):
+    f.file("model")["nbytes"] = 2**63
+
+
+@case
+def a_file_of_2_70_bytes(f):
+    f.file("model")["nbytes"] = 2**70
+
+
+@case
+def a_file_of_a_thousand_digits(f):
+    f.file("model")["nbytes"] = 10**1000
+
+
+@case
+def a_file_of_ten_thousand_digits(f):
+    f.record_text = json_text(f.record).replace(b'"nbytes": ', b'"nbytes": 1' + b"0" * 10_000)
+
+
+@case
+def all_files_of_2_62_bytes(f):
+    for file in f.record["files"]:
+        file["nbytes"] = 2**62
+
+
+@case
+def a_header_longer_than_the_file(f):
+    f.file("model")["header_nbytes"] = f.file("model")["nbytes"] + 1
+
+
+@case
+def a_header_of_2_40_bytes(f):
+    f.file("model")["header_nbytes"] = 2**40
+    f.file("model")["nbytes"] = 2**41
+
+
+@case
+def a_header_of_no_bytes(f):
+    f.file("model")["header_nbytes"] = 0
+
+
+@case
+def a_header_of_negative_size(f):
+    f.file("model")["header_nbytes"] = -4096
+
+
+@case
+def a_header_of_all_the_file(f):
+    entry = f.file("model")
+    entry["header_nbytes"] = entry["nbytes"]
+    entry["checksum"] = text_of(digest(f.data[entry["name"]]))
+
+
+@case
+def a_header_shorter_than_it_is(f):
+    entry = f.file("model")
+    entry["header_nbytes"] = 8
+    entry["checksum"] = text_of(digest(f.data[entry["name"]][:8]))
+
+
+@case
+def blocks_of_no_bytes(f):
+    f.file("model")["block_nbytes"] = 0
+
+
+@case
+def blocks_of_one_byte(f):
+    f.file("model")["block_nbytes"] = 1
+
+
+@case
+def blocks_of_half_a_page(f):
+    f.file("model")["block_nbytes"] = 2048
+
+
+@case
+def blocks_of_a_page_and_a_byte(f):
+    f.file("model")["block_nbytes"] = 4097
+
+
+@case
+def blocks_that_no_window_is_a_multiple_of(f):
+    f.file("optim")["block_nbytes"] = 3 * 4096
+
+
+@case
+def blocks_of_negative_size(f):
+    f.file("model")["block_nbytes"] = -4096
+
+
+@case
+def blocks_of_2_40_bytes(f):
+    f.file("model")["block_nbytes"] = 2**40
+
+
+@case
+def blocks_of_2_62_bytes(f):
+    f.file("model")["block_nbytes"] = 2**62
+
+
+@case
+def blocks_of_2_70_bytes(f):
+    f.file("model")["block_nbytes"] = 2**70
+
+
+@case
+def a_checksum_that_is_none(f):
+    f.file("model")["checksum"] = ""
+
+
+@case
+def a_checksum_of_another_kind(f):
+    f.file("model")["checksum"] = "crc32:00000000"
+
+
+@case
+def an_index_of_2_60_bytes(f):
+    f.record["index"]["nbytes"] = 2**60
+
+
+@case
+def an_index_of_2_70_bytes(f):
+    f.record["index"]["nbytes"] = 2**70
+
+
+@case
+def an_index_of_negative_size(f):
+    f.record["index"]["nbytes"] = -1
+
+
+@case
+def an_index_with_another_checksum(f):
+    f.record["index"]["checksum"] = "xxh3_128:" + "0" * 32
+
+
+@case
+def no_files(f):
+    f.record["files"] = []
+
+
+@case
+def a_file_too_few(f):
+    f.record["files"].pop()
+
+
+@case
+def files_in_another_order(f):
+    f.record["files"].reverse()
+
+
+@case
+def a_file_that_is_not_there(f):
+    f.file("model")["name"] = "model-elsewhere.safetensors"
+
+
+@case
+def files_that_are_no_list(f):
+    f.record["files"] = {"0": f.record["files"][0]}
+
+
+@case
+def a_file_that_is_a_name(f):
+    f.record["files"][0] = "model"
+
+
+@case
+def a_file_that_is_null(f):
+    f.record["files"][0] = None
+
+
+@case
+def a_size_that_is_text(f):
+    f.file("model")["nbytes"] = str(f.file("model")["nbytes"])
+
+
+@case
+def a_size_that_is_a_fraction(f):
+    f.file("model")["nbytes"] += 0.5
+
+
+@case
+def a_size_that_is_true(f):
+    f.file("model")["nbytes"] = True
+
+
+@case
+def an_index_that_is_null(f):
+    f.record["index"] = None
+
+
+@case
+def an_index_without_a_name(f):
+    del f.record["index"]["name"]
+
+
+@case
+def a_name_that_is_a_number(f):
+    f.file("model")["name"] = 5
+
+
+@case
+def no_save_id(f):
+    del f.record["save_id"]
+
+
+@case
+def no_totals(f):
+    del f.record["totals"]
+
+
+@case
+def meta_that_is_a_list(f):
+    f.record["meta"] = [1]
+
+
+@case
+def meta_a_hundred_thousand_deep(f):
+    f.record["meta"] = {"a": 0}
+    f.record_text = json_text(f.record).replace(b'"a": 0', b'"a": ' + b"[" * 100_000 + b"]" * 100_000)
+
+
+@case
+def an_unknown_member_a_hundred_thousand_deep(f):
+    f.record["new"] = 0
+    f.record_text = json_text(f.record).replace(b'"new": 0', b'"new": ' + b'{"a":' * 100_000 + b"0" + b"}" * 100_000)
+
+
+@case
+def another_format(f):
+    f.record["format"] = "pickle"
+
+
+@case
+def no_format(f):
+    del f.record["format"]
+
+
+@case
+def a_record_that_is_a_list(f):
+    f.record_text = b"[1"
+
+
+@case
+def a_record_that_is_no_json(f):
+    f.record_text = b"{'a': 1"
+
+
+@case
+def a_record_that_is_no_text(f):
+    f.record_text = json_text(f.record).replace(b'"small"', b'"\xff\xfe"')
+
+
+@case
+def a_record_with_a_tail_inside(f):
+    """A second end in the middle: the text up to it has a right checksum too."""
+    f.record_text = seal_record(json_text(f.record))
+
+
+@case
+def a_record_in_utf_16(f):
+    f.record_text = json.dumps(f.record).encode("utf-16")
+
+
+@pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
+def test_a_forged_record_is_refused(forge):
+    """
+    `load` and `verify` raise an error of ours, at no cost; so does `to_dict`, or it gives exactly what was saved.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forge(forgery)
+    store = store_of(forgery.blobs())
+
+    loaded, _, verified, _ = bounded(
+        lambda: [door(store, subject) for door in (doors.load, doors.to_dict, doors.verify, doors.look)]
+    )
+
+    assert loaded is not None, "load took it"
+    assert verified is not None, "verify took it"
+
+
+@pytest.mark.parametrize("version", [2, 3, 10**6, 2**70, "1", 1.5, None, [], "two"])
+def test_a_newer_version_says_to_upgrade(version):
+    """
+    A version that this reader does not know is not damage: the error says so, and what to do.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.record |= {"version": version, "writer": "shardkeep 9.0", "files": "whatever version 2 has here"}
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
+
+    for error in answers.all:
+        assert isinstance(error, sk.UnsupportedVersion)
+        assert "upgrade shardkeep" in str(error)
+        assert "shardkeep 9.0" in str(error)
+
+
+@pytest.mark.parametrize("version", [0, -1, -(2**70), True])
+def test_versions_that_never_were(version):
+    """
+    A version below the first one is no version.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.record["version"] = version
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
+
+    assert all(isinstance(error, (sk.MalformedFile, sk.UnsupportedVersion)) for error in answers.all)
+
+
+def test_what_a_record_may_say():
+    """
+    Members nobody knows, other spacing, totals of any size and odd meta are read: nothing depends on them.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.record |= {"new": {"a": [1, 2, {"b": None}]}, "world_size": 10**6, "step": -1}
+    forgery.record["totals"] |= {"tensors": 0, "tensor_bytes": 2**60, "new": 1}
+    forgery.record["files"][0]["new"] = True
+    forgery.record["meta"] = {"huge": 10**18, "text": "\u2028 é \x7f", "deep": {"a": [[[[[]]]]]}, "float": 1e300}
+    text = json.dumps({**forgery.record, "index": {**forgery.record["index"], **_index_entry(subject)}})
+    forgery.record_text = text.encode().removesuffix(b"}")
+
+    store = store_of(forgery.blobs())
+
+    assert doors.try_all(store, subject, "odd but sound").all == [None, None, None]
+    assert sk.open(store).meta == forgery.record["meta"]
+
+
+def _index_entry(subject):
+    entry = subject.record.index
+    return {"nbytes": entry.nbytes, "checksum": entry.checksum}
+
+
+@pytest.mark.parametrize(
+    "number", ["1" + "0" * 30, "1e999", "-1e999", '"\\ud800"', '"\\u0000"'], ids=["1e30", "inf", "-inf", "half", "nul"]
+)
+def test_meta_that_json_can_say_and_python_hardly(number):
+    """
+    Numbers and letters at the edge of what JSON has are read or refused, and never upset a load.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.record["meta"] = {"x": 0}
+    forgery.record["index"] |= _index_entry(subject)
+    forgery.record_text = json_text(forgery.record).replace(b'"x": 0', b'"x": ' + number.encode())
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, f"meta {number[:10]}")
+
+    assert len({type(error) for error in answers.all}) == 1
+
+
+def test_a_hundred_thousand_files():
+    """
+    A record that lists 100,000 files which are not there costs memory and time in proportion to its own size, and
+    `verify` says what is missing; tensors whose files are there load.
+    """
+    subject = one_rank()
+    record = msgspec.json.decode(subject.blobs[RECORD_NAME])
+    del record["checksum"]
+    ghost = {"nbytes": 4097, "header_nbytes": 4096, "block_nbytes": 65536, "checksum": "xxh3_128:" + "0" * 32}
+    record["files"] += [{"name": f"g{n}", **ghost} for n in range(100_000)]
+    data = seal_record(msgspec.json.encode(record).removesuffix(b"}"))
+    del record
+    store = store_of({**subject.blobs, RECORD_NAME: data})
+
+    answers = bounded(
+        lambda: doors.try_all(store, subject, "many files"), mib=20 * len(data) / (1 << 20), seconds=30, traced=False
+    )
+
+    assert (answers.load, answers.to_dict) == (None, None)
+    assert "100000 wrong" in str(answers.verify)
+
+
+# Headers of data files
+
+
+HEADERS = {
+    "no digests": lambda h: h.replace(b"shardkeep.blocks", b"shardkeep.blocka"),
+    "no base64": lambda h: _digests(h, lambda d: b"!" * len(d)),
+    "too few": lambda h: _digests(h, lambda d: d[:-4]),
+    "none": lambda h: _digests(h, lambda d: b""),
+    "too many": lambda h: _digests(h, lambda d: d + d),
+    "of other bytes": lambda h: _digests(h, lambda d: d[::-1]),
+    "without an end": lambda h: _digests(h, lambda d: d).replace(b'"', b"'"),
+    "zeros": lambda h: bytes(len(h)),
+    "another mark first": lambda h: h.replace(b'"format":"pt"', b'"shardkeep.blocks":""'),
+}
+
+
+def _digests(header, change):
+    mark = b'"shardkeep.blocks":"'
+    start = header.index(mark) + len(mark)
+    stop = header.index(b'"', start)
+    return header[:start] + change(header[start:stop]) + header[stop:]
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
+def test_a_forged_header_is_refused(change):
+    """
+    A header whose own checksum is right but whose digests are missing, malformed or of other data is refused.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    entry = forgery.file("optim")
+    data = forgery.data[entry["name"]]
+    header = change(data[: entry["header_nbytes"]])
+    header = header[: entry["header_nbytes"]].ljust(entry["header_nbytes"])
+    seal_header(forgery, "optim", header + data[entry["header_nbytes"] :])
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, "a forged header")
+
+    for error in answers.all:
+        assert isinstance(error, sk.DamagedCheckpoint)
+        assert entry["name"] in str(error)
+
+
+def test_what_the_header_says_of_tensors_is_not_believed():
+    """
+    Names and offsets in a safetensors header are for other tools; forging them moves no byte of ours.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    entry = forgery.file("model")
+    data = forgery.data[entry["name"]]
+    changed = data.replace(b'"model.half"', b'"../../half"').replace(b'"data_offsets":[0', b'"data_offsets":[9')
+    assert changed != data
+    seal_header(forgery, "model", changed)
+
+    answers = doors.try_all(store_of(forgery.blobs()), subject, "a lying header")
+
+    assert answers.all == [None, None, None]
