@@ -1,0 +1,188 @@
+"""Values that break the rules, and pickles that would run: an error of ours that names the key, and nothing happens."""
+
+import os
+import pickle
+from contextlib import suppress
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.format.values import encode_value
+from tests.damage import doors
+from tests.damage.bounds import bounded
+from tests.damage.forge import take_apart
+from tests.damage.subjects import QUICK, blank_for, one_rank, store_of
+from tests.engine.samples import bits
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def is_untouched(state) -> bool:
+    """Say whether nothing was loaded into a poisoned state; what is on meta still is."""
+    blank = blank_for(one_rank())
+    for each in (state, blank):
+        assert each["model"].pop("weight").is_meta
+    return bits(state) == bits(blank)
+
+
+def _ext(code: int, payload: bytes) -> bytes:
+    return b"\xc9" + len(payload).to_bytes(4, "big") + bytes([code % 256]) + payload
+
+
+def _nested_ext(depth: int) -> bytes:
+    """Tuples in each other."""
+    value = b"\x90"
+    for _ in range(depth):
+        value = b"\x91" + _ext(4, value)
+    return _ext(4, value)
+
+
+def _array(*parts) -> bytes:
+    return _ext(32, encode_value(list(parts), key=""))
+
+
+VALUES = {
+    "nothing": b"",
+    "a byte that begins no value": b"\xc1",
+    "an array cut short": b"\x93\x01",
+    "an array that declares 2**32 items": b"\xdd\xff\xff\xff\xff\x01",
+    "a string that declares 4 GB": b"\xdb\xff\xff\xff\xffa",
+    "bytes that declare 4 GB": b"\xc6\xff\xff\xff\xffa",
+    "an extension that declares 4 GB": b"\xc9\xff\xff\xff\xff\x04a",
+    "a map": b"\x81\xa1a\x01",
+    "a map that declares 2**32 items": b"\xdf\xff\xff\xff\xff",
+    "half a float": b"\xcb\x00\x00",
+    "a tail": b"\x01\x01",
+    "a string that is no text": b"\xa2\xff\xfe",
+    "an unknown extension": _ext(99, b"\x90"),
+    "an extension of a negative code": _ext(-5, b"\x90"),
+    "a timestamp of msgpack's own": b"\xd6\xff\0\0\0\0",
+    "10,000 arrays in each other": b"\x91" * 10_000 + b"\x01",
+    "a million arrays in each other": b"\x91" * 1_000_000 + b"\x01",
+    "200 tuples in each other": _nested_ext(200),
+    "a tuple of no array": _ext(4, b"\x07"),
+    "a dict of three parts": _ext(7, b"\x93\x01\x02\x03"),
+    "a dict of two equal keys": _ext(7, b"\x94\x01\x02\x01\x03"),
+    "a dict with a list for a key": _ext(7, b"\x92\x90\x02"),
+    "a set of two equal items": _ext(5, b"\x92\x01\x01"),
+    "a dtype that torch has not": _ext(24, encode_value(["__import__"], key="")),
+    "a dtype that is a function of torch": _ext(24, encode_value(["load"], key="")),
+    "a month of 13": _ext(14, b"\x93\xcd\x07\xe8\x0d\x01"),
+    "a zone outside of the zone files": _ext(18, encode_value(["../../etc/passwd"], key="")),
+    "a zone that is a path": _ext(18, encode_value(["/etc/passwd"], key="")),
+    "an array of objects": _array("|O", [1], False, bytes(8)),
+    "an array larger than its bytes": _array("<f8", [2**40], False, bytes(8)),
+    "an array of 2**62 items of no bytes": _array("|V0", [2**62], False, b""),
+    "an array of a structure with an object": _array(
+        ["struct", 8, False, [["a", "|O", 0, None]]], [1], False, bytes(8)
+    ),
+    "an array of negative size": _array("<f8", [-1], False, b""),
+    "an array of 100 axes": _array("|u1", [1] * 100, False, b"a"),
+}
+
+
+@pytest.mark.parametrize("data", VALUES.values(), ids=VALUES)
+def test_a_malformed_value_is_refused(data):
+    """
+    A value that breaks the rules is refused by its key, by `load` before a tensor is touched, and by `open`.
+    """
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.set_value("name", data)
+    store = store_of(forgery.blobs())
+    state = blank_for(subject)
+
+    with pytest.raises(sk.DamagedCheckpoint, match="'name'"):
+        sk.load(state, store, options=QUICK)
+    loaded, read, _ = bounded(lambda: [door(store, subject) for door in (doors.load, doors.to_dict, doors.verify)])
+
+    assert is_untouched(state)
+    assert isinstance(loaded, sk.MalformedFile)
+    assert isinstance(read, sk.MalformedFile)
+    with pytest.raises(sk.MalformedFile, match="'name'"):
+        sk.open(store)["name"]
+    assert sk.open(store)["step"] == 12
+
+
+class Bomb:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def _pickles(path):
+    bomb = _ext(127, pickle.dumps(Bomb(path)))
+    return {
+        "bare": bomb,
+        "in a list": b"\x92\x01" + bomb,
+        "in a tuple": _ext(4, b"\x91" + bomb),
+        "as a key": _ext(7, b"\x92" + bomb + b"\x01"),
+        "in a set": _ext(5, b"\x91" + bomb),
+        "as a part of a number": _ext(9, b"\x92" + bomb + bomb),
+        "as a dtype": _ext(31, b"\x91" + bomb),
+    }
+
+
+@pytest.mark.parametrize("where", _pickles(""))
+def test_a_pickle_does_not_run(tmp_path, where):
+    """
+    A pickle that would make a directory is refused, wherever it sits, and no directory is there afterwards; nor has a
+    tensor changed. With `allow_pickle` it runs: so it would have.
+    """
+    path = tmp_path / "boom"
+    subject = one_rank()
+    forgery = take_apart(subject)
+    forgery.set_value("name", _pickles(str(path))[where])
+    store = store_of(forgery.blobs())
+    state = blank_for(subject)
+
+    with pytest.raises(sk.PickleRefused, match="'name'") as caught:
+        sk.load(state, store, options=QUICK)
+    with pytest.raises(sk.PickleRefused):
+        sk.open(store).to_dict()
+    with pytest.raises(sk.PickleRefused):
+        sk.open(store)["name"]
+    sk.open(store).verify()
+
+    assert "allow_pickle=True" in str(caught.value)
+    assert is_untouched(state)
+    assert not path.exists()
+    with suppress(sk.MalformedFile):  # what os.mkdir returns is no number and no dtype
+        sk.load(blank_for(subject), store, allow_pickle=True, options=QUICK)
+    assert path.exists()
+
+
+def test_a_pickle_in_the_tree_does_not_run(tmp_path):
+    """
+    The tree is a value too, and its pickles are refused.
+    """
+    path = tmp_path / "boom"
+    subject = one_rank()
+    for data in _pickles(str(path)).values():
+        forgery = take_apart(subject)
+        forgery.set_tree(data)
+        store = store_of(forgery.blobs())
+        for door in (doors.load, doors.to_dict, doors.verify, doors.look):
+            door(store, subject, doors.FORGED)
+        assert doors.to_dict(store, subject, doors.FORGED) is not None
+        with pytest.raises(sk.CheckpointError):
+            sk.open(store).to_dict(allow_pickle=True)
+
+    assert not path.exists()
+
+
+def test_a_pickle_that_is_broken():
+    """
+    Allowed, a pickle that cannot be read is damage and not an exception of the pickle module.
+    """
+    subject = one_rank()
+    for data in (b"", b"\x80", b"garbage", b"\x80\x05.", b"cos\nnothing\n."):
+        forgery = take_apart(subject)
+        forgery.set_value("name", _ext(127, data))
+        store = store_of(forgery.blobs())
+        with pytest.raises((sk.MalformedFile, sk.UnsupportedLeaf), match="'name'"):
+            sk.load(blank_for(subject), store, allow_pickle=True, options=QUICK)
