@@ -70,24 +70,26 @@ class Ranks:
         self._events = out / "events.jsonl"
         self._deadline = time.monotonic() + DEADLINE_S
         (out / "job.json").write_text(json.dumps(asdict(job)))
-        shared = {
-            "WORLD_SIZE": str(job.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+        # Listening from here on, so that no one else takes the port before rank 0 is up.
+        with socket.create_server(("127.0.0.1", 0)) as meeting_point:
+            fd = meeting_point.fileno()
+            self._processes = [self._start(rank, job.ranks, fd) for rank in range(job.ranks)]
+
+    def _start(self, rank: int, ranks: int, meeting_point_fd: int) -> subprocess.Popen[bytes]:
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": "1",  # the same sums in the same order, and no crowding of the cores
         }
-        self._processes = []
-        for rank in range(job.ranks):
-            with (out / f"rank-{rank}.log").open("wb") as log:
-                self._processes.append(
-                    subprocess.Popen(  # noqa: S603 - our own module, our own arguments
-                        [sys.executable, "-m", "shardkeep.cli.demo_train", str(out)],
-                        env=os.environ | shared | {"RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        with (self._out / f"rank-{rank}.log").open("wb") as log:
+            return subprocess.Popen(  # noqa: S603 - our own module, our own arguments
+                [sys.executable, "-m", "shardkeep.cli.demo_train", str(self._out), str(meeting_point_fd)],
+                env=os.environ | own,
+                pass_fds=[meeting_point_fd],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -144,10 +146,3 @@ def is_checkpoint(path: Path) -> bool:
     except CheckpointNotFound:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,13 +200,24 @@ def save(job: Job, rank: int, state: dict[str, Any], reporter: Reporter) -> None
     reporter.tell("saved", step=step, path=path, bytes=report.bytes_total, seconds=report.seconds)
 
 
-def main(out: str) -> None:
+def meet(job: Job, rank: int, meeting_point: socket.socket) -> None:
+    """Make the process group, over a socket that was listening before any rank was started."""
+    host, port = meeting_point.getsockname()
+    first = rank == 0
+    listen_fd = meeting_point.detach() if first else None
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it as exported
+        host, port, job.ranks, is_master=first, master_listen_fd=listen_fd
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
+
+
+def main(out: str, meeting_point_fd: int) -> None:
     """Train as `job.json` in `out` says."""
     told = json.loads(Path(out, "job.json").read_text())
     job = Job(**(told | {"mesh": tuple(told["mesh"])}))
     rank = int(os.environ["RANK"])
     reporter = Reporter(Path(out, "events.jsonl"), rank)
-    dist.init_process_group("gloo")
+    meet(job, rank, socket.socket(fileno=meeting_point_fd))
     names = ("shard",) if len(job.mesh) == 1 else ("replicate", "shard")
     model, optimizer = build(job, init_device_mesh("cpu", job.mesh, mesh_dim_names=names))
     torch.manual_seed(1000 + rank)
@@ -218,6 +230,6 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
     # Torch's threads now and then abort the process while Python takes itself apart; everything is written by now.
     os._exit(0)
