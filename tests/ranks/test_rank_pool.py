@@ -125,6 +125,16 @@ def test_a_hang_shows_where_and_is_made_good(rank_pool: RankPool):
     assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
 
 
+def test_a_process_whose_group_was_not_made_is_replaced(rank_pool: RankPool):
+    """torch keeps half of a failed group in its state, and the next one would hang."""
+    pids = [pid for pid, _, _ in rank_pool.run(2, state_of_process)]
+
+    outcomes = rank_pool.outcomes(2, add_ranks, 0, backend="carrier pigeon")
+
+    assert [str(one.error) for one in outcomes] == [f"rank {r} could not join the process group" for r in range(2)]
+    assert not set(pids) & {pid for pid, _, _ in rank_pool.run(2, state_of_process)}
+
+
 def test_more_ranks_than_the_pool_has_are_refused(rank_pool: RankPool):
     with pytest.raises(ValueError, match="a pool of 8 cannot run 9 ranks"):
         rank_pool.run(9, add_ranks, 0)

@@ -81,8 +81,9 @@ def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
 def die(doomed: int, timeout_s: float) -> Told:
     def work() -> bytes:
         if rank() == doomed:
-            time.sleep(0.2)
+            signs().wait([f"at work {other}" for other in range(dist.get_world_size()) if other != doomed])
             os.kill(os.getpid(), signal.SIGKILL)
+        signs().set(f"at work {rank()}", "")
         return b""
 
     return ask_once(work, timeout_s=timeout_s)

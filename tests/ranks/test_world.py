@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from shardkeep.errors import RanksDisagree
 from shardkeep.ranks.agree import meet
@@ -27,10 +28,12 @@ def test_being_alone_does_not_import_torch():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 2), (-1, 1)])
-def test_an_impossible_world_is_refused(rank: int, size: int):
-    with pytest.raises(ValueError, match="world"):
-        World(rank, size)
+@pytest.mark.parametrize(
+    ("rank", "store", "text"), [(2, HashStore(), "rank 2 is not within"), (0, None, "needs a store")]
+)
+def test_an_impossible_world_is_refused(rank: int, store: HashStore | None, text: str):
+    with pytest.raises(ValueError, match=text):
+        World(rank, 2, store, 1)
 
 
 def who_am_i() -> tuple[int, int, bool]:

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from shardkeep.errors import CheckpointError, Failure
 from shardkeep.ranks.mailbox import Mailbox, MailLost, visit
 from shardkeep.ranks.verdict import Verdict, describe, judge_disagreement, judge_failures, judge_silence
-from shardkeep.ranks.words import Doing, Reply, Word, decode_doing, decode_reply, decode_verdict, decode_word, encode
+from shardkeep.ranks.words import Doing, Reply, Word, decode_reply, decode_verdict, decode_word, encode, last_seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,10 +108,10 @@ class Meeting:
         except MailLost as lost:
             self._lost = self._out_of_reach(word, lost)
             raise self._lost from (cause or lost)
-        if isinstance(answer, bytes):
-            return answer
-        self._told = answer.error()
-        raise self._told from cause
+        if isinstance(answer, Verdict):
+            self._told = answer.error()
+            raise self._told from cause
+        return answer
 
     def _try(self, word: Word, work: Callable[[], bytes]) -> tuple[Word, Exception | None]:
         try:
@@ -144,18 +144,16 @@ class Meeting:
 
     def _gather(self) -> dict[int, Word]:
         """Collect the words of the other ranks; note who left and who is silent."""
-        awaited = [rank for rank in range(1, self._world.size) if rank not in self._departed | self._silent]
+        gone = self._departed.keys() | self._silent.keys()
+        awaited = {rank: self._key("in", rank) for rank in range(1, self._world.size) if rank not in gone}
         patience_s = self._world.timeout_s
 
         def errand(mailbox: Mailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
             here = awaited
-            if not mailbox.wait([self._key("in", rank) for rank in awaited], patience_s):
-                here = [rank for rank in awaited if mailbox.there(self._key("in", rank))]
-            bodies = mailbox.take([self._key("in", rank) for rank in here])
-            away = [rank for rank in awaited if rank not in here]
-            doing = {
-                rank: mailbox.read([f"doing/{rank}"])[0] if mailbox.there(f"doing/{rank}") else b"" for rank in away
-            }
+            if not mailbox.wait(list(awaited.values()), patience_s):
+                here = {rank: key for rank, key in awaited.items() if mailbox.there(key)}
+            bodies = mailbox.take(list(here.values()))
+            doing = {rank: _last_note(mailbox, rank) for rank in awaited.keys() - here.keys()}
             return dict(zip(here, bodies, strict=True)), doing
 
         # Twice the patience: once to wait, once to read what may be long.
@@ -191,7 +189,7 @@ class Meeting:
     def _skip_call(self, words: dict[int, Word], title: str) -> None:
         """Count the missed call as made, or this rank would be one call behind the others for ever."""
         everyone = {rank: f"did not make the call {title!r}" for rank in words if not words[rank].left}
-        verdict = judge_silence(everyone, {}, phase="", title=title)
+        verdict = judge_silence(everyone, {}, phase="begin", title=title)
         self._silent |= dict.fromkeys(everyone, "")
         self._tell_all(verdict)
         self._departed, self._silent = {}, {}
@@ -207,15 +205,18 @@ class Meeting:
             sharers.setdefault(body, []).append(rank)
         self._present = sum(rank not in self._silent for rank in answers)
 
+        letters: list[tuple[str, bytes]] = []
+        for number, (body, ranks) in enumerate(sharers.items()):
+            reply = Reply(body=body, failed=failed, present=self._present)
+            if len(ranks) > 1 and len(body) >= SHARED_BYTES:
+                shared = self._key("all", number)
+                letters.append((shared, body))
+                reply = replace(reply, body=b"", shared=shared, readers=len(ranks))
+            letters += [(self._key("out", r), encode(replace(reply, missed=r in self._silent))) for r in ranks]
+
         def errand(mailbox: Mailbox) -> None:
-            for number, (body, ranks) in enumerate(sharers.items()):
-                reply = Reply(body=body, failed=failed, present=self._present)
-                if len(ranks) > 1 and len(body) >= SHARED_BYTES:
-                    shared = f"{self._call}/{self._step}/all/{number}"
-                    mailbox.put(shared, body)
-                    reply = replace(reply, body=b"", shared=shared, readers=len(ranks))
-                for rank in ranks:
-                    mailbox.put(self._key("out", rank), encode(replace(reply, missed=rank in self._silent)))
+            for key, letter in letters:
+                mailbox.put(key, letter)
 
         self._visit(errand)
         self._step += 1
@@ -241,7 +242,7 @@ class Meeting:
         def errand(mailbox: Mailbox) -> Reply | bytes:
             if not mailbox.wait([answer], patience_s):
                 mailbox.put(mine, encode(self._giving_up(word, patience_s)))
-                return mailbox.read(["doing/0"])[0] if mailbox.there("doing/0") else b""
+                return _last_note(mailbox, 0)
             return self._receive(mailbox, answer, unread=(mine, len(body)))
 
         reply = self._visit(errand, within_s=patience_s)
@@ -292,8 +293,9 @@ class Meeting:
             if self._world.rank == 0:
                 self._tell_all(judge_failures({0: failure}, phase="leave", title=self._title))
             else:
-                word = Word(title=self._title, phase="leave", failure=failure, left=True)
-                self._visit(lambda mailbox: mailbox.put(self._key("in", self._world.rank), encode(word)), within_s=1)
+                key = self._key("in", self._world.rank)
+                word = encode(Word(title=self._title, phase="leave", failure=failure, left=True))
+                self._visit(lambda mailbox: mailbox.put(key, word))
         if self._world.rank > 0 or not isinstance(error, Exception):
             self._present = 0
 
@@ -307,7 +309,8 @@ class Meeting:
             if self._world.rank > 0:
                 if mailbox.count(parted) == self._present:
                     mailbox.put(over, b"")
-            elif mailbox.wait([over], min(LINGER_S, self._world.timeout_s)):
+            # Half the deadline at most: in the next call the others wait for this and for rank 0's own patience.
+            elif mailbox.wait([over], min(LINGER_S, self._world.timeout_s / 2)):
                 mailbox.drop(over)
                 mailbox.drop(parted)
 
@@ -323,29 +326,19 @@ class Meeting:
         own = {self._world.rank: word.failure} if word.failure else {}
         return judge_silence(dict.fromkeys(others, text), own, phase=word.phase, title=self._title).error()
 
-    def _silence(self, waited_s: float, raw: bytes) -> str:
-        """Say of a rank that did not answer what it was last seen doing."""
-        seen = decode_doing(raw) if raw else None
-        if seen is None:
-            what = "it has made no call yet"
-        elif seen.call != self._call:
-            what = f"it has not made call {self._call}; its last was call {seen.call}, {seen.title!r}"
-        elif seen.title != self._title:
-            what = f"it is in {seen.title!r}"
-        elif seen.phase:
-            what = f"it was last seen in {seen.phase!r}"
-        else:
-            what = "it has begun this call, but no phase of it"
-        return f"did not answer within {waited_s:g} s; {what}"
+    def _silence(self, waited_s: float, note: bytes) -> str:
+        return f"did not answer within {waited_s:g} s; {last_seen(note, call=self._call, title=self._title)}"
 
-    def _key(self, way: str, rank: int) -> str:
-        return f"{self._call}/{self._step}/{way}/{rank}"
+    def _key(self, way: str, number: int) -> str:
+        return f"{self._call}/{self._step}/{way}/{number}"
 
     def _visit(self, errand: Callable[[Mailbox], T], within_s: float | None = None) -> T:
         store, size = self._world.store, self._world.size
         if store is None:  # unreachable: a world of several ranks has a store
             raise MailLost("there is no store")
-        return visit(store, size, errand, within_s=self._world.timeout_s if within_s is None else within_s)
+        # Who leaves, perhaps by Ctrl-C, does not stay to find out whether the store still works.
+        patience_s = min(1.0, self._world.timeout_s) if self._left else self._world.timeout_s
+        return visit(store, size, errand, within_s=patience_s if within_s is None else within_s)
 
 
 @contextlib.contextmanager
@@ -373,6 +366,11 @@ def meet(world: World, title: str) -> Iterator[Meeting]:
         raise
     finally:
         meeting._part()
+
+
+def _last_note(mailbox: Mailbox, rank: int) -> bytes:
+    key = f"doing/{rank}"
+    return mailbox.read([key])[0] if mailbox.there(key) else b""
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], payloads: list[bytes]) -> list[bytes]:

@@ -34,7 +34,7 @@ CHECKS_PER_S = 2000
 _WHOLE, _PIECES = b"w", b"p"
 
 
-class MailLost(Exception):  # noqa: N818 - never leaves this package: `agree` says in an error which rank is gone
+class MailLost(Exception):
     """The store did not answer, or its connection broke."""
 
 

@@ -159,6 +159,8 @@ def _plain_text(text: str) -> str:
 def _plain_details(details: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in details.items():
+        if name in ("message", "hint"):  # arguments of their own, where the error is made again
+            continue
         with contextlib.suppress(Exception):  # what cannot travel stays behind
             plain[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     return plain

@@ -11,6 +11,8 @@ from shardkeep.ranks.verdict import Verdict
 
 
 class Doing(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank did last, in case it is never heard of again."""
+
     call: int
     step: int
     phase: str
@@ -51,3 +53,17 @@ decode_word = msgspec.msgpack.Decoder(Word).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 decode_doing = msgspec.msgpack.Decoder(Doing).decode
+
+
+def last_seen(note: bytes, *, call: int, title: str) -> str:
+    """Say what a rank was doing by its last note, an encoded `Doing` or nothing, seen from a rank in this `call`."""
+    seen = decode_doing(note) if note else None
+    if seen is None:
+        return "it has made no call yet"
+    if seen.call != call:
+        return f"it has not made call {call}; its last was call {seen.call}, {seen.title!r}"
+    if seen.title != title:
+        return f"it is in {seen.title!r}"
+    if seen.phase:
+        return f"it was last seen in {seen.phase!r}"
+    return "it has begun this call, but no phase of it"

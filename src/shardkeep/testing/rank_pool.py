@@ -284,7 +284,8 @@ class _Process:
 
     def receive(self) -> None:
         try:
-            self.finished, self._busy = self.connection.recv(), False
+            self.finished = self.connection.recv()
+            self._busy = self.finished.spoiled
         except (EOFError, ConnectionResetError):
             self._process.join(5)
             self.connection.close()

@@ -61,6 +61,12 @@ class Finished:
     error: bytes = b""
     """The pickled exception and its cause; empty where pickle cannot do it."""
     trace: str = ""
+    spoiled: bool = False
+    """The process is of no use for another run."""
+
+
+class NoGroup(Exception):
+    """The process group was not made; torch's state in this process is no longer that of the others."""
 
 
 def rank_process(connection: Connection, log_path: str) -> None:
@@ -114,8 +120,8 @@ def _do(job: Job, kept: dict[int, Store], connection: Connection) -> Finished:
         pair = b""
         with contextlib.suppress(Exception):
             pair = pickle.dumps((error, error.__cause__))
-            pickle.loads(pair)
-        return Finished(error=pair, trace="".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return Finished(error=pair, trace=trace, spoiled=isinstance(error, NoGroup))
 
 
 @contextlib.contextmanager
@@ -127,7 +133,13 @@ def _process_group(job: Job, kept: dict[int, Store], connection: Connection) -> 
         yield
         return
     patience = timedelta(seconds=job.timeout_s)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+    try:
+        dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+        # A rank that is done, or dead, before its peers have connected to it would leave them waiting in there.
+        store.set(f"ready/{job.rank}", "")
+        store.wait([f"ready/{rank}" for rank in range(job.world_size)], patience)
+    except Exception as error:
+        raise NoGroup(f"rank {job.rank} could not join the process group") from error
     try:
         yield
     finally:
