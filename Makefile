@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 READY := $(VENV)/.ready
+CODE := src tests bench examples
 
 ifdef PY
   READY :=
@@ -27,8 +28,8 @@ test: check ## Everything CI runs: the checks below, then every test
 	$(PY) -m pytest $(ARGS)
 
 check: $(READY) ## Lint, format, types, and the one-direction rule of the folders
-	$(PY) -m ruff check
-	$(PY) -m ruff format --check
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_architecture.py
 
