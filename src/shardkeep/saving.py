@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from shardkeep.errors import CheckpointError, CheckpointExists, CheckpointNotFound
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    UnsupportedVersion,
+)
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import FileEntry, Record
 from shardkeep.layout import leftovers, native
@@ -252,21 +258,25 @@ class _Coordinator:
         """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
         _discard(self.store, [native.claim_name(self.save_id)])
         try:
-            found = leftovers.survey(self.store)
-            self._sweep(found.dead + found.ended)
+            self._sweep(leftovers.survey(self.store))
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
 
-    def _sweep(self, names: list[str]) -> None:
-        """Delete files a survey found, but for those of the committed checkpoint."""
-        if not names:
+    def _sweep(self, found: leftovers.Survey) -> None:
+        """Delete the files of saves that are over, but for those of the committed checkpoint."""
+        if not found.dead and not found.ended:
             return
         try:
             record = native.read_record(self.store)
-            kept = {record.index.name, *(file.name for file in record.files)}
         except CheckpointNotFound:
-            kept = set()
-        _discard(self.store, [name for name in names if name not in kept])
+            # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
+            _discard(self.store, found.dead)
+            return
+        except (DamagedCheckpoint, UnsupportedVersion) as exc:
+            log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
+            return
+        kept = {record.index.name, *(file.name for file in record.files)}
+        _discard(self.store, [name for name in found.dead + found.ended if name not in kept])
 
     def _check_place(self) -> None:
         if not self.overwrite:
@@ -286,7 +296,7 @@ class _Coordinator:
                 hint="wait for it, or save to another place",
             )
         # Before the first byte, or a job that dies in every save would fill the disk.
-        self._sweep(found.dead)
+        self._sweep(found)
 
 
 def _write(store: Store, jobs: list[FileJob], options: Options) -> list[FileEntry]:
