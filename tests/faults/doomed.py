@@ -1,14 +1,55 @@
-"""What runs in the processes that are killed."""
+"""What runs in the processes that are killed, and what it leaves on disk."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import shardkeep as sk
+from shardkeep.store.local import LocalStore
+from shardkeep.testing.faulty_store import FaultyStore
 from tests.faults.calls import CHANGING, strike_at
-from tests.faults.scene import save_all
+from tests.faults.scene import OPTIONS, save_all
+
+ROWS = 240
+TIMEOUT_S = 2.0
+"""How long ranks wait for each other before they give up."""
+
+
+def level_state(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    """A state that says `k` in every element: half a megabyte, in two files a rank."""
+    share = ROWS // size
+    mine = torch.full((share, 512), float(k))
+    return {
+        "model": {"w": sk.ShardedBox(mine, offsets=(rank * share, 0), shape=(ROWS, 512)), "b": torch.full((999,), k)},
+        "optim": {"m": torch.full((64, 64), float(k), dtype=torch.float64).t()},
+        "step": k,
+    }
+
+
+def level_at(place: str) -> int:
+    """Read and verify the whole checkpoint in a directory; say which `k` every element of it is."""
+    ck = sk.open(place, options=OPTIONS)
+    ck.verify()
+    tree = ck.to_dict()
+    k = tree["step"]
+    assert ck.step == k
+    assert tree["model"]["w"].shape == (ROWS, 512)
+    for tensor in (tree["model"]["w"], tree["model"]["b"], tree["optim"]["m"]):
+        assert tensor.eq(k).all(), f"step {k}, but {tensor.unique().tolist()}"
+    return k
+
+
+def save_level(place: str, k: int, rank: int = 0, size: int = 1) -> None:
+    options = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
+    sk.save(level_state(k, rank, size), place, step=k, overwrite=True, options=options)
 
 
 def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) -> None:
@@ -20,3 +61,50 @@ def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) ->
 
     with strike_at(n, die, CHANGING):
         save_all(ranks, place, k)
+
+
+def save_for_ever(pipe: Connection, place: str, k: int) -> None:
+    """Overwrite one checkpoint by the next; say each number once it is saved."""
+    pipe.send("ready")
+    while True:
+        save_level(place, k)
+        pipe.send(k)
+        k += 1
+
+
+def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, place: str, k: int) -> None:
+    """Do the same as one of several ranks; `port` 0 opens the store the ranks talk through, and says its port."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", RES_OPTIONS="timeout:1 attempts:1")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False, timeout=timedelta(seconds=30))
+    pipe.send(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    pipe.send("ready")
+    while True:
+        began = time.monotonic()
+        try:
+            save_level(place, k, rank, size)
+        except BaseException as exc:  # noqa: BLE001 - told to the test
+            pipe.send((type(exc).__name__, str(exc), getattr(exc, "ranks", None), time.monotonic() - began))
+            os._exit(0)  # a gloo group with a dead member is not worth taking down in order
+        pipe.send(k)
+        k += 1
+
+
+def save_with_a_rank_killed(place: str, k: int, victim: int, n: int) -> None:
+    """On every rank of a pool: save state `k`; one of them is killed at the n-th operation on its files."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where: Any = place
+    if rank == victim:
+        where = SelfDestruct(LocalStore(place), at=n)
+    options = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
+    sk.save(level_state(k, rank, size), where, step=k, overwrite=True, options=options)
+
+
+class SelfDestruct(FaultyStore):
+    """At operation `at`, the process is killed."""
+
+    def begin(self, verb: str, name: str) -> Any:
+        if len(self.operations) == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.operations.append(f"{verb} {name}")
