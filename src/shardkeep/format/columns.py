@@ -76,11 +76,12 @@ def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:
     return wide
 
 
-def matrix_of(rows: Sequence[Sequence[int]], axes: int, fill: int) -> IntArray:
-    """Build a padded matrix from tuples of at most `axes` numbers."""
-    padding = [(fill,) * n for n in range(axes + 1)]
-    padded = [(*row, *padding[axes - len(row)]) for row in rows]
-    return np.array(padded, dtype=np.int64).reshape(len(rows), axes)
+def matrix_of(rows: Sequence[tuple[int, ...]], axes: int, fill: int) -> IntArray:
+    """Build a padded matrix from tuples of at most `axes` numbers, most of which are alike."""
+    seen: dict[tuple[int, ...], int] = {}
+    which = [seen.setdefault(row, len(seen)) for row in rows]
+    padded = [row + (fill,) * (axes - len(row)) for row in seen]
+    return np.array(padded, dtype=np.int64).reshape(len(seen), axes)[which]
 
 
 def segment_starts(ends: npt.NDArray[Any]) -> IntArray:

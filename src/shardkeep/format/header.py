@@ -12,7 +12,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardkeep.errors import MalformedFile, StateError
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES
@@ -28,8 +28,7 @@ MAX_HEADER_NBYTES = 100_000_000
 _MARK = b'"shardkeep.blocks":"'
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a data file."""
 
     name: str

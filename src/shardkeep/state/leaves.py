@@ -155,7 +155,8 @@ def _describe_ordinary(tensor: torch.Tensor) -> TensorLeaf | None:
         return None
     origin = (0,) * len(shape)
     alias = (dtype, shape, origin, pointer, shape, stride, tensor.device)
-    return TensorLeaf(dtype, shape, (Piece(origin, tensor.detach()),), alias)
+    plain = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
+    return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
 
 
 def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
