@@ -58,7 +58,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     began = time.perf_counter()
     drafts = [decode_draft(payload) for payload in payloads]
     plan = plan_save(drafts)
-    values, tree = merge_values(drafts), merge_skeletons(drafts)
+    values, tree = merge_values(drafts, plan.keys), merge_skeletons(drafts)
     replies = [encode(orders) for orders in cut_orders(plan, "0" * 20, ranks)]
     planned = time.perf_counter()
     pieces = plan.pieces_by_tensor()

@@ -192,7 +192,7 @@ class _Coordinator:
         self._check_place()
         drafts = [decode_draft(payload) for payload in payloads]
         self.saved = plan_save(drafts)
-        self.values = merge_values(drafts)
+        self.values = merge_values(drafts, self.saved.keys)
         self.tree = merge_skeletons(drafts)
         leftovers.make_claim(self.store, self.save_id)
         return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]

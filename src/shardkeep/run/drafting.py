@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import xxhash
 
-from shardkeep.errors import ReplicasDiffer
+from shardkeep.errors import InvalidShards, ReplicasDiffer
 from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
 from shardkeep.format.values import encode_value
-from shardkeep.plan.draft import Draft, PlainValues, TensorNames, decode_values, encode
+from shardkeep.plan.draft import Draft, PlainValues, TensorNames, decode_names, decode_values, encode
 from shardkeep.stage.memory import view_memory
 from shardkeep.stage.tensors import host_address, scattered
 from shardkeep.state.describe import Description, file_groups
@@ -72,8 +73,8 @@ def merge_skeletons(drafts: Sequence[Draft]) -> bytes:
     return encode_tree(merge_trees([decode_tree(raw) for raw in distinct]))
 
 
-def merge_values(drafts: Sequence[Draft]) -> list[tuple[str, bytes]]:
-    """Unite the plain values of all ranks, sorted by key; one key must have one value."""
+def merge_values(drafts: Sequence[Draft], tensors: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Unite the plain values of all ranks, sorted by key; one key must have one value, and not name a tensor too."""
     merged: dict[str, tuple[bytes, int]] = {}
     seen: set[bytes] = set()
     for rank, draft in enumerate(drafts):
@@ -89,4 +90,13 @@ def merge_values(drafts: Sequence[Draft]) -> list[tuple[str, bytes]]:
                     hint="wrap state that differs by rank in sk.PerRank, or save the same value on every rank",
                     key=key,
                 )
+    for key, (_, teller) in merged.items():
+        at = bisect_left(tensors, key.encode(), key=str.encode)
+        if at < len(tensors) and tensors[at] == key:
+            holder = next(rank for rank, draft in enumerate(drafts) if key in decode_names(draft.names).keys)
+            raise InvalidShards(
+                f"{key!r} is a plain value on rank {teller} but a tensor on rank {holder}",
+                hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
+                key=key,
+            )
     return sorted(((key, data) for key, (data, _) in merged.items()), key=lambda item: item[0].encode())
