@@ -108,3 +108,35 @@ class SelfDestruct(FaultyStore):
         if len(self.operations) == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.operations.append(f"{verb} {name}")
+
+
+def compete(pipe: Connection, place: str, k: int) -> None:
+    """Save again and again until told to stop; say which were saved, and which errors stood in the way."""
+    done, kinds = set(), set()
+    while not pipe.poll():
+        k += 1
+        try:
+            save_level(place, k)
+            done.add(k)
+        except sk.CheckpointError as exc:
+            kinds.add(type(exc).__name__)
+    pipe.send((done, kinds))
+
+
+class HeldStore(FaultyStore):
+    """Before the first byte of the index is written, waits for a word from the pipe."""
+
+    def __init__(self, inner: LocalStore, pipe: Connection) -> None:
+        super().__init__(inner)
+        self._pipe = pipe
+
+    def begin(self, verb: str, name: str) -> Any:
+        if name.startswith("index-") and verb == "put":
+            self._pipe.send(os.getpid())
+            self._pipe.recv()
+        return super().begin(verb, name)
+
+
+def hold_a_save(pipe: Connection, place: str, k: int) -> None:
+    """Save, but stop before the index until told to go on; say which process this is."""
+    sk.save(level_state(k), HeldStore(LocalStore(place), pipe), step=k, overwrite=True)
