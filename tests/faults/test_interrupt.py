@@ -1,0 +1,172 @@
+"""Ctrl-C in the main thread during a save."""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from torch.distributed import HashStore
+
+import shardkeep
+import shardkeep as sk
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.ranks.world import World
+from shardkeep.store.local import LocalStore
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.faults.scene import (
+    IN_ORDER,
+    assert_saved,
+    checkpoint_at,
+    files_of_checkpoint,
+    names_in,
+    no_leaks,
+    save_all,
+    state_of,
+)
+
+COMMIT = f"put {RECORD_NAME}"
+
+
+class CtrlCStore(FaultyStore):
+    """At operation `at`, wherever it runs, Ctrl-C reaches the main thread; the operation goes on a little later."""
+
+    def begin(self, verb, name):
+        turn = len(self.operations) == self._at
+        self.operations.append(f"{verb} {name}".rstrip())
+        if turn:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(0.1)
+
+
+@contextmanager
+def alarm_is_ctrl_c():
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def save_here(place, k, store=None):
+    return sk.save(state_of(k), store or place, step=k, overwrite=True, group=World(0, 1), options=IN_ORDER)
+
+
+def test_ctrl_c_during_any_operation(place):
+    """
+    The interrupt goes through at once, whether the main thread is in the operation or waits for a thread that is. No
+    thread and no file is left, and the earlier checkpoint is intact, or the new one if it was committed.
+    """
+    save_here(place, 0)
+    latest = 0
+    for n in itertools.count():
+        before = names_in(place)
+        store = CtrlCStore(LocalStore(place), at=n)
+        began = time.monotonic()
+        with alarm_is_ctrl_c(), no_leaks():
+            hit = interrupted(partial(save_here, place, n + 1, store))
+        assert hit == (len(store.operations) > n)
+        if not hit:
+            break
+        assert time.monotonic() - began < 2
+        struck = store.operations[n]
+        if COMMIT in store.operations[:n]:
+            latest = n + 1
+            assert checkpoint_at(place) == latest, struck
+            latest = 1000 + n
+            save_here(place, latest)
+        else:
+            assert names_in(place) == before, struck
+        assert checkpoint_at(place) == latest, struck
+        assert names_in(place) == files_of_checkpoint(place), struck
+    assert n >= 15
+
+
+def interrupted(work):
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_ctrl_c_at_any_line(place):
+    """
+    An interrupt between any two lines of the save story leaves the earlier checkpoint or the new one, whole, and the
+    next save finds the way clear and removes what a clean-up that was itself interrupted could not.
+    """
+    folder = os.path.dirname(shardkeep.__file__)
+    files = {os.path.join(folder, name) for name in ("saving.py", "layout/native.py", "layout/leftovers.py")}
+    save_here(place, 0)
+    count = lines_of(files, partial(save_here, place, 1))
+    assert count >= 150
+    torn = set()
+    for n in range(0, count, 3):
+        with no_leaks():
+            assert interrupted(partial(lines_of, files, partial(save_here, place, 2 * n + 3), stop_at=n))
+        found = checkpoint_at(place)
+        torn.add(found == 2 * n + 3)
+        save_here(place, 2 * n + 4)
+        assert checkpoint_at(place) == 2 * n + 4
+        assert names_in(place) == files_of_checkpoint(place), n
+    assert torn == {True, False}
+
+
+def lines_of(files, work, stop_at=None):
+    """Count the lines of these files that the work goes through on this thread; raise Ctrl-C at one of them."""
+    passed = 0
+
+    def trace(frame, event, arg):
+        nonlocal passed
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            passed += 1
+            if passed - 1 == stop_at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return passed
+
+
+class CtrlCAtCommit(FaultyStore):
+    """Rank 0's store: when the record is put, Ctrl-C reaches the main thread, and gets its time to do harm."""
+
+    def begin(self, verb, name):
+        if f"{verb} {name}" == COMMIT:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)
+        return super().begin(verb, name)
+
+
+def test_ctrl_c_on_a_rank_that_waits_for_the_commit(place):
+    """
+    Interrupted while rank 0 commits, a rank leaves its files alone: they are part of the checkpoint by then.
+    """
+    assert_saved(save_all(3, place, 0))
+    mail = HashStore()
+
+    def save(rank, where):
+        world = World(rank, 3, mail, timeout_s=3)
+        return sk.save(state_of(1, world), where, step=1, overwrite=True, group=world, options=IN_ORDER)
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(save, 0, CtrlCAtCommit(LocalStore(place))), pool.submit(save, 2, place)]
+        # Ctrl-C reaches the main thread only, so that is where the rank to be interrupted has to be.
+        with pytest.raises(KeyboardInterrupt):
+            save(1, place)
+        assert [other.result().step for other in others] == [1, 1]
+    assert checkpoint_at(place) == 1
+    assert names_in(place) == files_of_checkpoint(place)
