@@ -34,8 +34,8 @@ def _cores() -> int:
 class Options:
     """How a save or a load uses the machine. What is saved never depends on it."""
 
-    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(2, _cores()))))
-    """Threads that copy, hash and move bytes, on each rank."""
+    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(4, _cores()))))
+    """Threads that copy, hash and move bytes, on each rank. More than cores: most of them wait for the disk."""
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
