@@ -101,7 +101,7 @@ def _read(store: Gets, name: str) -> Claim | None:
         return msgspec.json.decode(store.get(name, limit=_MAX_CLAIM_NBYTES), type=Claim)
     except BlobNotFound:
         return None
-    except (DamagedCheckpoint, msgspec.MsgspecError):
+    except (DamagedCheckpoint, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return Claim(host="unreadable", pid=0, started="")
 
 
