@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 import tracemalloc
@@ -22,7 +21,6 @@ def bounded(attack: Callable[[], T], *, mib: float = 64, seconds: float = 20.0, 
     It runs twice: memory is what the process really held, and then what Python and numpy asked for, touched or not.
     `traced=False` leaves out the second, which is slow for millions of small objects.
     """
-    gc.collect()
     before = _reset_peak()
     began = time.perf_counter()
     answer = attack()

@@ -74,13 +74,13 @@ def test_every_meaningful_byte_of_every_header(subject):
     A flip in the text of a header, and in a sample of its padding, is refused by every door, naming the file.
     """
     pick = random.Random(0)
-    stride = 1 if subject.name == "one rank" else 8  # the gate, above, sees them all
+    stride = 1 if subject.name == "one rank" else 16  # the gate, above, sees them all
     for entry in subject.record.files:
         data = subject.blobs[entry.name]
         text = len(data[: entry.header_nbytes].rstrip(b" "))
         padding = range(text, entry.header_nbytes)
         # Every door for some, then one door for each: together they see every byte.
-        for at in [0, 7, 8, text - 1, *pick.sample(range(text), 4), *pick.sample(padding, 2), entry.header_nbytes - 1]:
+        for at in [0, 8, text - 1, *pick.sample(range(text), 2), *pick.sample(padding, 2), entry.header_nbytes - 1]:
             what = f"byte {at} of the header of {entry.name}"
             answers = doors.try_all(subject.with_blob(entry.name, flipped(data, at, at % 8)), subject, what)
             doors.assert_refused(answers, naming=entry.name, what=what)
@@ -99,7 +99,7 @@ def data_bytes(entry, seed):
     blocks = range(entry.header_nbytes, entry.nbytes, entry.block_nbytes)
     ends = [min(block + entry.block_nbytes, entry.nbytes) - 1 for block in blocks]
     anywhere = range(entry.header_nbytes, entry.nbytes)
-    return sorted({*blocks, *ends, *random.Random(seed).sample(anywhere, min(12, len(anywhere)))})
+    return sorted({*blocks, *ends, *random.Random(seed).sample(anywhere, min(8, len(anywhere)))})
 
 
 def keys_of(subject, file, low, high):

@@ -13,10 +13,11 @@ import shardkeep as sk
 from shardkeep.format.checksum import digest
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.format.values import encode_value
+from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
 from tests.damage.bounds import bounded
 from tests.damage.forge import U64_MAX, Forgery, Section, take_apart
-from tests.damage.subjects import one_rank, store_of, three_ranks
+from tests.damage.subjects import blank_for, one_rank, store_of, three_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -798,6 +799,22 @@ def test_the_same_box_twice():
 
     assert isinstance(answers.load, sk.MalformedFile)
     assert all("optim.moment" in str(error) for error in answers.all)
+
+
+def test_a_forged_index_is_refused_on_every_rank():
+    """
+    Three ranks load a forged index: all of them raise the same error of ours, none of them its own.
+    """
+    subject = one_rank()
+    for forge in (an_alias_of_a_larger_element, a_key_that_is_no_text, a_start_just_below_2_63, two_tensors_of_one_key):
+        forgery = take_apart(subject)
+        forge(forgery)
+        store = store_of(forgery.blobs())
+
+        outcomes = thread_outcomes(3, lambda world, store=store: sk.load(blank_for(subject), store, group=world))
+
+        assert len({str(outcome) for outcome in outcomes}) == 1
+        assert all(isinstance(outcome, doors.FORGED) for outcome in outcomes), outcomes
 
 
 def test_sections_nobody_knows_cost_nothing():

@@ -14,7 +14,7 @@ from shardkeep.format.record import RECORD_NAME
 from tests.damage import doors
 from tests.damage.bounds import bounded
 from tests.damage.forge import json_text, seal_header, seal_record, take_apart
-from tests.damage.subjects import one_rank, store_of
+from tests.damage.subjects import QUICK, one_rank, state, store_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -546,3 +546,28 @@ def test_what_the_header_says_of_tensors_is_not_believed():
     answers = doors.try_all(store_of(forgery.blobs()), subject, "a lying header")
 
     assert answers.all == [None, None, None]
+
+
+CLAIMS = {
+    "deep": b'{"x":' + b"[" * 4000,
+    "no JSON": b"\xff" * 100,
+    "no text": b'{"host":"\xff","pid":1,"started":""}',
+    "empty": b"",
+    "a huge number": b'{"host":"a","pid":1e400,"started":""}',
+    "a negative number": b'{"host":"a","pid":-99999999999999999999999,"started":"1"}',
+    "a path": b'{"host":"a","pid":"../../etc/passwd","started":"1"}',
+    "too long": b" " * 5000,
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_a_forged_claim_stops_no_save(claim):
+    """
+    A claim that says nonsense is one of a save nobody knows: saves, overwrites and loads beside it go on.
+    """
+    subject = one_rank()
+    store = store_of({**subject.blobs, "claim-0123456789abcdef0123.json": claim})
+
+    sk.save(state(), store, overwrite=True, options=QUICK)
+
+    assert doors.try_all(store, subject, "beside a forged claim").all == [None, None, None]
