@@ -59,7 +59,7 @@ def mutations(draw, data: bytes):
     return data
 
 
-@settings(max_examples=150, **COMMON)
+@settings(max_examples=120, **COMMON)
 @given(st.data())
 def test_mutated_files(data):
     """
@@ -99,7 +99,7 @@ SECTIONS = sorted(take_apart(one_rank()).sections)
 NUMBERS = st.sampled_from([0, 1, 2, 3, 255, 2**16, 2**31, 2**32, 2**58, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 
 
-@settings(max_examples=400, **COMMON)
+@settings(max_examples=300, **COMMON)
 @given(st.data())
 def test_forged_columns(data):
     """
@@ -155,7 +155,7 @@ def test_forged_index_headers(data):
     _survives(store_of(forgery.blobs()), subject)
 
 
-@settings(max_examples=100, **COMMON)
+@settings(max_examples=60, **COMMON)
 @given(st.data())
 def test_forged_data_files(data):
     """
