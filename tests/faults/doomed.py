@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.ranks.world import World
 from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.faults.calls import CHANGING, strike_at
-from tests.faults.scene import OPTIONS, save_all
 
 ROWS = 240
 TIMEOUT_S = 2.0
 """How long ranks wait for each other before they give up."""
+OPTIONS = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
 
 
 def level_state(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
@@ -47,9 +50,17 @@ def level_at(place: str) -> int:
     return k
 
 
-def save_level(place: str, k: int, rank: int = 0, size: int = 1) -> None:
-    options = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
-    sk.save(level_state(k, rank, size), place, step=k, overwrite=True, options=options)
+def save_level(place: str | Store, k: int, world: World | None = None) -> None:
+    """Save it, as the only process or as a rank of a world or of the default group."""
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    if world is None and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    sk.save(level_state(k, rank, size), place, step=k, overwrite=True, group=world, options=OPTIONS)
+
+
+def save_levels(place: str, k: int, ranks: int) -> list[Any]:
+    """Save it on ranks that are threads; return what each returned or raised."""
+    return thread_outcomes(ranks, lambda world: save_level(place, k, world))
 
 
 def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) -> None:
@@ -60,7 +71,7 @@ def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) ->
         os.kill(os.getpid(), signal.SIGKILL)
 
     with strike_at(n, die, CHANGING):
-        save_all(ranks, place, k)
+        save_levels(place, k, ranks)
 
 
 def save_for_ever(pipe: Connection, place: str, k: int) -> None:
@@ -83,7 +94,7 @@ def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, pla
     while True:
         began = time.monotonic()
         try:
-            save_level(place, k, rank, size)
+            save_level(place, k)
         except BaseException as exc:  # noqa: BLE001 - told to the test
             pipe.send((type(exc).__name__, str(exc), getattr(exc, "ranks", None), time.monotonic() - began))
             os._exit(0)  # a gloo group with a dead member is not worth taking down in order
@@ -93,12 +104,7 @@ def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, pla
 
 def save_with_a_rank_killed(place: str, k: int, victim: int, n: int) -> None:
     """On every rank of a pool: save state `k`; one of them is killed at the n-th operation on its files."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    where: Any = place
-    if rank == victim:
-        where = SelfDestruct(LocalStore(place), at=n)
-    options = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
-    sk.save(level_state(k, rank, size), where, step=k, overwrite=True, options=options)
+    save_level(SelfDestruct(LocalStore(place), at=n) if dist.get_rank() == victim else place, k)
 
 
 class SelfDestruct(FaultyStore):

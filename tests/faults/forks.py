@@ -14,7 +14,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "shardkeep.saving", "shardkeep.loading", "pytest", "tests.faults.doomed"]
+    ["torch.distributed", "shardkeep.saving", "shardkeep.loading", "pytest", "tests.faults.doomed", "tests.faults.warm"]
 )
 
 

@@ -20,7 +20,7 @@ from tests.faults.forks import Fork
 from tests.faults.scene import IN_ORDER, files_of_checkpoint, names_in
 from tests.faults.turns import Turns, TurnStore, play
 
-SCHEDULES = 60
+SCHEDULES = 50
 
 
 def small_state(k):

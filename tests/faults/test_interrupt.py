@@ -74,7 +74,7 @@ def test_ctrl_c_during_any_operation(place):
         assert hit == (len(store.operations) > n)
         if not hit:
             break
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         struck = store.operations[n]
         if COMMIT in store.operations[:n]:
             latest = n + 1
@@ -107,7 +107,7 @@ def test_ctrl_c_at_any_line(place):
     count = lines_of(files, partial(save_here, place, 1))
     assert count >= 150
     torn = set()
-    for n in range(0, count, 3):
+    for n in range(0, count, 4):
         with no_leaks():
             assert interrupted(partial(lines_of, files, partial(save_here, place, 2 * n + 3), stop_at=n))
         found = checkpoint_at(place)

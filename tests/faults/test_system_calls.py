@@ -10,7 +10,7 @@ import pytest
 import shardkeep as sk
 from shardkeep.store.local import LocalStore
 from tests.faults.calls import ASKING, CHANGING, strike_at
-from tests.faults.doomed import save_and_die_at
+from tests.faults.doomed import level_at, save_and_die_at, save_levels
 from tests.faults.forks import Fork
 from tests.faults.scene import (
     assert_saved,
@@ -28,7 +28,7 @@ def test_killed_at_any_call(place, ranks):
     A process killed between any two calls that change something leaves the earlier checkpoint whole, or the new one;
     the next save finds the way clear, and leaves not one file of the dead.
     """
-    save_all(ranks, place, 0)
+    assert_saved(save_levels(place, 0, ranks))
     kept = set()
     for n in itertools.count():
         earlier = 2 * n
@@ -37,13 +37,13 @@ def test_killed_at_any_call(place, ranks):
             struck = fork.said()
         if not struck:
             assert ended == 0
+            assert level_at(place) == earlier + 1
             break
         assert ended == -signal.SIGKILL
-        found = checkpoint_at(place)
+        found = level_at(place)
         assert found in (earlier, earlier + 1), struck
         kept.add(found - earlier)
-        assert_saved(save_all(ranks, place, earlier + 2), f"{n}: {struck}")
-        assert checkpoint_at(place) == earlier + 2, struck
+        assert_saved(save_levels(place, earlier + 2, ranks), f"{n}: {struck}")
         assert names_in(place) == files_of_checkpoint(place), f"{n}: {struck}"
     assert n >= 50
     assert kept == {0, 1}
@@ -56,7 +56,6 @@ def test_any_call_fails(place, number, done):
     A call that fails, even one that says so after it has done its work, loses neither the earlier checkpoint nor the
     new one: the save raises an error of ours with the errno and leaves nothing, or succeeds.
     """
-    names = tuple(name for name in CHANGING + ASKING if name != "close")
 
     def strike(name, call):
         if done and name not in ("open", "scandir"):  # what they return would be lost
@@ -68,10 +67,11 @@ def test_any_call_fails(place, number, done):
     for n in itertools.count():
         earlier = 2 * n
         store = LocalStore(place)
-        with no_leaks(), strike_at(n, strike, names) as made:
+        with no_leaks(), strike_at(n, strike, CHANGING + ASKING) as made:
             [outcome] = save_all(1, store, earlier + 1)
         if len(made) <= n:
             assert_saved([outcome])
+            assert checkpoint_at(place) == earlier + 1
             break
         struck = f"{n}: {made[n]}"
         found = checkpoint_at(place)
@@ -88,7 +88,6 @@ def test_any_call_fails(place, number, done):
         else:
             assert found == earlier + 1, struck
         assert_saved(save_all(1, place, earlier + 2), struck)
-        assert checkpoint_at(place) == earlier + 2, struck
         left = names_in(place) - files_of_checkpoint(place)
         # A temporary file that the disk would not let go of stays while the process that made it lives.
         assert left <= {os.path.basename(made[n])}, struck
