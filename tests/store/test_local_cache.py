@@ -143,3 +143,14 @@ def test_any_parts_in_any_order(
         writer.write_at(edges[part], memory[edges[part] : edges[part + 1]])
     writer.finish()
     assert Path(store.url, "a").read_bytes() == CONTENT
+
+
+@linux_only
+def test_a_reader_knows_what_is_in_memory(store: LocalStore) -> None:
+    """What was read through the page cache is cached, what was dropped from it is not."""
+    write_blob(store, "a", sample(2 * MIB))
+    drop_cached(store, "a", 0, 2 * MIB)
+    with closing(store.open("a")) as reader:
+        assert not reader.cached(0, 2 * MIB)
+        Path(store.url, "a").read_bytes()
+        assert reader.cached(0, 2 * MIB)

@@ -137,6 +137,10 @@ class _LocalReader:
     def nbytes(self) -> int:
         return self._nbytes
 
+    def cached(self, offset: int, nbytes: int) -> bool:
+        with storage_errors("cannot read", self._url, self._name, offset), self._files:
+            return self._mostly_cached(offset, nbytes)
+
     def read_into(self, offset: int, into: memoryview) -> None:
         view = flat(into)
         done = 0

@@ -45,6 +45,9 @@ class _MemoryBlob:
             self._open = False
             self._store.delete(self._name)
 
+    def cached(self, offset: int, nbytes: int) -> bool:
+        return 0 <= offset <= len(self.data) - nbytes
+
     def read_into(self, offset: int, into: memoryview) -> None:
         view = flat(into)
         found = memoryview(self.data)[max(offset, 0) : max(offset, 0) + len(view)]

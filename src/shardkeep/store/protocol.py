@@ -71,6 +71,9 @@ class BlobReader(Protocol):
     def nbytes(self) -> int:
         """Size of the blob when it was opened."""
 
+    def cached(self, offset: int, nbytes: int) -> bool:
+        """Say whether most of a range can be had without waiting, so that small reads cost no more than large ones."""
+
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill all of `into` from `offset`; a blob that ends earlier is an error."""
 

@@ -151,6 +151,9 @@ class _FaultyReader:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
+    def cached(self, offset: int, nbytes: int) -> bool:
+        return self._inner.cached(offset, nbytes)
+
     def read_into(self, offset: int, into: memoryview) -> None:
         fault = self._store.begin("read_into", self._name)
         view = flat(into)
