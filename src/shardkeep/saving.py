@@ -8,6 +8,7 @@ removes what was written, and leaves whatever checkpoint was there before as it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -19,18 +20,20 @@ import msgspec
 import numpy as np
 
 from shardkeep.errors import (
+    BlobNotFound,
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
     DamagedCheckpoint,
+    StorageError,
     UnsupportedVersion,
 )
 from shardkeep.format.index import Chunks
-from shardkeep.format.record import FileEntry, Record
+from shardkeep.format.record import FileEntry, Record, checked_meta, checked_step
 from shardkeep.layout import leftovers, native
 from shardkeep.options import Options
 from shardkeep.plan.draft import decode_draft, encode
-from shardkeep.plan.saves import plan_save
+from shardkeep.plan.saves import SavePlan, plan_save
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("shardkeep")
+
+_HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,7 @@ def save(
         state: nested dicts, lists and tuples of tensors (plain, DTensor, ShardedTensor, `ShardedBox`), numpy arrays,
             plain values, and `PerRank` of any of these.
         where: a path, or a store.
-        step: kept in the commit record.
+        step: a whole number, kept in the commit record. Rank 0's is taken.
         meta: JSON values of your own, kept in the commit record. Rank 0's are taken.
         overwrite: replace a committed checkpoint; without it, one that is there is an error.
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
@@ -106,6 +111,7 @@ def save(
         options: threads, memory and deadlines.
 
     Raises:
+        StateError: `step` or `meta` cannot be kept in the commit record.
         UnsupportedLeaf: a leaf cannot be stored; names its key.
         InvalidShards: the ranks' shards do not make up their tensors.
         CheckpointExists: a checkpoint is there, and `overwrite` was not given.
@@ -123,20 +129,24 @@ def save(
     began = time.perf_counter()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
-    store = open_store(where, direct=options.direct_io)
-    coordinator = _Coordinator(store, step=step, meta=dict(meta or {}), overwrite=overwrite)
+    try:
+        store = open_store(where, direct=options.direct_io)
+    except CheckpointError:
+        with meet(world, f"save to {where!r}"):  # or the others would wait for this rank
+            raise
+    coordinator = _Coordinator(store, overwrite=overwrite)
     written: list[FileEntry] = []
     with leftovers.claiming(coordinator.save_id), meet(world, f"save to {store.url}") as meeting:
-        description: Description | None = None
+        description: Description
 
         def draft() -> bytes:
             nonlocal description
+            coordinator.label(step, meta)
             description = describe(state, rank=world.rank)
             return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
         def write() -> bytes:
-            jobs = make_jobs(description, orders) if description else []
-            written.extend(_write(store, jobs, options))
+            written.extend(_write(store, make_jobs(description, orders), options))
             return encode(written)
 
         given = False
@@ -152,6 +162,7 @@ def save(
             if world.rank == 0:
                 coordinator.withdraw()
             raise
+    seconds = time.perf_counter() - began
     if world.rank == 0:
         coordinator.tidy()
     report = SaveReport(
@@ -161,7 +172,7 @@ def save(
         bytes_written=sum(entry.nbytes for entry in written),
         bytes_total=outcome.bytes_total,
         tensors=outcome.tensors,
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
     )
     if world.rank == 0:
         log.info(
@@ -177,15 +188,25 @@ def save(
 class _Coordinator:
     """Rank 0's part of a save: what it decides, and what it takes back."""
 
-    def __init__(self, store: Store, *, step: int | None, meta: dict[str, Any], overwrite: bool) -> None:
+    def __init__(self, store: Store, *, overwrite: bool) -> None:
         self.store = store
-        self.step = step
-        self.meta = meta
         self.overwrite = overwrite
         self.save_id = native.new_save_id()
+        # Known after `label`.
+        self.step: int | None
+        self.meta: dict[str, Any]
+        # Known after `plan`.
+        self.saved: SavePlan
+        self.values: list[tuple[str, bytes]]
+        self.tree: bytes
+        # Known after `collect`, in the order of the plan's files.
+        self.files: list[FileEntry]
         self.committed: Record | None = None
-        self.written: dict[str, FileEntry] = {}
         self._publishing = False
+
+    def label(self, step: int | None, meta: Mapping[str, Any] | None) -> None:
+        """Take what the caller wants in the record, if a record can hold it."""
+        self.step, self.meta = checked_step(step), checked_meta(meta)
 
     def plan(self, payloads: list[bytes]) -> list[bytes]:
         """Check that the place is free, claim it, and share out the work."""
@@ -198,14 +219,32 @@ class _Coordinator:
         return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
 
     def collect(self, payloads: list[bytes]) -> list[bytes]:
-        """Note what all ranks wrote."""
+        """Note what all ranks wrote, and insist that it is here."""
+        written: dict[str, FileEntry] = {}
         for payload in payloads:
-            self.written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
+            written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
+        self.files = [written[name] for name in file_names(self.saved, self.save_id, len(payloads))]
+        listed = {info.name: info.nbytes for info in self.store.list()}
+        for entry, plan in zip(self.files, self.saved.files, strict=True):
+            # A network file system may list what was there a while ago; asked for by name it looks again.
+            if listed.get(entry.name) != entry.nbytes and self._nbytes(entry.name) != entry.nbytes:
+                raise StorageError(
+                    f"{self.store.url}: rank {plan.rank} wrote {entry.name} of {entry.nbytes} bytes, which rank 0"
+                    " does not find there",
+                    hint="all ranks must see one file system",
+                    name=entry.name,
+                )
         return [b""] * len(payloads)
+
+    def _nbytes(self, name: str) -> int | None:
+        try:
+            with contextlib.closing(self.store.open(name)) as blob:
+                return blob.nbytes
+        except BlobNotFound:
+            return None
 
     def commit(self, payloads: list[bytes]) -> list[bytes]:
         """Publish it."""
-        names = file_names(self.saved, self.save_id, len(payloads))
         plan, pieces = self.saved, self.saved.pieces_by_tensor()
         self._publishing = True
         record = native.publish(
@@ -217,7 +256,7 @@ class _Coordinator:
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
             values=self.values,
             tree=self.tree,
-            files=[self.written[name] for name in names],
+            files=self.files,
             tensor_bytes=int(pieces.nbytes.sum()),
             world_size=len(payloads),
             step=self.step,
@@ -284,10 +323,14 @@ class _Coordinator:
                 native.read_record(self.store)
             except CheckpointNotFound:
                 pass
+            except (DamagedCheckpoint, UnsupportedVersion) as exc:
+                raise CheckpointExists(
+                    f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
+                    hint=_HOW_TO_REPLACE,
+                ) from exc
             else:
                 raise CheckpointExists(
-                    f"{self.store.url}: a committed checkpoint is already there",
-                    hint="pass overwrite=True to replace it, or save to another place",
+                    f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
                 )
         found = leftovers.survey(self.store)
         if found.living:

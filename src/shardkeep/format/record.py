@@ -7,7 +7,10 @@ byte of it can change unnoticed while `cat` and `jq` still read it.
 
 from __future__ import annotations
 
+import math
+import operator
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -25,6 +28,9 @@ _MAX_BLOB_NBYTES = 1 << 62
 _BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
 """Powers of two, so that any window of reads is whole blocks."""
 
+_META_HINT = (
+    "meta takes plain JSON values only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
+)
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 
@@ -75,12 +81,60 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileEntry]
 
 
+def checked_step(step: Any) -> int | None:
+    """Return a step as the record keeps it; raise `StateError` for one that is no whole number of 64 bits."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or not -(1 << 63) <= number < 1 << 63:
+        raise StateError(f"step is {step!r}", hint="give a whole number of 64 bits, or None")
+    return number
+
+
+def checked_meta(meta: Any) -> dict[str, Any]:
+    """Return meta as the record gives it back, tuples as lists; raise `StateError` for what JSON would change."""
+    if meta is None:
+        return {}
+    if not isinstance(meta, Mapping):
+        raise StateError(f"meta is a {type(meta).__name__}", hint=_META_HINT)
+    try:
+        plain: dict[str, Any] = _plain(meta, "meta")
+        same = msgspec.json.decode(msgspec.json.encode(plain)) == plain
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
+        raise StateError(f"meta cannot be written as JSON: {exc}", hint=_META_HINT) from exc
+    if not same:
+        raise StateError("meta cannot be written as JSON: it would come back changed", hint=_META_HINT)
+    return plain
+
+
+def _plain(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                raise StateError(f"{path} cannot be written as JSON: it has the key {key!r}", hint=_META_HINT)
+        return {key: _plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{at}]") for at, item in enumerate(value)]
+    if (
+        value is None
+        or type(value) in (str, bool)
+        or (type(value) is int and -(1 << 63) <= value < 1 << 64)
+        or (type(value) is float and math.isfinite(value))
+    ):
+        return value
+    shown = repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+    raise StateError(f"{path} cannot be written as JSON: it is {shown}", hint=_META_HINT)
+
+
 def encode_record(record: Record) -> bytes:
     """Write a record as JSON that ends in its own checksum."""
     try:
         body = msgspec.json.format(msgspec.json.encode(record), indent=2)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise StateError(f"meta cannot be written as JSON: {exc}", hint="meta takes plain JSON values only") from exc
+        raise StateError(f"meta cannot be written as JSON: {exc}", hint=_META_HINT) from exc
     head = body.rstrip().removesuffix(b"}").rstrip()
     return head + _tail(head)
 

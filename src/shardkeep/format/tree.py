@@ -43,6 +43,18 @@ class Container:
     """One of `KINDS`."""
     children: tuple[tuple[Part, Node], ...]
 
+    def __eq__(self, other: object) -> bool:
+        """Compare keys by type too: 1, 1.0 and True are one key to a dict, and three to a file."""
+        return (
+            isinstance(other, Container)
+            and self.kind == other.kind
+            and self.children == other.children
+            and [_type_of(part) for part, _ in self.children] == [_type_of(part) for part, _ in other.children]
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.children))
+
 
 Node: TypeAlias = "Container | None"
 Path: TypeAlias = tuple[Part, ...]
@@ -54,6 +66,10 @@ def is_part(value: Any) -> bool:
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
     return kind in _SIMPLE or (kind is tuple and all(map(is_part, value)))
+
+
+def _type_of(part: Part) -> Any:
+    return tuple(map(_type_of, part)) if type(part) is tuple else type(part)
 
 
 def part_name(kind: str, part: Part) -> str:
@@ -159,7 +175,8 @@ def merge_trees(nodes: Sequence[Node]) -> Node:
     Unite the skeletons of all ranks: children of the first in its order, then those only others have.
 
     Raises:
-        InvalidShards: A path is one kind of container here and another, or a leaf, there.
+        InvalidShards: A path is one kind of container here and another, or a leaf, there; or two ranks have keys
+            that are equal and of different types, which no dict can hold both.
         KeyCollision: Two paths of different ranks have one flat name.
 
     """
@@ -183,12 +200,25 @@ def _merge(nodes: list[Node], name: str | None) -> Node:
             f"{where} is not the same kind of thing on all ranks: {' and '.join(kinds)}",
             hint="give every rank the same structure, or wrap what differs in PerRank",
         )
-    by_part: dict[Part, list[Node]] = {}
+    by_part: dict[tuple[Part, Any], list[Node]] = {}
     for node in nodes:
         for part, child in () if node is None else node.children:
-            by_part.setdefault(part, []).append(child)
+            by_part.setdefault((part, _type_of(part)), []).append(child)
     kind = kinds[0]
-    return Container(kind, tuple((part, _merge(same, join(name, kind, part))) for part, same in by_part.items()))
+    _refuse_equal([part for part, _ in by_part], name)
+    return Container(kind, tuple((part, _merge(same, join(name, kind, part))) for (part, _), same in by_part.items()))
+
+
+def _refuse_equal(parts: list[Part], name: str | None) -> None:
+    seen: dict[Part, Part] = {}
+    for part in parts:
+        if part in seen:
+            where = "the state" if name is None else repr(name)
+            raise InvalidShards(
+                f"{where} has the key {seen[part]!r} on one rank and {part!r} on another, which are equal",
+                hint="give every rank keys of the same type",
+            )
+        seen[part] = part
 
 
 def join(name: str | None, kind: str, part: Part) -> str:

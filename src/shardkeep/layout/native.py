@@ -26,6 +26,7 @@ from shardkeep.errors import (
     CheckpointExists,
     CheckpointNotFound,
     ChecksumMismatch,
+    DamagedCheckpoint,
     StateError,
     StorageError,
     WrongSize,
@@ -167,6 +168,7 @@ def publish(
                 f"the {what} would have {len(data):,} bytes, more than a reader takes ({limit:,})",
                 hint="store large values as tensors, and little in meta",
             )
+    _check_readable(index, encoded)
     store.put(record.index.name, index)
     try:
         # Record last: a reader that sees it may trust every file it names.
@@ -176,3 +178,15 @@ def publish(
             raise
         raise CheckpointExists("a checkpoint was committed here by another save meanwhile") from exc
     return record
+
+
+def _check_readable(index: bytes, record: bytes) -> None:
+    """Read back what is about to be committed: nothing may replace a checkpoint that no reader takes."""
+    try:
+        decode_index(index, where="the index")
+        decode_record(record, "the commit record")
+    except DamagedCheckpoint as exc:
+        raise StateError(
+            f"this state would make a checkpoint that cannot be read: {exc.message}",
+            hint="nothing was committed; please report this",
+        ) from exc

@@ -22,10 +22,13 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     names: bytes
     """`TensorNames`, encoded: equal on ranks that hold the same tensors."""
     shape: bytes
+    alias: bytes
+    """For each tensor, the position of the first one that is the same memory here; -1: this rank holds none of it."""
     row_tensor: bytes
     """For each shard, the tensor it is of: a position in the names."""
     row_offsets: bytes
     row_sizes: bytes
+    check_replicas: bool
     row_digest: bytes
     """A 16-byte digest for each shard, or nothing where replicas are trusted."""
     tree: bytes
@@ -43,8 +46,6 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     dtype: bytes
     ndim: bytes
     origin: bytes
-    alias: bytes
-    """For each tensor, the position of the first one that is the same memory."""
 
 
 class PlainValues(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardkeep.errors import InvalidShards, ReplicasDiffer
+from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, StateError
 from shardkeep.format import dtypes
 from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
 from shardkeep.format.index import Tensors
 from shardkeep.plan import balance, draft, fingerprint, tiling
 from shardkeep.plan.draft import Draft
 
+MAX_ELEMENTS = 2.0**58
+"""Of a tensor, an axis of size 0 counted as 1: no index says more (`format.index`)."""
 MOST_GROUPS = 8
 """A state with more top-level containers than this goes to one file a rank."""
 
@@ -96,12 +98,38 @@ class _Merged:
 
 def plan_save(drafts: Sequence[Draft]) -> SavePlan:
     """Decide which rank writes which part of which tensor into which file."""
+    _check_arguments(drafts)
     merged = _merge(drafts)
-    shards = merged.shards.take(merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor)
-    pieces = _share_out(merged, shards, len(drafts))
-    _check_tiling(merged, pieces)
+    _check_sizes(merged)
+    own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
+    pieces = _share_out(merged, merged.shards.take(own), len(drafts))
+    _check_tiling(merged, pieces, merged.shards.take(~own))
     files, pieces = _place(merged, pieces)
     return SavePlan(merged.keys, merged.tensors, pieces, files)
+
+
+def _check_arguments(drafts: Sequence[Draft]) -> None:
+    checking = [rank for rank, d in enumerate(drafts) if d.check_replicas]
+    if checking and len(checking) < len(drafts):
+        others = [rank for rank, d in enumerate(drafts) if not d.check_replicas]
+        raise RanksDisagree(
+            f"check_replicas was given on {len(checking)} of {len(drafts)} ranks: on rank {checking[0]},"
+            f" not on rank {others[0]}",
+            hint="give it on all ranks or on none",
+        )
+
+
+def _check_sizes(merged: _Merged) -> None:
+    # In floats, which do not wrap.
+    elements = np.prod(np.maximum(merged.tensors.shape, 1).astype(np.float64), axis=1)
+    if np.any(elements >= MAX_ELEMENTS):
+        at = int(np.flatnonzero(elements >= MAX_ELEMENTS)[0])
+        shape = tuple(merged.tensors.shape[at, : int(merged.tensors.ndim[at])].tolist())
+        raise StateError(
+            f"{merged.keys[at]!r} has shape {shape}: more than a checkpoint can hold of one tensor",
+            hint="an axis of size 0 counts as 1 here; the product of all axes must be below 2**58",
+            key=merged.keys[at],
+        )
 
 
 def _merge(drafts: Sequence[Draft]) -> _Merged:
@@ -145,8 +173,6 @@ def _merge_tensors(
     count = len(keys)
     facts = np.full((count, axes + 3), -1, np.int64)  # dtype, ndim, origin, shape
     teller = np.zeros(count, np.int64)
-    alias = np.arange(count)
-    tied = np.zeros(count, bool)
     seen: dict[tuple[bytes, bytes], int] = {}
     for rank, d in enumerate(drafts):
         if (d.names, d.shape) in seen:
@@ -163,25 +189,48 @@ def _merge_tensors(
             raise _disagreement(keys[place[at]], int(teller[place[at]]), facts[place[at]], rank, mine[at])
         facts[place[new]] = mine[new]
         teller[place[new]] = rank
-        to = place[draft.ints(n.alias)]
-        # A tie holds only where every rank that has the tensor sees the same tie; otherwise it is stored by itself.
-        tied[place[new]] = True
-        alias[place[new]] = to[new]
-        tied[place[~new]] &= alias[place[~new]] == to[~new]
-    alias = np.where(tied, alias, np.arange(count))
-    alias = np.where(alias[alias] == alias, alias, np.arange(count))
     return Tensors(
         dtype=facts[:, 0].astype(np.uint8),
         ndim=facts[:, 1].astype(np.uint8),
         shape=facts[:, 3:],
         origin=facts[:, 2].astype(np.uint8),
-        alias=alias,
+        alias=_ties(drafts, places, facts[:, 2]),
     )
+
+
+def _ties(drafts: Sequence[Draft], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
+    """
+    Find for each tensor the one it is tied to: itself, or another of its kind in whose place it need not be stored.
+
+    One tensor can be left out for another if every rank that holds boxes of it holds them in the other's memory, which
+    then are boxes of that too. Ranks that hold nothing of it have no say.
+    """
+    mates: dict[int, frozenset[int]] = {}
+    alone = np.zeros(len(origin), bool)
+    for raw, alias in dict.fromkeys((d.names, d.alias) for d in drafts):
+        place, first = places[raw], draft.ints(alias)
+        # A numpy array and a torch tensor over one memory are two things to whoever reads them back.
+        memory = np.where(first < 0, -1, 2 * first + origin[place])
+        order = np.argsort(memory, kind="stable")[np.count_nonzero(first < 0) :]
+        starts = np.flatnonzero(np.diff(memory[order], prepend=-1))
+        count = np.diff(starts, append=len(order))
+        alone[place[order[starts[count == 1]]]] = True
+        for start, many in zip(starts[count > 1].tolist(), count[count > 1].tolist(), strict=True):
+            group = frozenset(place[order[start : start + many]].tolist())
+            for tensor in group:
+                mates[tensor] = mates.get(tensor, group) & group
+    mates |= {tensor: frozenset({tensor}) for tensor in mates if alone[tensor]}
+    owner = np.arange(len(origin))
+    for tensor, others in mates.items():
+        # Who can do with fewest others can stand for all: mates of a mate are mates.
+        owner[tensor] = min(others, key=lambda other: (len(mates[other]), other))
+    return owner
 
 
 def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntArray) -> InvalidShards:
     def words(row: IntArray) -> str:
-        return f"{dtypes.by_code(int(row[0])).name}{tuple(row[3 : 3 + int(row[1])].tolist())}"
+        kind = ("a torch tensor ", "a numpy array ")[int(row[2])] if facts[2] != others[2] else ""
+        return f"{kind}{dtypes.by_code(int(row[0])).name}{tuple(row[3 : 3 + int(row[1])].tolist())}"
 
     return InvalidShards(
         f"{key!r} is {words(facts)} on rank {rank} but {words(others)} on rank {other}",
@@ -265,19 +314,23 @@ def _compare_replicas(merged: _Merged, members: Shards, first: IntArray) -> None
     )
 
 
-def _check_tiling(merged: _Merged, pieces: Pieces) -> None:
-    by_tensor = pieces.take(np.argsort(pieces.tensor, kind="stable"))
-    own = merged.tensors.alias == np.arange(len(merged.keys))
-    good = tiling.tiled(merged.tensors.shape, by_tensor.tensor, by_tensor.boxes) | ~own
+def _check_tiling(merged: _Merged, pieces: Pieces, tied: Shards) -> None:
+    """Insist that every tensor is whole: by what is written of it, or, if it is tied, by what the ranks hold of it."""
+    lone, members, first = _group_equal(tied)
+    distinct = tied.take(np.concatenate([lone, members[first]]))
+    tensor = np.concatenate([pieces.tensor, distinct.tensor])
+    boxes = Boxes(np.concatenate([pieces.offsets, distinct.offsets]), np.concatenate([pieces.sizes, distinct.sizes]))
+    order = np.argsort(tensor, kind="stable")
+    good = tiling.tiled(merged.tensors.shape, tensor[order], boxes.take(order))
     if np.all(good):
         return
     at = int(np.flatnonzero(~good)[0])
     ndim = int(merged.tensors.ndim[at])
     shape = tuple(merged.tensors.shape[at, :ndim].tolist())
-    rows = np.flatnonzero(pieces.tensor == at).tolist()
+    rows = np.flatnonzero(tensor == at).tolist()
     raise InvalidShards(
         f"the shards of {merged.keys[at]!r} do not tile its shape {shape}:"
-        f" {tiling.explain(shape, [pieces.boxes.box(row, ndim) for row in rows])}",
+        f" {tiling.explain(shape, [boxes.box(row, ndim) for row in rows])}",
         hint="every rank of the mesh must call save, with the same global tensor",
         key=merged.keys[at],
         others=[merged.keys[i] for i in np.flatnonzero(~good)[1:100]],

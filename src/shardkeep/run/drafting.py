@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
 from shardkeep.errors import InvalidShards, ReplicasDiffer
@@ -21,13 +22,13 @@ _WINDOW_NBYTES = 8 << 20
 def make_draft(description: Description, *, allow_pickle: bool, check_replicas: bool) -> Draft:
     """Put a description into the form that travels; plain values are encoded here, and refused by name if unsafe."""
     d = description
+    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
     names = TensorNames(
         keys=d.keys,
         groups=file_groups(d),
         dtype=d.dtype.tobytes(),
         ndim=d.ndim.tobytes(),
         origin=d.origin.tobytes(),
-        alias=d.alias.tobytes(),
     )
     values = PlainValues(
         keys=list(d.values),
@@ -37,9 +38,11 @@ def make_draft(description: Description, *, allow_pickle: bool, check_replicas: 
         axes=d.boxes.axes,
         names=encode(names),
         shape=d.shape.tobytes(),
+        alias=np.where(held, d.alias, -1).tobytes(),
         row_tensor=d.row_tensor.tobytes(),
         row_offsets=d.boxes.offsets.tobytes(),
         row_sizes=d.boxes.sizes.tobytes(),
+        check_replicas=check_replicas,
         row_digest=_digests(description) if check_replicas else b"",
         tree=encode_tree(d.tree),
         values=encode(values),

@@ -60,10 +60,10 @@ def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, th
             raise
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
-        futures = [pool.submit(worker) for _ in range(threads)]
         try:
+            futures = [pool.submit(worker) for _ in range(threads)]
             wait(futures)
         finally:
-            stop.set()  # an interrupt in the caller must not wait for the whole list
+            stop.set()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
     for future in futures:
         future.result()

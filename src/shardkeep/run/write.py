@@ -7,13 +7,16 @@ On any failure every file of this call is removed again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from shardkeep.errors import CheckpointError
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
 from shardkeep.format.columns import IntArray
 from shardkeep.format.header import seal_header
@@ -21,7 +24,11 @@ from shardkeep.format.record import FileEntry
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.store.aligned import address_of
-from shardkeep.store.protocol import BlobWriter, Creates
+from shardkeep.store.protocol import BlobWriter, Creates, Deletes
+
+
+class _Writes(Creates, Deletes, Protocol):
+    """What writing needs of a store."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class _OpenFile:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def write_files(store: Creates, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[FileEntry]:
+def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[FileEntry]:
     """Write all files, durable on return; what they are goes into the commit record."""
     entries: dict[str, FileEntry] = {}
     with ExitStack() as undo:
@@ -70,16 +77,22 @@ def write_files(store: Creates, jobs: Sequence[FileJob], *, threads: int, window
 
 
 def _tasks(
-    store: Creates, jobs: Sequence[FileJob], window_nbytes: int, undo: ExitStack
+    store: _Writes, jobs: Sequence[FileJob], window_nbytes: int, undo: ExitStack
 ) -> Iterator[tuple[_OpenFile, int, int]]:
     for job in jobs:
         writer = store.create(job.name, len(job.header) + job.data_nbytes)
-        undo.callback(writer.abandon)
+        undo.callback(_take_back, store, job.name, writer)
         starts = range(0, job.data_nbytes, window_nbytes)
         blocks = -(-job.data_nbytes // job.block_nbytes)
         file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
         for start in starts:
             yield file, start, min(start + window_nbytes, job.data_nbytes)
+
+
+def _take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
+    writer.abandon()
+    with contextlib.suppress(CheckpointError):
+        store.delete(name)  # one that was finished outlives its writer's abandon
 
 
 def _write_window(file: _OpenFile, start: int, stop: int, buffer: memoryview) -> None:

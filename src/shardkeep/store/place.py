@@ -12,6 +12,7 @@ from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HINT = "give a path, a file:// URL, or an object with the verbs of shardkeep.store.protocol.Store"
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
@@ -26,9 +27,11 @@ def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
         CheckpointError: the place is of a kind shardkeep does not know.
 
     """
-    if not isinstance(where, (str, os.PathLike)):
+    if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
         return where
-    path = os.fspath(where)
+    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    if not isinstance(path, str):
+        raise CheckpointError(f"{where!r} is not a place to keep a checkpoint", hint=_HINT)
     scheme = _SCHEME.match(path)
     if scheme:
         path = _path_of_url(path, scheme[1].lower())
@@ -41,7 +44,7 @@ def _path_of_url(url: str, scheme: str) -> str:
     if scheme != "file":
         raise CheckpointError(
             f"{url}: no store for {scheme}:// places",
-            hint="give a path, a file:// URL, or an object with the verbs of shardkeep.store.protocol.Store",
+            hint=_HINT,
         )
     parts = urlsplit(url)
     if parts.netloc not in {"", "localhost"}:

@@ -1,0 +1,467 @@
+"""What a save refuses before it writes, which ties it keeps, and what it insists on before it commits."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import CheckpointError, StateError, StorageError
+from shardkeep.format.header import build_header
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.format.tree import Container, merge_trees
+from shardkeep.layout import native
+from shardkeep.run import workers
+from shardkeep.run.write import FileJob, write_files
+from shardkeep.store.memory import MemoryStore
+from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
+
+SHAPE = (8, 4)
+
+
+def box(*pieces, shape=SHAPE):
+    return sk.ShardedBox.of(pieces, shape=shape, dtype=torch.float32)
+
+
+def names(place):
+    return sorted(path.name for path in place.glob("*"))
+
+
+# What the record can hold
+
+
+@pytest.mark.parametrize("step", [1.5, "3", True, 1 << 63, -(1 << 63) - 1, math.nan])
+def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, step):
+    """
+    A step the record cannot hold is a StateError, and the checkpoint that was there is as it was.
+    """
+    sk.save({"x": torch.ones(3)}, tmp_path, step=1)
+    before = names(tmp_path)
+
+    with pytest.raises(StateError, match="step is"):
+        sk.save({"x": torch.zeros(3)}, tmp_path, step=step, overwrite=True)
+
+    assert names(tmp_path) == before
+    assert sk.open(tmp_path).record.step == 1
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
+def test_every_whole_number_is_a_step(tmp_path, step):
+    """
+    A numpy integer and a torch scalar are taken as the number they are.
+    """
+    report = sk.save({"x": torch.ones(3)}, tmp_path, step=step)
+    assert type(report.step) is int
+    assert sk.open(tmp_path).record.step == 7
+
+
+@pytest.mark.parametrize(
+    ("meta", "what"),
+    [
+        ({"a": {"b": [1.0, math.nan]}}, r"meta\['a'\]\['b'\]\[1\] .* nan"),
+        ({"a": math.inf}, r"meta\['a'\] .* inf"),
+        ({"a": b"x"}, r"meta\['a'\] .* bytes"),
+        ({"a": {1, 2}}, r"meta\['a'\] .* set"),
+        ({"a": {1: 2}}, r"meta\['a'\] .* key 1"),
+        ({1: 2}, "meta .* key 1"),
+        ({"a": 1 << 64}, r"meta\['a'\] "),
+        ({"a": np.float64(1)}, r"meta\['a'\] "),
+        ({"a": "\ud800"}, "meta cannot"),
+        ([("a", 1)], "meta is a list"),
+        ("text", "meta is a str"),
+    ],
+)
+def test_meta_that_json_would_change_is_refused_before_anything_is_written(meta, what):
+    """
+    What would not come back equal is named by its path, and no file was made.
+    """
+    store = MemoryStore()
+    store.create = None  # planning writes nothing
+    with pytest.raises(StateError, match=what):
+        sk.save({"x": torch.ones(3)}, store, meta=meta)
+    assert list(store.list()) == []
+
+
+def test_meta_nested_without_end_is_refused(tmp_path):
+    """
+    A container inside itself is an error, not a crash.
+    """
+    meta = {}
+    meta["me"] = meta
+    with pytest.raises(StateError, match="meta"):
+        sk.save({"x": torch.ones(3)}, tmp_path, meta=meta)
+
+
+def test_meta_comes_back_as_it_was_given(tmp_path):
+    """
+    Every plain JSON value survives; tuples become lists.
+    """
+    meta = {"a": [1, 2.5, None, True, "é"], "b": {"c": (1, (2,))}, "d": (1 << 64) - 1, "e": -(1 << 63)}
+    sk.save({"x": torch.ones(3)}, tmp_path, meta=meta)
+    assert sk.open(tmp_path).record.meta == {**meta, "b": {"c": [1, [2]]}}
+
+
+def test_a_bad_meta_on_one_rank_reaches_all_at_once(tmp_path):
+    """
+    The ranks whose arguments are good do not wait for the deadline.
+    """
+
+    def main(world):
+        sk.save({"x": torch.ones(3)}, tmp_path, meta=None if world.rank else [1], group=world)
+
+    errors = thread_outcomes(2, main, timeout_s=20)
+    assert [type(error) for error in errors] == [StateError] * 2
+
+
+def test_a_shape_no_reader_takes_is_refused(tmp_path):
+    """
+    An empty tensor of a shape beyond the reader's limits fails in the plan; one just inside is saved and opens.
+    """
+    with pytest.raises(StateError, match=r"'x' has shape \(0, 288230376151711744\)"):
+        sk.save({"x": torch.empty(0, 1 << 58)}, tmp_path / "a")
+    assert names(tmp_path / "a") == []
+    sk.save({"x": torch.empty(0, 1 << 57)}, tmp_path / "b")
+    assert sk.open(tmp_path / "b")["x"].shape == (0, 1 << 57)
+
+
+@pytest.mark.parametrize("part", ["decode_index", "decode_record"])
+def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, part):
+    """
+    Index and record are read back before either is put; if that fails, the old checkpoint stays.
+    """
+    sk.save({"x": torch.ones(3)}, tmp_path, step=1)
+    before = names(tmp_path)
+
+    decode = getattr(native, part)
+
+    def refuse(data, where):
+        if where.startswith("the "):
+            raise sk.MalformedFile("no reader takes this")
+        return decode(data, where=where)
+
+    monkeypatch.setattr(native, part, refuse)
+    with pytest.raises(StateError, match="no reader takes this"):
+        sk.save({"x": torch.zeros(3)}, tmp_path, step=2, overwrite=True)
+
+    assert names(tmp_path) == before
+    assert sk.open(tmp_path).record.step == 1
+
+
+# Ties
+
+
+def save_and_load(ranks, make, place):
+    """Save `make(rank)` on every rank, load it into the same states blanked, and return what each rank then has."""
+
+    def main(world):
+        state = make(world.rank)
+        report = sk.save(state, place, group=world)
+        for leaf in state.values():
+            for tensor in [tensor for tensor, _ in leaf.pieces] if isinstance(leaf, sk.ShardedBox) else [leaf]:
+                tensor.zero_()
+        sk.load(state, place, group=world)
+        return report, state
+
+    return run_thread_ranks(ranks, main)
+
+
+def full():
+    return torch.arange(32.0).reshape(SHAPE)
+
+
+def test_a_rank_without_pieces_has_no_say_in_ties(tmp_path):
+    """
+    Rank 1 holds nothing of two tensors that are one memory on rank 0: they are written once, and tied.
+    """
+
+    def make(rank):
+        if rank:
+            return {"a": box(), "b": box()}
+        whole = box((full(), (0, 0)))
+        return {"a": whole, "b": whole}
+
+    [(report, state), _] = save_and_load(2, make, tmp_path)
+
+    assert report.bytes_total == 32 * 4
+    assert torch.equal(state["b"].pieces[0][0], full())
+    tree = sk.open(tmp_path).to_dict()
+    assert tree["a"] is tree["b"]
+    assert torch.equal(tree["a"], full())
+
+
+def test_ties_do_not_depend_on_the_order_of_keys(tmp_path):
+    """
+    Ranks whose dicts are in different orders see the same ties.
+    """
+
+    def make(rank):
+        half = box((full()[4 * rank : 4 * rank + 4].clone(), (4 * rank, 0)))
+        return dict.fromkeys("abc" if rank else "cba", half)
+
+    reports = save_and_load(2, make, tmp_path)
+
+    assert reports[0][0].bytes_total == 32 * 4
+    assert all(torch.equal(s["b"].pieces[0][0], full()[4 * r : 4 * r + 4]) for r, (_, s) in enumerate(reports))
+
+
+@pytest.mark.parametrize("lone", ["a", "b"])
+def test_a_rank_that_has_only_one_of_two_names_agrees(tmp_path, lone):
+    """
+    A replica under one of the names alone (a last pipeline stage with the tied head) does not undo the tie.
+    """
+
+    def make(rank):
+        weight = full()
+        return {lone: weight} if rank else {"a": weight, "b": weight}
+
+    reports = save_and_load(2, make, tmp_path)
+
+    assert reports[0][0].bytes_total == 32 * 4
+    assert all(torch.equal(leaf, full()) for _, state in reports for leaf in state.values())
+    tree = sk.open(tmp_path).to_dict()
+    assert tree["a"] is tree["b"]
+
+
+def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
+    """
+    Where another rank holds two memories under the names, both are written.
+    """
+
+    def main(world):
+        one, other = full(), full() + 1
+        a, b = (one, one) if world.rank == 0 else (one, other)
+        rows = slice(4 * world.rank, 4 * world.rank + 4)
+        return sk.save(
+            {"a": box((a[rows], (rows.start, 0))), "b": box((b[rows], (rows.start, 0)))}, tmp_path, group=world
+        )
+
+    assert run_thread_ranks(2, main)[0].bytes_total == 2 * 32 * 4
+    tree = sk.open(tmp_path).to_dict()
+    assert torch.equal(tree["a"], full())
+    assert torch.equal(tree["b"], torch.cat([full()[:4], full()[4:] + 1]))
+
+
+def test_a_tied_tensor_with_a_hole_is_refused(tmp_path):
+    """
+    Rank 0 holds half of b in the memory of a, and nobody the rest: that a is whole does not make b so.
+    """
+
+    def main(world):
+        half = (full()[4 * world.rank : 4 * world.rank + 4], (4 * world.rank, 0))
+        sk.save({"a": box(half), "b": box() if world.rank else box(half)}, tmp_path, group=world)
+
+    errors = thread_outcomes(2, main)
+    assert [type(error) for error in errors] == [sk.InvalidShards] * 2
+    assert "'b'" in str(errors[0])
+
+
+def test_an_array_and_a_tensor_of_one_memory_are_two_things(tmp_path):
+    """
+    A numpy array over a torch tensor's memory is stored by itself, and each comes back as what it was.
+    """
+    tensor = full()
+    sk.save({"a": tensor.numpy(), "b": tensor}, tmp_path)
+    tree = sk.open(tmp_path).to_dict()
+    assert isinstance(tree["a"], np.ndarray)
+    assert isinstance(tree["b"], torch.Tensor)
+
+
+def test_empty_tensors_are_not_tied(tmp_path):
+    """
+    Tensors of which no rank holds anything share no memory.
+    """
+    sk.save({"a": torch.empty(0, 3), "b": torch.empty(0, 3)}, tmp_path)
+    tree = sk.open(tmp_path).to_dict()
+    assert tree["a"] is not tree["b"]
+
+
+# What ranks must agree on
+
+
+def test_ranks_that_see_other_file_systems_cannot_commit():
+    """
+    Rank 0 commits only what it finds in the store, and says whose file it misses; nothing is left anywhere.
+    """
+    stores = [MemoryStore(), MemoryStore()]
+    stores[1].url = stores[0].url
+
+    def main(world):
+        rows = box((full()[4 * world.rank : 4 * world.rank + 4], (4 * world.rank, 0)))
+        sk.save({"a": rows}, stores[world.rank], group=world)
+
+    errors = thread_outcomes(2, main)
+
+    assert [type(error) for error in errors] == [StorageError] * 2
+    assert all(word in str(errors[0]) for word in ("rank 1 wrote state-00001-of-00002", "one file system"))
+    assert [list(store.list()) for store in stores] == [[], []]
+
+
+@pytest.mark.parametrize("other", [True, 1.0], ids=repr)
+def test_equal_keys_of_different_types_are_refused(tmp_path, other):
+    """
+    The keys 1, 1.0 and True are equal, and no dict holds two of them: ranks must use the same.
+    """
+
+    def main(world):
+        sk.save({"x": {other if world.rank else 1: {"w": torch.ones(3)}}}, tmp_path, group=world)
+
+    errors = thread_outcomes(2, main)
+    assert [type(error) for error in errors] == [sk.InvalidShards] * 2
+    assert f"'x' has the key 1 on one rank and {other!r} on another" in str(errors[0])
+
+
+def test_trees_are_compared_by_the_types_of_their_keys():
+    """
+    Equal keys of different types, also inside tuples, make different trees.
+    """
+    one, true = (Container("dict", (((0, part), None),)) for part in (1, True))
+    assert one != true
+    with pytest.raises(sk.InvalidShards, match=r"\(0, 1\) on one rank and \(0, True\)"):
+        merge_trees([one, true])
+
+
+def test_check_replicas_must_be_given_on_all_ranks(tmp_path):
+    """
+    On some ranks only, it would compare digests with nothing.
+    """
+
+    def main(world):
+        sk.save({"x": torch.ones(3)}, tmp_path, check_replicas=world.rank == 1, group=world)
+
+    errors = thread_outcomes(2, main)
+    assert [type(error) for error in errors] == [sk.RanksDisagree] * 2
+    assert "check_replicas" in str(errors[0])
+
+
+def test_an_array_here_and_a_tensor_there_is_said(tmp_path):
+    """
+    The error tells what differs, where dtype and shape do not.
+    """
+
+    def main(world):
+        leaf = torch.ones(3, dtype=torch.float64)
+        sk.save({"x": leaf if world.rank else leaf.numpy()}, tmp_path, group=world)
+
+    with pytest.raises(sk.InvalidShards, match=r"a numpy array float64\(3,\) on rank 0 but a torch tensor float64"):
+        run_thread_ranks(2, main)
+
+
+# Threads and files
+
+
+def test_workers_stop_if_one_cannot_be_started(monkeypatch):
+    """
+    Where the system gives no more threads, those that run stop instead of doing the whole list.
+    """
+    begun = threading.Event()
+    done = []
+
+    class Pool(workers.ThreadPoolExecutor):
+        def submit(self, *args):
+            if begun.is_set():
+                raise RuntimeError("can't start new thread")
+            future = super().submit(*args)
+            begun.wait(10)
+            return future
+
+    def work(task, _buffer):
+        begun.set()
+        done.append(task)
+        threading.Event().wait(0.01)
+
+    monkeypatch.setattr(workers, "ThreadPoolExecutor", Pool)
+    with pytest.raises(RuntimeError, match="can't start"):
+        workers.run_workers(range(200), work, threads=2, buffer_nbytes=4096)
+    assert len(done) < 100
+
+
+def test_a_failed_write_removes_its_finished_files():
+    """
+    Files that were finished before another one failed are removed too.
+    """
+
+    class Full(MemoryStore):
+        def create(self, name, nbytes):
+            if name == "b":
+                assert [info.name for info in self.list()] == ["a"]
+                raise StorageError("no space")
+            return super().create(name, nbytes)
+
+    data = np.arange(4096, dtype=np.uint8)
+    jobs = [
+        FileJob(
+            name,
+            build_header([], save_id="0" * 20, data_nbytes=4096, block_nbytes=4096),
+            4096,
+            4096,
+            np.zeros(1, np.int64),
+            np.array([data.ctypes.data]),
+            {},
+        )
+        for name in "ab"
+    ]
+    store = Full()
+    with pytest.raises(StorageError, match="no space"):
+        write_files(store, jobs, threads=1, window_nbytes=1 << 20)
+    assert list(store.list()) == []
+
+
+# Places
+
+
+@pytest.mark.parametrize("where", [None, b"runs/a", 3, {"a": 1}, ["a"]], ids=repr)
+def test_what_is_no_place_is_refused(where):
+    """
+    A place of another type is refused by name, with what is accepted.
+    """
+    for call in (sk.save, sk.load):
+        with pytest.raises(CheckpointError, match=r"not a place to keep a checkpoint\n  hint: give a path"):
+            call({"x": torch.ones(3)}, where)
+
+
+def test_a_bad_place_on_one_rank_reaches_all_at_once(tmp_path):
+    """
+    The other ranks do not wait for the deadline.
+    """
+
+    def main(world):
+        sk.save({"x": torch.ones(3)}, "s3://bucket" if world.rank else tmp_path, group=world)
+
+    errors = thread_outcomes(2, main, timeout_s=20)
+    assert all(isinstance(error, CheckpointError) and not isinstance(error, sk.RanksSilent) for error in errors)
+    assert all("s3://bucket" in str(error) for error in errors)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_asked(tmp_path):
+    """
+    Over a record that cannot be read, a save says to pass overwrite=True, and that replaces all of it.
+    """
+    sk.save({"x": torch.ones(3)}, tmp_path)
+    old = set(names(tmp_path)) - {RECORD_NAME}
+    (tmp_path / RECORD_NAME).write_bytes(b"{broken")
+
+    with pytest.raises(sk.CheckpointExists, match=r"cannot be read is already there: .*\n  hint: pass overwrite=True"):
+        sk.save({"x": torch.zeros(3)}, tmp_path)
+    assert old <= set(names(tmp_path))
+    sk.save({"x": torch.zeros(3)}, tmp_path, overwrite=True)
+
+    assert not sk.open(tmp_path).to_dict()["x"].any()
+    assert not old & set(names(tmp_path))
+
+
+def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
+    """
+    Removing what was replaced is not counted.
+    """
+    from shardkeep import saving
+
+    tidy = saving._Coordinator.tidy
+
+    def slow(self):
+        threading.Event().wait(0.5)
+        tidy(self)
+
+    monkeypatch.setattr(saving._Coordinator, "tidy", slow)
+    assert sk.save({"x": torch.ones(3)}, tmp_path).seconds < 0.5
