@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, UnsupportedLeaf
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    MalformedFile,
+    PickleRefused,
+    UnsupportedLeaf,
+    WrongSize,
+)
+from shardkeep.format.columns import IntArray
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.picks import Item, Pick, parse_index
@@ -28,13 +38,26 @@ from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.plan.loads import check_tensors
 from shardkeep.plan.ranges import every_block
-from shardkeep.run.read import Source, keys_at, open_checked, read_files
+from shardkeep.run.read import (
+    Headers,
+    Source,
+    damage_of,
+    explain_missing,
+    keys_at,
+    neighbours,
+    open_checked,
+    read_files,
+)
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
     import torch
+
+
+_MOST_RANGES = 20
+"""Damaged ranges of one file that `verify` lists; it counts the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +97,14 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, store: Store, options: Options) -> None:
         self._store = store
         self._options = options
+        self._headers = Headers()
         self.record: Record = native.read_record(store)
-        self.index: Index = native.read_index(store, self.record)
+        try:
+            self.index: Index = native.read_index(store, self.record)
+        except WrongSize as exc:
+            if isinstance(exc.__cause__, BlobNotFound):
+                raise explain_missing(store, self.record.index.name) from exc
+            raise
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -95,8 +124,9 @@ class Checkpoint(Mapping[str, Any]):
         return iter([name.decode() for name in sorted(names)])
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and any(
-            strings.find(key.encode()) is not None for strings in (self.index.keys, self.index.value_keys)
+        raw = _raw(key)
+        return raw is not None and any(
+            strings.find(raw) is not None for strings in (self.index.keys, self.index.value_keys)
         )
 
     def __getitem__(self, key: str) -> Any:
@@ -105,7 +135,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def get_item(self, key: str, *, allow_pickle: bool) -> Any:
         """Return an item, unpickling it if need be and allowed."""
-        raw = key.encode()
+        raw = _raw(key)
+        if raw is None:
+            raise KeyError(key)
         row = self.index.keys.find(raw)
         if row is not None:
             return StoredTensor(self, key, row)
@@ -127,23 +159,41 @@ class Checkpoint(Mapping[str, Any]):
         """Read the picked part of a tensor; `StoredTensor` is the friendlier way."""
         from shardkeep.run.slicing import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
-        source = Source(self._store, self.record, self.index)
-        return read_picks(source, row, picks, self._options)
+        return read_picks(self._source(), row, picks, self._options)
+
+    def _source(self) -> Source:
+        return Source(self._store, self.record, self.index, self._headers)
 
     def to_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Read everything into the nesting it was saved from; tied tensors come back tied."""
-        read: dict[int, Any] = {}
+        tree = self._tree()
+        leaves = {
+            key: decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
+            for key, row in self.index.value_rows.items()
+        }
+        leaves.update(self._tensors())
+        return unflatten(tree, leaves.__getitem__)
 
-        def leaf(key: str) -> Any:
-            item = self.get_item(key, allow_pickle=allow_pickle)
-            if not isinstance(item, StoredTensor):
-                return item
-            owner = int(self.index.tensors.alias[item.row])
-            if owner not in read:
-                read[owner] = item.numpy() if item.is_numpy else item.tensor()
-            return read[owner]
+    def _tensors(self) -> dict[str, Any]:
+        """Read all tensors at once; those that are tied share memory."""
+        rows = self.index.tensor_rows
+        if not rows:
+            return {}
+        from shardkeep.run.slicing import read_whole  # noqa: PLC0415 - only reading a tensor needs torch
 
-        return unflatten(self._tree(), leaf)
+        owners = self._owners()
+        tensors = dict(zip(owners.tolist(), read_whole(self._source(), owners, self._options), strict=True))
+        arrays: dict[int, np.ndarray[Any, Any]] = {}
+        leaves: dict[str, Any] = {}
+        columns = (self.index.tensors.alias.tolist(), self.index.tensors.origin.tolist())
+        for (key, row), owner, origin in zip(rows.items(), *columns, strict=True):
+            if origin == 1 and owner not in arrays:
+                arrays[owner] = _to_array(key, self.index.dtype(row), tensors[owner])
+            leaves[key] = arrays[owner] if origin == 1 else tensors[owner]
+        return leaves
+
+    def _owners(self) -> IntArray:
+        return np.unique(np.asarray(self.index.tensors.alias, np.int64))
 
     def _tree(self) -> Node:
         """Return the skeleton, whose leaves are all that is stored, each once."""
@@ -155,10 +205,11 @@ class Checkpoint(Mapping[str, Any]):
 
     def verify(self) -> VerifyReport:
         """
-        Read every byte of every file and check it.
+        Read every byte of every file and check it, the commit record and the index once more.
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
+            StorageError: the store failed, which says nothing about what it holds.
 
         """
         began = time.perf_counter()
@@ -171,26 +222,62 @@ class Checkpoint(Mapping[str, Any]):
         return VerifyReport(files=len(self.record.files), bytes_read=nbytes, seconds=time.perf_counter() - began)
 
     def _damage(self) -> Iterator[CheckpointError]:
-        try:
-            own = np.unique(np.asarray(self.index.tensors.alias, np.int64))
-            check_tensors(self.index, own, native.data_sizes(self.record))
-            if not self.index.is_sorted:
-                raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
-            self._tree()
-        except CheckpointError as exc:
-            yield exc
-        threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
-        key_at = keys_at(self.index, self.record)
-        for number, file in enumerate(self.record.files):
+        for check in (self._check_unchanged, self._check_index):
             try:
-                # The real size first: a plan is as long as the record says the file is.
-                open_checked(self._store, file)[0].close()
-                plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
-                read_files(
-                    self._store, self.record.files, [plan], {}, key_at=key_at, threads=threads, window_nbytes=window
-                )
-            except CheckpointError as exc:
+                check()
+            except (DamagedCheckpoint, CheckpointNotFound) as exc:
                 yield exc
+        for row, key in enumerate(self.index.value_keys.all()):
+            try:
+                decode_value(self.index.value_data.raw(row), key=key.decode(), allow_pickle=False)
+            except DamagedCheckpoint as exc:
+                yield exc
+            except (PickleRefused, UnsupportedLeaf):
+                pass  # sound, only not to be rebuilt here
+        for number in range(len(self.record.files)):
+            try:
+                yield from self._damage_of_file(number)
+            except DamagedCheckpoint as exc:
+                yield exc
+
+    def _check_unchanged(self) -> None:
+        """Insist that the store still has the record and the index that were opened."""
+        record = native.read_record(self._store)
+        if record.save_id != self.record.save_id:
+            raise explain_missing(self._store, self.record.index.name)
+        if record != self.record:
+            raise MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
+        native.read_index(self._store, record)
+
+    def _check_index(self) -> None:
+        check_tensors(self.index, self._owners(), native.data_sizes(self.record))
+        if not self.index.is_sorted:
+            raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
+        self._tree()
+
+    def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
+        threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
+        file, headers, key_at = self.record.files[number], Headers(), keys_at(self.index)
+        # The real size first: a plan is as long as the record says the file is.
+        open_checked(self._store, file, headers)[0].close()
+        plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
+        damaged: list[int] = []
+        read_files(
+            self._store,
+            self.record.files,
+            [plan],
+            {},
+            key_at=key_at,
+            threads=threads,
+            window_nbytes=window,
+            headers=headers,
+            damaged=damaged,
+        )
+        ranges = neighbours(damaged)
+        for blocks in ranges[:_MOST_RANGES]:
+            yield damage_of(file, number, blocks, key_at)
+        if len(ranges) > _MOST_RANGES:
+            yield DamagedCheckpoint(f"{file.name}: {len(ranges) - _MOST_RANGES} more damaged ranges")
 
 
 class StoredTensor:
@@ -251,16 +338,30 @@ class StoredTensor:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read all of it as a numpy array; for element types that numpy has."""
-        if self.stored_dtype.numpy is None:
-            raise UnsupportedLeaf(
-                f"{self.key!r} is {self.stored_dtype.name}, which numpy does not have",
-                hint="use .tensor(), and .float() for a type numpy has",
-            )
-        array: np.ndarray[Any, Any] = self.tensor().numpy()
-        return array
+        return _to_array(self.key, self.stored_dtype, self.tensor())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(f"{self.key!r} is not in memory: an array of it is always a copy")
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.key!r}: {self.stored_dtype.name}{self.shape}>"
+
+
+def _raw(key: object) -> bytes | None:
+    """Return a key as the index has it; None for what can be no key of it."""
+    try:
+        return key.encode() if isinstance(key, str) else None
+    except UnicodeEncodeError:
+        return None
+
+
+def _to_array(key: str, dtype: DType, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if dtype.numpy is None:
+        raise UnsupportedLeaf(
+            f"{key!r} is {dtype.name}, which numpy does not have",
+            hint="use .tensor(), and .float() for a type numpy has",
+        )
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array

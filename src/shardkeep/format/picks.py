@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -47,9 +48,12 @@ def _pick(key: str, axis: int, n: int, part: object) -> Pick:
         indices = range(*part.indices(n))
         return Pick(indices.start, indices.step, len(indices), drop=False)
     try:
-        index = part.__index__()  # type: ignore[attr-defined]  # the next line says what other things are
-    except AttributeError:
-        raise IndexError(f"{key!r}: cannot index a stored tensor with {type(part).__name__}") from None
+        index = operator.index(part)  # type: ignore[arg-type]  # the next lines say what other things are
+    except TypeError:
+        index = None
+    # True is a mask to numpy and torch, not the index 1.
+    if index is None or str(getattr(part, "dtype", type(part).__name__)).endswith("bool"):
+        raise IndexError(f"{key!r}: cannot index a stored tensor with {type(part).__name__}")
     if not -n <= index < n:
         raise IndexError(f"{key!r}: index {index} is out of range for axis {axis} of size {n}")
     return Pick(index % n, 1, 1, drop=True)

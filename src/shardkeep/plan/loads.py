@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts
+from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges
 from shardkeep.format.index import Chunks, Index
 from shardkeep.format.region import Box, Ints, contiguous_run, intersect, relative
 from shardkeep.plan.tiling import tiled
@@ -72,13 +72,11 @@ def plan_load(index: Index, wants: Wants, data_nbytes: IntArray) -> tuple[Runs, 
         MalformedFile: the stored boxes of a wanted tensor do not tile it, or lie outside their files.
 
     """
-    owner = np.asarray(index.tensors.alias, np.int64)[wants.tensor]
-    ends = np.asarray(index.chunk_ends, np.int64)
-    starts = segment_starts(ends)
+    owner = np.asarray(index.tensors.alias[wants.tensor], np.int64)
     check_tensors(index, np.unique(owner), data_nbytes)
     itemsize = ITEMSIZES[index.tensors.dtype[owner]]
-    first = starts[owner]
-    single = (ends[owner] - first == 1) & (wants.address != 0)
+    first, count = chunk_rows(index, owner)
+    single = (count == 1) & (wants.address != 0)
     at = np.minimum(first, max(0, len(index.chunks) - 1))
     if len(index.chunks):
         chunk = index.chunks.take(at)
@@ -97,7 +95,7 @@ def plan_load(index: Index, wants: Wants, data_nbytes: IntArray) -> tuple[Runs, 
     scatters: list[Scatter] = []
     loose: list[tuple[int, int, int, int]] = []
     for want in np.flatnonzero(~single).tolist():
-        rows = slice(int(starts[owner[want]]), int(ends[owner[want]]))
+        rows = slice(int(first[want]), int(first[want] + count[want]))
         _intersect_chunks(index, wants, want, rows, int(itemsize[want]), loose, scatters)
     columns = np.array(loose, np.int64).reshape(-1, 4).T
     runs.append(Runs(*columns))
@@ -106,25 +104,35 @@ def plan_load(index: Index, wants: Wants, data_nbytes: IntArray) -> tuple[Runs, 
 
 
 def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray) -> None:
-    """Insist that the stored boxes of these tensors tile them and lie inside their files."""
-    ends = np.asarray(index.chunk_ends, np.int64)
-    starts = segment_starts(ends)
-    counts = (ends - starts)[tensors]
-    rows = concat_ranges(starts[tensors], counts)
+    """Insist that the stored boxes of these tensors tile them, lie inside their files and begin at whole elements."""
+    first, counts = chunk_rows(index, tensors)
+    rows = concat_ranges(first, counts)
     local = np.repeat(np.arange(len(tensors)), counts)
     chunks = index.chunks.take(rows)
     boxes = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
     good = tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
-    nbytes = boxes.volumes() * ITEMSIZES[index.tensors.dtype[tensors]][local]
+    itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
+    nbytes = boxes.volumes() * itemsize
     file = np.asarray(chunks.file, np.int64)
     inside = file < len(data_nbytes)
     start = np.asarray(chunks.start, np.int64)
     # Start and length of a forged chunk, added up, may wrap.
     inside &= (start >= 0) & (start <= np.append(data_nbytes, -1)[np.minimum(file, len(data_nbytes))] - nbytes)
+    # A window of a file is cut at multiples of every element size, so it holds whole elements of such chunks.
+    inside &= start % itemsize == 0
     good[local[~inside]] = False
     if not np.all(good):
         key = index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()
-        raise MalformedFile(f"the stored boxes of {key!r} overlap, leave a hole or lie outside their files", key=key)
+        raise MalformedFile(
+            f"the stored boxes of {key!r} overlap, leave a hole, lie outside their files or begin inside an element",
+            key=key,
+        )
+
+
+def chunk_rows(index: Index, tensors: IntArray) -> tuple[IntArray, IntArray]:
+    """Return where the chunks of each tensor begin, and how many it has."""
+    first = np.asarray(index.chunk_ends[np.maximum(tensors - 1, 0)], np.int64) * (tensors > 0)
+    return first, np.asarray(index.chunk_ends[tensors], np.int64) - first
 
 
 def _intersect_chunks(

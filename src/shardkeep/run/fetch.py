@@ -9,6 +9,7 @@ import torch
 
 from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.dtypes import by_code, of_torch, to_torch
+from shardkeep.layout.native import data_sizes
 from shardkeep.plan.loads import Wants, plan_load
 from shardkeep.plan.ranges import FileReads, plan_reads
 from shardkeep.run.read import Source, keys_at, read_files
@@ -48,18 +49,19 @@ def fetch(
     )
     axes = index.tensors.shape.shape[1]
     wants = Wants(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
-    plans, needs = _plan(source, wants, window_for(threads, budget_nbytes)[1])
+    threads, window = window_for(threads, budget_nbytes)
+    plans, needs = _plan(source, wants, window)
     others = {want: scattered(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
     start = int(first_file * len(plans))
-    threads, window = window_for(threads, budget_nbytes)
     return read_files(
         source.store,
         source.record.files,
         plans[start:] + plans[:start],
         others,
-        key_at=keys_at(index, source.record),
+        key_at=keys_at(index),
         threads=threads,
         window_nbytes=window,
+        headers=source.headers,
     )
 
 
@@ -73,7 +75,7 @@ def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
 
 def _plan(source: Source, wants: Wants, window_nbytes: int) -> tuple[list[FileReads], set[int]]:
     """Return the reads of each file, and the wants that are reached box by box."""
-    sizes = np.array([file.nbytes - file.header_nbytes for file in source.record.files], np.int64)
+    sizes = data_sizes(source.record)
     runs, scatters = plan_load(source.index, wants, sizes)
     runs = runs.take(np.argsort(runs.file, kind="stable"))
     by_file: dict[int, list[int]] = {}

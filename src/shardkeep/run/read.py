@@ -8,37 +8,63 @@ thread. A file whose size or header is not what the commit record says is never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardkeep.errors import BlobNotFound, ChecksumMismatch, WrongSize
-from shardkeep.format.checksum import DIGEST_NBYTES, digest, first_bad_block, text_of
-from shardkeep.format.columns import ITEMSIZES, segment_starts
+from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
+from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
+from shardkeep.format.columns import ITEMSIZES, IntArray, concat_ranges, segment_starts
 from shardkeep.format.header import count_blocks, read_block_digests
 from shardkeep.format.index import Index
-from shardkeep.format.record import FileEntry, Record
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
 from shardkeep.format.region import flat_range_to_boxes, intersect, relative
-from shardkeep.plan.loads import Scatter, check_tensors
+from shardkeep.layout.native import data_sizes, save_id_of
+from shardkeep.plan.loads import Scatter, check_tensors, chunk_rows
 from shardkeep.plan.ranges import FileReads, Read, touching
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
 from shardkeep.store.aligned import address_of
-from shardkeep.store.protocol import BlobReader, Opens
+from shardkeep.store.protocol import BlobReader, Gets, Opens
 
-KeyAt = Callable[[int, int], str]
-"""Which tensors lie at a byte of a file's data, in words; asked only when there is something wrong with it."""
+KeyAt = Callable[[int, int, int], str]
+"""Which tensors lie in a range of a file's data, in words; asked only when there is something wrong with it."""
+_HEADERS_NBYTES = 64 << 20
+
+
+class Reads(Opens, Gets, Protocol):
+    """What reading needs of a store."""
+
+
+class Headers:
+    """The block digests of files whose headers were checked, so that a header is read once; large ones are not kept."""
+
+    def __init__(self) -> None:
+        self._digests: dict[FileEntry, bytes] = {}
+        self._room_nbytes = _HEADERS_NBYTES
+
+    def get(self, entry: FileEntry) -> bytes | None:
+        """Return a file's digests if they are here."""
+        return self._digests.get(entry)
+
+    def keep(self, entry: FileEntry, digests: bytes) -> None:
+        """Keep a file's digests if there is room."""
+        if entry not in self._digests and len(digests) <= self._room_nbytes:
+            self._room_nbytes -= len(digests)
+            self._digests[entry] = digests
 
 
 @dataclass(frozen=True)
 class Source:
     """An opened checkpoint: where its bytes are and what they mean."""
 
-    store: Opens
+    store: Reads
     record: Record
     index: Index
+    headers: Headers | None = None
+    """Those checked so far, where there will be more reads."""
 
 
 class _Task(NamedTuple):
@@ -56,12 +82,12 @@ class _OpenFile:
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
-def open_checked(store: Opens, entry: FileEntry) -> tuple[BlobReader, bytes]:
+def open_checked(store: Reads, entry: FileEntry, headers: Headers | None = None) -> tuple[BlobReader, bytes]:
     """Open a data file after checking its size and header; return the digests of its blocks."""
     try:
         reader = store.open(entry.name)
     except BlobNotFound as exc:
-        raise WrongSize(f"{entry.name}: the file is missing", hint="restore it from a copy", file=entry.name) from exc
+        raise explain_missing(store, entry.name) from exc
     try:
         if reader.nbytes != entry.nbytes:
             raise WrongSize(
@@ -69,6 +95,8 @@ def open_checked(store: Opens, entry: FileEntry) -> tuple[BlobReader, bytes]:
                 hint="the file was cut short or changed after the save",
                 file=entry.name,
             )
+        if headers and (known := headers.get(entry)) is not None:
+            return reader, known
         header = bytearray(entry.header_nbytes)
         reader.read_into(0, memoryview(header))
         found = text_of(digest(header))
@@ -80,23 +108,49 @@ def open_checked(store: Opens, entry: FileEntry) -> tuple[BlobReader, bytes]:
                 offset=0,
             )
         blocks = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
-        return reader, read_block_digests(header, blocks=blocks, where=entry.name)
+        digests = read_block_digests(header, blocks=blocks, where=entry.name)
     except BaseException:
         reader.close()
         raise
+    if headers:
+        headers.keep(entry, digests)
+    return reader, digests
 
 
-def check_stored(source: Source, tensor: int) -> None:
-    """Insist that all of a tensor is stored, in files as long as the record says, before memory is made for it."""
-    index, files = source.index, source.record.files
-    owner = np.array([index.tensors.alias[tensor]], np.int64)
-    check_tensors(index, owner, np.array([file.nbytes - file.header_nbytes for file in files], np.int64))
-    for file in np.unique(index.chunks.file[index.chunk_rows(tensor)]).tolist():
-        open_checked(source.store, files[file])[0].close()
+def explain_missing(store: Gets, name: str) -> WrongSize:
+    """Say why a file of a committed checkpoint may be gone: another save replaced it, or it was lost."""
+    try:
+        now = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME).save_id
+    except CheckpointError:
+        now = None
+    if now is not None and save_id_of(name) not in {None, now}:
+        return WrongSize(
+            f"{name}: the file is gone: the checkpoint was replaced by another save ({now}) meanwhile",
+            hint="open or load it again",
+            file=name,
+        )
+    return WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name)
+
+
+def check_stored(source: Source, tensors: IntArray) -> None:
+    """
+    Insist that these tensors are stored, in files as long as the record says, before memory is made for them.
+
+    They are different ones, none tied to another.
+    """
+    index, sizes = source.index, data_sizes(source.record)
+    check_tensors(index, tensors, sizes)
+    files = np.unique(index.chunks.file[concat_ranges(*chunk_rows(index, tensors))]).tolist()
+    elements = np.asarray(index.tensors.shape[tensors], np.int64).prod(axis=1)
+    wanted = sum((elements * ITEMSIZES[index.tensors.dtype[tensors]]).tolist())
+    if wanted > sum(sizes[files].tolist()):
+        raise MalformedFile(f"{source.record.index.name}: tensors of {wanted} bytes, more than their files hold")
+    for file in files:
+        open_checked(source.store, source.record.files[file], source.headers)[0].close()
 
 
 def read_files(
-    store: Opens,
+    store: Reads,
     files: Sequence[FileEntry],
     plans: Sequence[FileReads],
     scattered: Mapping[int, Scattered],
@@ -104,8 +158,15 @@ def read_files(
     key_at: KeyAt,
     threads: int,
     window_nbytes: int,
+    headers: Headers | None = None,
+    damaged: list[int] | None = None,
 ) -> int:
-    """Do all reads; `scattered` gives the memory of scatters by want. Return the bytes read."""
+    """
+    Do all reads and return the bytes read.
+
+    `scattered` gives the memory of scatters by want. Damaged blocks are an error, or their numbers are added to
+    `damaged`.
+    """
     opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
 
     def tasks() -> Iterator[_Task]:
@@ -117,10 +178,10 @@ def read_files(
         file, read = task
         with file.lock:
             if file.reader is None:
-                file.reader, digests = open_checked(store, file.entry)
+                file.reader, digests = open_checked(store, file.entry, headers)
                 file.digests = memoryview(digests)
             reader = file.reader
-        _do_read(file, reader, read, buffer, scattered, key_at)
+        _do_read(file, reader, read, buffer, scattered, key_at, damaged)
         with file.lock:
             file.reads_left -= 1
             if not file.reads_left:
@@ -142,33 +203,55 @@ def _do_read(
     buffer: memoryview,
     scattered: Mapping[int, Scattered],
     key_at: KeyAt,
+    damaged: list[int] | None,
 ) -> None:
     window = view_memory(read.address, read.nbytes) if read.address else buffer[: read.nbytes]
     reader.read_into(file.entry.header_nbytes + read.start, window)
-    check_blocks(file.entry, file.digests, read.start, window, file.reads.file, key_at)
+    bad = bad_blocks(file.entry, file.digests, read.start, window)
+    if bad and damaged is None:
+        raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
+    if bad and damaged is not None:
+        damaged.extend(bad)
     if not read.address:
         _copy_edges(file.reads, read, window)
         _copy_scatters(file.reads, read, window, scattered)
 
 
-def check_blocks(
-    entry: FileEntry, digests: memoryview, start: int, window: memoryview, file: int, key_at: KeyAt
-) -> None:
-    """Compare whole blocks, the first at byte `start` of the data, with their digests."""
+def bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
+    """Compare whole blocks, the first at byte `start` of the data, with their digests; return those that differ."""
     first = start // entry.block_nbytes
-    expected = digests[first * DIGEST_NBYTES :][: -(-len(window) // entry.block_nbytes) * DIGEST_NBYTES]
-    bad = first_bad_block(window, entry.block_nbytes, expected)
-    if bad is not None:
-        at = (first + bad) * entry.block_nbytes
-        keys = key_at(file, at)
-        raise ChecksumMismatch(
-            f"{entry.name}: bytes {entry.header_nbytes + at} to"
-            f" {min(entry.header_nbytes + at + entry.block_nbytes, entry.nbytes)} are not what was saved; they hold {keys}",
-            hint="the file was damaged after the save: use another checkpoint, or exclude these keys",
-            file=entry.name,
-            offset=entry.header_nbytes + at,
-            key=keys,
-        )
+    found = block_digests(window, entry.block_nbytes)
+    expected = digests[first * DIGEST_NBYTES :][: len(found)]
+    if found == expected:
+        return []
+    starts = range(0, len(found), DIGEST_NBYTES)
+    return [first + i for i, at in enumerate(starts) if found[at:][:DIGEST_NBYTES] != expected[at:][:DIGEST_NBYTES]]
+
+
+def neighbours(blocks: Iterable[int]) -> list[range]:
+    """Join block numbers that follow each other."""
+    found: list[range] = []
+    for block in sorted(blocks):
+        if found and found[-1].stop == block:
+            found[-1] = range(found[-1].start, block + 1)
+        else:
+            found.append(range(block, block + 1))
+    return found
+
+
+def damage_of(entry: FileEntry, file: int, blocks: range, key_at: KeyAt) -> ChecksumMismatch:
+    """Describe damaged blocks of a file."""
+    start = blocks.start * entry.block_nbytes
+    stop = min(blocks.stop * entry.block_nbytes, entry.nbytes - entry.header_nbytes)
+    keys = key_at(file, start, stop)
+    return ChecksumMismatch(
+        f"{entry.name}: bytes {entry.header_nbytes + start} to {entry.header_nbytes + stop} are not what was saved;"
+        f" they hold {keys}",
+        hint="the file was damaged after the save: use another checkpoint, or exclude these keys",
+        file=entry.name,
+        offset=entry.header_nbytes + start,
+        key=keys,
+    )
 
 
 def _copy_edges(plan: FileReads, read: Read, window: memoryview) -> None:
@@ -209,11 +292,10 @@ def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, scattered: M
         at += nbytes
 
 
-def keys_at(index: Index, record: Record) -> KeyAt:
-    """Make the function that names the tensors in a block of a file; used only to explain damage."""
+def keys_at(index: Index) -> KeyAt:
+    """Make the function that names the tensors in a range of a file; used only to explain damage."""
 
-    def name(file: int, at: int) -> str:
-        end = at + record.files[file].block_nbytes
+    def name(file: int, at: int, end: int) -> str:
         ends = np.asarray(index.chunk_ends, np.int64)
         counts = ends - segment_starts(ends)
         tensor = np.repeat(np.arange(len(counts)), counts)
