@@ -26,11 +26,21 @@ from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.fetch import fetch
-from shardkeep.run.match import Findings, Match, Verdict, Wishes, join_matches, match_state, raise_if_wrong
+from shardkeep.run.match import (
+    Findings,
+    Match,
+    Verdict,
+    Wishes,
+    compare_kinds,
+    join_matches,
+    match_state,
+    raise_if_wrong,
+)
 from shardkeep.run.read import Source
 from shardkeep.state.describe import Description, describe, describe_leaves
+from shardkeep.state.devices import settle
 from shardkeep.state.flatten import refill
-from shardkeep.state.leaves import is_tensor, materialize
+from shardkeep.state.leaves import is_tensor, materialize, needs_memory, wanted_form
 from shardkeep.state.names import Patterns, Renames
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
@@ -90,8 +100,9 @@ def load(
     Args:
         state: what to fill: the same nesting as was saved, in any layout over any number of ranks.
         where: a path, or a store.
-        strict: missing and unexpected keys are an error; otherwise they are reported. Different shapes and dtypes
-            are always an error.
+        strict: missing and unexpected keys are an error, as are plain values of another kind and patterns that match
+            no name; otherwise missing and unexpected keys are reported. Different shapes and dtypes are always an
+            error.
         include: load only these names: a name, a dotted prefix, a glob, several of them, or a callable.
         exclude: do not load these.
         rename: from a name in the checkpoint to its name in the state: a mapping of names or dotted prefixes, pairs
@@ -104,6 +115,7 @@ def load(
     Raises:
         CheckpointNotFound: nothing is committed there.
         StateMismatch: lists every difference, with what may have been meant.
+        StateError: an argument makes no sense, or the state holds what cannot be filled or changed.
         DamagedCheckpoint: what is stored is not what was saved; names file, offset and keys.
 
     Example:
@@ -135,10 +147,10 @@ def load(
 
         def read() -> bytes:
             filling.read(options, first_file=world.rank / world.size)
+            refill(state, filling.new_leaves, rank=world.rank, is_tensor=is_tensor)
             return b""
 
         meeting.agree("read", read, lambda done: done)
-    refill(state, filling.new_leaves, rank=world.rank, is_tensor=is_tensor)
     report = LoadReport(
         where=store.url,
         save_id=record.save_id,
@@ -177,15 +189,21 @@ class _Filling:
 
     def match(self, state: MutableMapping[str, Any], rank: int) -> bytes:
         """Compare this rank's state with the index."""
+        self.wishes = self.wishes.checked()
         self.index = native.read_index(self.store, self.record)
-        self.description = describe(state, rank=rank, filling=True)
+        self.description = describe(state, rank=rank, filling=True, selected=self.wishes.selects())
         self.matched = match_state(self.index, self.description, self.wishes)
         # Values are decoded before a tensor is touched: one that is refused leaves the state as it was.
+        other_kinds: list[str] = []
         for key, row in self.matched.values.items():
             like = self.description.values[key]
             data = self.index.value_data.raw(row)
             self.new_leaves[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
-        return _encode(self.matched.findings)
+            other_kinds += compare_kinds(key, like, self.new_leaves[key])
+        # So does a container that cannot take what is new.
+        made = {key: torch.empty(0) for key in self.matched.tensors if needs_memory(self.description.leaves[key])}
+        refill(state, self.new_leaves | made, rank=rank, is_tensor=is_tensor, dry=True)
+        return _encode(msgspec.structs.replace(self.matched.findings, other_kinds=other_kinds))
 
     def judge(self, payloads: list[bytes], *, strict: bool, where: str) -> list[bytes]:
         """On rank 0: raise if the checkpoint does not fit, and tell everyone what was found."""
@@ -202,6 +220,7 @@ class _Filling:
         rows = np.flatnonzero(first)
         row_of = np.array([tensors[key] for key in description.keys], np.int64)
         into = [description.pieces[row] for row in rows.tolist()]
+        settle(into)
         self.bytes_read = fetch(
             Source(self.store, self.record, self.index),
             row_of[description.row_tensor[rows]],
@@ -211,20 +230,23 @@ class _Filling:
             budget_nbytes=options.host_budget_bytes,
             first_file=first_file,
         )
+        settle(into)
         # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
         torch.autograd.graph.increment_version(into)
 
     def _materialized(self) -> tuple[dict[str, int], Description]:
         tensors = self.matched.tensors
         present = self.description.leaves
-        made: dict[int, Any] = {}
+        made: dict[tuple[Any, ...], Any] = {}
         leaves: dict[str, Any] = {}
         for key, row in tensors.items():
-            leaves[key] = materialize(key, present[key])
-            if leaves[key] is not present[key]:
-                # Tied in the checkpoint and both without memory: tied again.
-                leaves[key] = made.setdefault(int(self.index.tensors.alias[row]), leaves[key])
-                self.new_leaves[key] = leaves[key]
+            leaves[key] = leaf = present[key]
+            if needs_memory(leaf):
+                # Tied in the checkpoint, and both ask for the same: tied again.
+                form = (int(self.index.tensors.alias[row]), *wanted_form(leaf))
+                if form not in made:
+                    made[form] = materialize(key, leaf)
+                leaves[key] = self.new_leaves[key] = made[form]
         if not made and len(leaves) == len(present):
             return tensors, self.description
         return tensors, describe_leaves(leaves, filling=True)

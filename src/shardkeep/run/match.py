@@ -7,18 +7,35 @@ unexpected if the checkpoint has it and no rank's state asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from shardkeep.errors import StateMismatch
+from shardkeep.errors import StateError, StateMismatch
 from shardkeep.format.columns import IntArray, widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
+from shardkeep.format.tree import Node, decode_tree, join, leaf_keys
+from shardkeep.format.value_kinds import EnumRef
 from shardkeep.state.describe import Description
-from shardkeep.state.names import Patterns, Renames, any_rank, matcher, renamer, selector, suggestions
+from shardkeep.state.names import (
+    Patterns,
+    Renames,
+    checked_patterns,
+    closest,
+    matcher,
+    prefixes_of,
+    renamer,
+    selector,
+    suggestions,
+)
+from shardkeep.state.overlap import overlapping
 
 _MOST_LISTED = 50
 
@@ -28,6 +45,10 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     missing: list[str]
     mismatched: list[str]
+    unused: list[tuple[str, str]]
+    """Argument and pattern, of those that match no name in this rank's state or in the checkpoint."""
+    other_kinds: list[str] = []
+    """Plain values that would change their kind."""
     consumed: bytes
     """A bit for each tensor, then each value, of the checkpoint."""
 
@@ -59,6 +80,24 @@ class Wishes:
     rename: Renames = None
     cast: bool | Patterns = False
 
+    def checked(self) -> Wishes:
+        """Refuse arguments that make no sense, and make those that can be gone through once last."""
+        renamer(self.rename)
+        cast = self.cast if isinstance(self.cast, bool) else checked_patterns("cast", self.cast)
+        include, exclude = checked_patterns("include", self.include), checked_patterns("exclude", self.exclude)
+        return Wishes(include, exclude, self.rename, False if cast is None else cast)
+
+    def unused(self, names: list[str]) -> list[tuple[str, str]]:
+        """Return the patterns that match none of these names, each with the argument it stands in."""
+        given = (("include", self.include), ("exclude", self.exclude), ("cast", self.cast))
+        return [
+            (argument, pattern)
+            for argument, patterns in given
+            if isinstance(patterns, tuple)
+            for pattern in patterns
+            if not any(map(matcher(pattern), names))
+        ]
+
     def names(self, index: Index) -> tuple[dict[str, int], dict[str, int]]:
         """Return the checkpoint's tensors and values by the names they have in the state."""
         if self.rename is None:
@@ -72,6 +111,8 @@ class Wishes:
                 new = rename(name)
                 if new is None:
                     continue
+                if not isinstance(new, str):
+                    raise StateError(f"rename gives {new!r} for {name!r}, expected a name, or None to drop it")
                 if new in taken:
                     raise StateMismatch(f"rename gives {taken[new]!r} and {name!r} one name: {new!r}")
                 taken[new] = name
@@ -91,15 +132,14 @@ class Wishes:
 
 
 def match_state(index: Index, description: Description, wishes: Wishes) -> Match:
-    """Compare one rank's state with the checkpoint."""
-    selected = wishes.selects()
+    """Compare what was selected of one rank's state with the checkpoint."""
     tensor_rows, value_rows = wishes.names(index)
     missing: list[str] = []
     mismatched: list[str] = []
     tensors: dict[str, int] = {}
     values: dict[str, int] = {}
     consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
-    for key in filter(selected, description.keys):
+    for key in description.keys:
         row = tensor_rows.get(key)
         if row is not None:
             tensors[key] = row
@@ -108,7 +148,7 @@ def match_state(index: Index, description: Description, wishes: Wishes) -> Match
             mismatched.append(f"{key}: a tensor in the state, a plain value in the checkpoint")
         else:
             missing.append(key)
-    for key in filter(selected, description.values):
+    for key in description.values:
         row = value_rows.get(key)
         if row is not None:
             values[key] = row
@@ -120,7 +160,12 @@ def match_state(index: Index, description: Description, wishes: Wishes) -> Match
     cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
     consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
-    findings = Findings(missing=missing, mismatched=mismatched, consumed=np.packbits(consumed).tobytes())
+    findings = Findings(
+        missing=missing,
+        mismatched=mismatched,
+        unused=wishes.unused([*leaf_keys(description.tree), *tensor_rows, *value_rows]),
+        consumed=np.packbits(consumed).tobytes(),
+    )
     return Match(tensors, values, cast, findings)
 
 
@@ -156,7 +201,7 @@ def _compare_tensors(
 def _compare_ties(
     index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
 ) -> None:
-    """One memory cannot be filled from two different tensors."""
+    """One memory cannot be filled from two different tensors, wholly or in part."""
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
     first: dict[int, int] = {}
     for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
@@ -166,6 +211,40 @@ def _compare_ties(
                 f"{keys[i]}: the same memory as {keys[other]} in the state, another tensor in the checkpoint"
                 f" (exclude={keys[i]!r} takes the other)"
             )
+    distinct = np.zeros(len(description.keys), bool)
+    distinct[mine[np.unique(description.alias[mine], return_index=True)[1]]] = True
+    pieces = np.flatnonzero(distinct[description.row_tensor]).tolist()
+    for one, other in overlapping([description.pieces[row] for row in pieces]):
+        a, b = sorted(description.keys[description.row_tensor[pieces[at]]] for at in (one, other))
+        mismatched.append(
+            f"{b}: shares memory with {a} in the state, of which it is no alias (exclude={b!r} takes {a})"
+        )
+
+
+def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
+    """Say so where a plain value is to be replaced by one of another kind; None in the state takes any."""
+    if mine is None or _kind(mine) == _kind(stored):
+        return []
+    if stored is not None and any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
+        return []  # a member is what its class makes of it
+    return [f"{key}: {_spelt(mine)} in the state, {_spelt(stored)} in the checkpoint"]
+
+
+def _kind(value: Any) -> str:
+    kinds: dict[str, tuple[type, ...]] = {
+        "none": (type(None),),
+        "number": (numbers.Number, np.bool_),
+        "str": (str,),
+        "bytes": (bytes, bytearray),
+        "sequence": (list, tuple),
+        "set": (AbstractSet,),
+    }
+    return next((kind for kind, types in kinds.items() if isinstance(value, types)), "other")
+
+
+def _spelt(value: Any) -> str:
+    name = type(value).__qualname__
+    return "None" if value is None else f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def join_matches(index: Index, findings: Sequence[Findings], wishes: Wishes) -> Verdict:
@@ -179,15 +258,41 @@ def join_matches(index: Index, findings: Sequence[Findings], wishes: Wishes) -> 
     unexpected: list[str] = []
     if not consumed.all():
         tensor_rows, value_rows = wishes.names(index)
-        named = [(name, row) for name, row in tensor_rows.items()]
-        named += [(name, len(index.keys) + row) for name, row in value_rows.items()]
+        named = _rows(index, tensor_rows, value_rows)
+        left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
         # Per-rank state of ranks that are no longer there is left over by nature.
-        known = {any_rank(name) for name, row in named if "@" in name and consumed[row]}
-        unexpected = [
-            name for name, row in named if not consumed[row] and selected(name) and any_rank(name) not in known
-        ]
+        shared = _names_over_ranks(index) if left else {}
+        known = {name for row, name in shared.items() if consumed[row]}
+        unexpected = [name for name, row in left.items() if shared.get(row) not in known]
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
     return Verdict(missing=missing, unexpected=sorted(unexpected))
+
+
+def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
+    """Number tensors and values through, as `Findings.consumed` does."""
+    return tensor_rows | {name: len(index.keys) + row for name, row in value_rows.items()}
+
+
+def _names_over_ranks(index: Index) -> dict[int, str]:
+    """Return, for each row below a `PerRank`, a name that it shares with the same leaf of all ranks."""
+    rows = _rows(index, index.tensor_rows, index.value_rows)
+    if not any("@" in name for name in rows):
+        return {}
+    per_rank = _per_rank_leaves(decode_tree(index.tree), None, None)
+    return {rows[name]: shared for name, shared in per_rank if name in rows}
+
+
+def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterator[tuple[str, str]]:
+    if node is None:
+        if name is not None and shared is not None:
+            yield name, shared
+        return
+    for part, child in node.children:
+        own = join(name, node.kind, part)
+        if node.kind == "ranks":
+            yield from _per_rank_leaves(child, own, f"{name}.@")
+        else:
+            yield from _per_rank_leaves(child, own, None if shared is None else join(shared, node.kind, part))
 
 
 def raise_if_wrong(
@@ -195,20 +300,27 @@ def raise_if_wrong(
 ) -> None:
     """Raise one error that lists every difference, if there is one that matters."""
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
-    missing, unexpected = (verdict.missing, verdict.unexpected) if strict else ([], [])
-    if not (mismatched or missing or unexpected):
+    missing, unexpected, unused = [], [], []
+    forgivable = not mismatched
+    if strict:
+        missing, unexpected = verdict.missing, verdict.unexpected
+        unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
+        mismatched += dict.fromkeys(line for found in findings for line in found.other_kinds)
+    if not (mismatched or missing or unexpected or unused):
         return
     tensor_rows, value_rows = wishes.names(index)
-    meant, hint = suggestions(missing, {*tensor_rows, *value_rows})
+    names = {*tensor_rows, *value_rows}
+    meant, hint = suggestions(missing, names)
     lines = [f"the checkpoint {where} does not fit the state:"]
     lines += _listed("missing from the checkpoint", [_with_guess(key, meant) for key in missing])
     lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
     lines += _listed("different", mismatched)
+    lines += _listed("arguments that match no name, here or there", _with_names(unused, names))
     if not hint and missing and any("@" in key for key in missing):
         hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
     raise StateMismatch(
         "\n".join(lines),
-        hint=hint or ("strict=False loads what fits" if not mismatched else ""),
+        hint=hint or ("strict=False loads what fits" if forgivable else ""),
         missing=missing,
         unexpected=unexpected,
         mismatched=mismatched,
@@ -217,6 +329,12 @@ def raise_if_wrong(
 
 def _with_guess(key: str, meant: dict[str, str]) -> str:
     return f"{key} (did you mean {meant[key]!r}?)" if key in meant else key
+
+
+def _with_names(unused: list[tuple[str, str]], names: set[str]) -> list[str]:
+    known = prefixes_of(names) if unused else set()
+    guesses = [(argument, pattern, closest(pattern, known)) for argument, pattern in unused]
+    return [f"{a}={p!r}" + (f" (did you mean {guess!r}?)" if guess else "") for a, p, guess in guesses]
 
 
 def _listed(title: str, items: list[str]) -> list[str]:

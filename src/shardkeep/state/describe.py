@@ -6,7 +6,7 @@ Saving sends the columns to rank 0; loading compares them with the index. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,17 @@ class Description:
     """For each row, the memory of its box."""
 
 
-def describe(state: Mapping[str, Any], *, rank: int, filling: bool = False) -> Description:
-    """Describe a state that is to be saved, or (`filling`) one that is to be loaded into."""
+def describe(
+    state: Mapping[str, Any], *, rank: int, filling: bool = False, selected: Callable[[str], bool] | None = None
+) -> Description:
+    """
+    Describe a state that is to be saved, or (`filling`) one that is to be loaded into.
+
+    Leaves that are not `selected` stand in the tree alone, and are not looked at.
+    """
     flat, tree = flatten(state, rank=rank, is_tensor=is_tensor)
+    if selected is not None:
+        flat = {key: leaf for key, leaf in flat.items() if selected(key)}
     tensors = {key: leaf for key, leaf in flat.items() if is_tensor(leaf)}
     values = {key: leaf for key, leaf in flat.items() if key not in tensors}
     return describe_leaves(tensors, tree=tree, values=values, filling=filling)

@@ -46,20 +46,25 @@ def flatten(
 
 
 def refill(
-    state: MutableMapping[str, Any], leaves: Mapping[str, Any], *, rank: int, is_tensor: Callable[[Any], bool]
+    state: MutableMapping[str, Any],
+    leaves: Mapping[str, Any],
+    *,
+    rank: int,
+    is_tensor: Callable[[Any], bool],
+    dry: bool = False,
 ) -> None:
     """
     Put new leaf objects into the state, in place; names that `leaves` lacks stay as they are.
 
     Dict and list items and `PerRank.value` are assigned, tuples are built anew inside their parent. An item that is
-    already there is not assigned again.
+    already there is not assigned again. A `dry` run changes nothing, and raises where a real one would.
 
     Raises:
         StateError: A changed leaf sits in a mapping that cannot be changed.
 
     """
     _refuse_other_than_mapping(state)
-    _Walk(rank, is_tensor).put(state, _kind_of_type(type(state)), None, leaves)
+    _Walk(rank, is_tensor).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
 
 
 def _refuse_other_than_mapping(state: Any) -> None:
@@ -95,14 +100,14 @@ class _Walk:
                 self.leaf_count += 1
         return Container(kind, tuple(children))
 
-    def put(self, value: Any, kind: str, name: str | None, leaves: Mapping[str, Any]) -> Any:
+    def put(self, value: Any, kind: str, name: str | None, leaves: Mapping[str, Any], *, dry: bool) -> Any:
         """Put new leaves below one container and return what shall stand in its place: itself, or a new tuple."""
         changes: list[tuple[Part, Any]] = []
         for part, child, own, child_kind in self._children(value, kind, name):
-            new = self.put(child, child_kind, own, leaves) if child_kind else leaves.get(own, child)
+            new = self.put(child, child_kind, own, leaves, dry=dry) if child_kind else leaves.get(own, child)
             if new is not child:
                 changes.append((part, new))
-        return _changed(value, kind, name, changes) if changes else value
+        return _changed(value, kind, name, changes, dry=dry) if changes else value
 
     def _children(self, value: Any, kind: str, name: str | None) -> Iterator[tuple[Part, Any, str, str]]:
         """Give each child's part, value, flat name and kind; the kind is empty for a leaf."""
@@ -192,10 +197,7 @@ def _checked_name(name: str | None, kind: str, part: Part) -> str:
     return own
 
 
-def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, Any]]) -> Any:
-    if kind == "ranks":
-        value.value = changes[0][1]
-        return value
+def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, Any]], *, dry: bool) -> Any:
     if kind == "tuple":
         return _new_tuple(value, name, dict(changes))
     if kind == "dict" and not isinstance(value, MutableMapping):
@@ -203,8 +205,13 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
             f"{_spell(name)} is a {type(value).__qualname__}, which cannot be changed, and {changes[0][0]!r} in it must be",
             hint="use a dict there",
         )
+    if dry:
+        return value
     for part, new in changes:
-        value[part] = new
+        if kind == "ranks":
+            value.value = new
+        else:
+            value[part] = new
     return value
 
 
@@ -214,7 +221,7 @@ def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]
     build: Any = getattr(type(value), "_make", type(value))
     try:
         return build(items)
-    except TypeError as exc:
+    except (TypeError, ValueError) as exc:
         raise StateError(
             f"{_spell(name)} is a {type(value).__qualname__}, a tuple that cannot be built from its items: {exc}",
             hint="use a plain tuple or a list there",

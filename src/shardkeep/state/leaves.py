@@ -20,6 +20,7 @@ from shardkeep.errors import InvalidShards, UnsupportedLeaf
 from shardkeep.format.dtypes import known_to_torch, of_numpy, of_torch
 from shardkeep.format.region import Ints, slices
 from shardkeep.state.kinds import ShardedBox
+from shardkeep.state.overlap import overlaps_itself
 from shardkeep.state.placement import dtensor_boxes
 
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: a masked or a record array is more than its elements
@@ -104,15 +105,13 @@ def materialize(key: str, obj: Any) -> Any:
     The result is the same kind of object: shape, order of strides, dtype, `requires_grad`, placements, parameter
     class and attributes are kept. It lies on the default device, or a DTensor on its mesh's.
     """
+    if not needs_memory(obj):
+        return obj
     if isinstance(obj, ShardedBox):
-        if not any(_on_meta(tensor) for tensor, _ in obj.pieces):
-            return obj
         pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
         return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
-    if not isinstance(obj, torch.Tensor) or not _on_meta(obj):
-        return obj
     if _is_a(obj, "torch.distributed.tensor", "DTensor"):
-        return _dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))  # type: ignore[attr-defined]  # a DTensor
+        return _dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
     ask = _Ask(key, allow_meta=True, writable=True)
     if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
         ask.refuse("is a ShardedTensor on the meta device", "give its shards memory before loading into it")
@@ -120,6 +119,22 @@ def materialize(key: str, obj: Any) -> Any:
     device = torch.get_default_device()
     # Under `with torch.device("meta")` the default is no place to load to.
     return _dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+
+
+def needs_memory(obj: Any) -> bool:
+    """Say whether `materialize` would make another object of this leaf."""
+    if isinstance(obj, ShardedBox):
+        return any(_on_meta(tensor) for tensor, _ in obj.pieces)
+    return _on_meta(obj)
+
+
+def wanted_form(obj: Any) -> tuple[Any, ...]:
+    """Return what a leaf on the meta device asks for: two that ask for the same may become one object."""
+    if isinstance(obj, ShardedBox):
+        return (obj.shape, *((offsets, wanted_form(tensor)) for tensor, offsets in obj.pieces))
+    with torch._C.DisableTorchFunctionSubclass():
+        form = (type(obj), obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, obj.device)
+    return (*form, getattr(obj, "_spec", None))  # of a DTensor
 
 
 def _on_meta(obj: Any) -> bool:
@@ -149,6 +164,8 @@ def _describe_ordinary(tensor: torch.Tensor) -> TensorLeaf | None:
     Almost every leaf of every state comes this way, and only this way, so it is spelt out in the fewest calls.
     """
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if not tensor.is_contiguous():
         return None
     dtype, shape, stride, pointer = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
     if dtype not in known_to_torch() or 0 in shape or 0 in stride or pointer == 0 or tensor.storage_offset():
@@ -248,8 +265,8 @@ def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[An
         return tensor.detach(), None
     stride = tensor.stride()
     memory = (pointer, tuple(tensor.shape), stride, tensor.device)
-    if ask.writable and 0 in stride:
-        _check_no_overlap(ask, tensor)
+    if ask.writable and overlaps_itself(tensor):
+        ask.refuse("is expanded: several elements share memory, so it cannot be filled", "load into t.contiguous()")
     if tensor.is_conj() or tensor.is_neg():
         return _resolve(ask, tensor), (*memory, tensor.is_conj(), tensor.is_neg())
     return tensor.detach(), memory
@@ -316,11 +333,6 @@ def _check_dtype(ask: _Ask, dtype: torch.dtype) -> None:
         of_torch(dtype)
     except UnsupportedLeaf as error:
         ask.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
-
-
-def _check_no_overlap(ask: _Ask, tensor: torch.Tensor) -> None:
-    if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        ask.refuse("is expanded: several elements share memory, so it cannot be filled", "load into t.contiguous()")
 
 
 def _refuse_layout(ask: _Ask, tensor: torch.Tensor) -> NoReturn:

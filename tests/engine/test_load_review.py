@@ -1,0 +1,379 @@
+"""Loads that must be refused before anything changes, and requests that must be met exactly."""
+
+import re
+import types
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.state import devices, overlap
+from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
+
+
+@pytest.fixture
+def saved(tmp_path):
+    state = {"model": {"a": torch.arange(8.0).reshape(2, 4), "b": torch.ones(2, 4)}, "step": 7, "name": "run"}
+    sk.save(state, tmp_path / "ck")
+    return tmp_path / "ck"
+
+
+def zeros():
+    return {"model": {"a": torch.zeros(2, 4), "b": torch.zeros(2, 4)}, "step": 0, "name": ""}
+
+
+def test_tied_meta_tensors_are_what_each_asked_for(tmp_path):
+    """
+    Tied in the checkpoint, two templates become one object only if they ask for the same.
+    """
+    weight = torch.randn(3)
+    sk.save(dict.fromkeys("abcde", weight), tmp_path / "ck")
+    meta = torch.empty(3, device="meta")
+    state = {
+        "a": meta,
+        "b": torch.empty(3, dtype=torch.bfloat16, device="meta"),
+        "c": torch.nn.Parameter(meta),
+        "d": torch.nn.Parameter(meta, requires_grad=False),
+        "e": torch.empty(3, device="meta"),
+    }
+
+    sk.load(state, tmp_path / "ck", cast="b")
+
+    assert state["a"] is state["e"]
+    assert state["b"].dtype == torch.bfloat16
+    assert type(state["a"]) is torch.Tensor
+    assert isinstance(state["c"], torch.nn.Parameter)
+    assert [state[key].requires_grad for key in "acd"] == [False, True, False]
+    assert all(torch.equal(state[key].detach(), weight.to(state[key].dtype)) for key in "abcde")
+
+
+def test_cast_none_casts_nothing(saved):
+    """
+    None is no permission to convert.
+    """
+    state = zeros()
+    state["model"]["a"] = torch.zeros(2, 4, dtype=torch.float64)
+    with pytest.raises(sk.StateMismatch, match="float64 in the state"):
+        sk.load(state, saved, cast=None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("cast", torch.float32),
+        ("cast", np.float32),
+        ("include", 5),
+        ("exclude", ["step", 5]),
+        ("rename", "x"),
+        ("rename", 5),
+        ("rename", {"model": 5}),
+        ("rename", [("(", "x")]),
+        ("rename", [("step", r"\9")]),
+        ("rename", [("a", "b", "c")]),
+        ("rename", lambda _: 5),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(saved, argument, value):
+    """
+    A wrong argument is an error of ours that names it, and the state is as it was.
+    """
+    state = zeros()
+    with pytest.raises(sk.StateError, match=argument):
+        sk.load(state, saved, **{argument: value})
+    assert state["step"] == 0
+
+
+def test_patterns_that_can_be_gone_through_once_hold_to_the_end(saved):
+    """
+    A generator of names selects the same names in every step of a load.
+    """
+    report = sk.load(zeros(), saved, include=(name for name in ["step", "name"]))
+    assert report.unexpected == []
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: torch.zeros(5).unfold(0, 4, 1),
+        lambda: torch.zeros(9)[1:].as_strided((2, 4), (1, 1), 1),
+        lambda: torch.zeros(4).expand(2, 4),
+        lambda: np.lib.stride_tricks.sliding_window_view(np.zeros(5, np.float32), 4, writeable=True),
+    ],
+)
+def test_views_that_overlap_themselves_are_refused(tmp_path, view):
+    """
+    A destination with two elements in one place cannot be filled.
+    """
+    sk.save({"x": torch.arange(8.0).reshape(2, 4)}, tmp_path / "ck")
+    with pytest.raises(sk.StateError, match="share memory"):
+        sk.load({"x": view()}, tmp_path / "ck")
+
+
+@pytest.mark.parametrize(
+    ("shape", "views"),
+    [
+        ((4, 4), lambda m: (m, m.t())),
+        ((6, 4), lambda m: (m[:4], m[2:])),
+        ((4, 8), lambda m: (m[:, :4], m[:, 3:7])),
+    ],
+    ids=["transposed", "rows", "columns"],
+)
+def test_destinations_that_share_memory_are_refused(tmp_path, shape, views):
+    """
+    Where two tensors of the state overlap, neither could be filled without damage to the other.
+    """
+    sk.save({"a": torch.ones(4, 4), "b": torch.zeros(4, 4)}, tmp_path / "ck")
+    a, b = views(torch.zeros(shape))
+    with pytest.raises(sk.StateMismatch, match="b: shares memory with a"):
+        sk.load({"a": a, "b": b}, tmp_path / "ck")
+    assert not a.any()
+    sk.load({"a": a, "b": b}, tmp_path / "ck", exclude="b")
+    assert a.all()
+
+
+def test_views_that_only_interleave_are_filled(tmp_path):
+    """
+    Columns of one matrix, and every other element of one vector, do not share an element.
+    """
+    columns, vector = torch.arange(12.0).reshape(3, 4), torch.arange(10.0)
+    state = {f"c{i}": column for i, column in enumerate(columns.unbind(1))}
+    state |= {"even": vector[::2], "odd": vector[1::2], "tied": vector[::2]}
+    sk.save(state, tmp_path / "ck")
+    expected = columns.clone(), vector.clone()
+    columns.zero_()
+    vector.zero_()
+
+    sk.load(state, tmp_path / "ck")
+
+    assert torch.equal(columns, expected[0])
+    assert torch.equal(vector, expected[1])
+
+
+def test_thousands_of_columns_are_compared_in_no_time():
+    """
+    The search for shared memory gives up rather than compare every pair.
+    """
+    matrix = torch.zeros(10, 3000)
+    assert list(overlap.overlapping(matrix.unbind(1))) == []
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.zeros(1, 4).expand(2, 4), torch.zeros(2, 4).to_sparse(), torch.zeros(4).unfold(0, 2, 1)],
+    ids=["expanded", "sparse", "overlapping"],
+)
+def test_excluded_leaves_may_be_anything(saved, leaf):
+    """
+    What is not to be loaded is not looked at.
+    """
+    state = zeros()
+    state["model"]["a"] = leaf
+    sk.load(state, saved, exclude="model.a")
+    assert state["model"]["a"] is leaf
+    assert state["model"]["b"].all()
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude", "cast"])
+def test_a_pattern_that_matches_nothing_is_an_error(saved, argument):
+    """
+    A misspelt pattern is answered with the closest name, and strict=False forgives it.
+    """
+    with pytest.raises(sk.StateMismatch, match=rf"{argument}='modle' \(did you mean 'model'\?\)"):
+        sk.load(zeros(), saved, **{argument: ["step", "modle"]})
+    sk.load(zeros(), saved, strict=False, **{argument: ["step", "modle"]})
+
+
+def test_a_pattern_for_one_rank_is_no_error_on_the_others(tmp_path):
+    """
+    A pattern is used if any rank has a name for it.
+    """
+    sk.save({"x": torch.ones(2)}, tmp_path / "ck")
+
+    def load(world):
+        state = {"x": torch.zeros(2)} | ({"mine": 1} if world.rank == 1 else {})
+        sk.load(state, tmp_path / "ck", exclude="mine", group=world)
+        return bool(state["x"].all())
+
+    assert run_thread_ranks(2, load) == [True, True]
+
+
+class Odd(tuple):
+    __slots__ = ()
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+@pytest.mark.parametrize(
+    ("plain", "odd"),
+    [
+        (lambda tensor: {"w": tensor}, lambda tensor: types.MappingProxyType({"w": tensor})),
+        (lambda tensor: (tensor, 1), lambda tensor: Odd(tensor, 1)),
+    ],
+    ids=["mapping", "tuple"],
+)
+def test_containers_that_cannot_change_are_found_before_anything_does(tmp_path, plain, odd):
+    """
+    One rank's unchangeable container is an error on all ranks, and no tensor of any has been touched.
+    """
+    sk.save({"x": torch.ones(2), "o": plain(torch.ones(2))}, tmp_path / "ck")
+    states = {}
+
+    def load(world):
+        inner = (odd if world.rank == 1 else plain)(torch.empty(2, device="meta"))
+        states[world.rank] = {"x": torch.zeros(2), "o": inner}
+        sk.load(states[world.rank], tmp_path / "ck", group=world)
+
+    errors = thread_outcomes(2, load)
+
+    assert all(isinstance(error, sk.StateError) for error in errors), errors
+    assert not any(state["x"].any() for state in states.values())
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+def test_the_dry_run_changes_nothing_that_the_real_one_changes(tmp_path):
+    """
+    Named tuples, lists, mappings and per-rank values are all refilled after they were tried.
+    """
+    sk.save({"p": Point({"n": 1}, 2), "l": [{"n": 3}], "r": sk.PerRank(4)}, tmp_path / "ck")
+    state = {"p": Point({"n": 0}, 0), "l": [{"n": 0}], "r": sk.PerRank(0)}
+    sk.load(state, tmp_path / "ck")
+    assert (state["p"], state["l"], state["r"].value) == (Point({"n": 1}, 2), [{"n": 3}], 4)
+
+
+@pytest.mark.parametrize(
+    ("stored", "mine", "line"),
+    [
+        (None, "adam", "v: a str in the state, None in the checkpoint"),
+        (3, "adam", "v: a str in the state, an int in the checkpoint"),
+        ("adam", 3, "v: an int in the state, a str in the checkpoint"),
+        (b"x", "x", "v: a str in the state, a bytes in the checkpoint"),
+        (1.5, [1, 2], "v: a list in the state, a float in the checkpoint"),
+        ({1}, [1], "v: a list in the state, a set in the checkpoint"),
+    ],
+)
+def test_a_value_of_another_kind_is_a_mismatch(tmp_path, stored, mine, line):
+    """
+    Strictly, a value is not replaced by one of another kind, nor by None.
+    """
+    sk.save({"v": stored}, tmp_path / "ck")
+    state = {"v": mine}
+    with pytest.raises(sk.StateMismatch) as caught:
+        sk.load(state, tmp_path / "ck")
+    assert caught.value.mismatched == [line]
+    assert "strict=False" in str(caught.value)
+    assert state["v"] == mine
+    sk.load(state, tmp_path / "ck", strict=False)
+    assert state["v"] == stored
+
+
+@pytest.mark.parametrize(
+    ("stored", "mine"), [("x", None), (1, 2.0), (True, 0), (np.float32(1), 0), (0, np.bool_(1)), ([1], (1, 2))]
+)
+def test_values_of_one_kind_replace_each_other(tmp_path, stored, mine):
+    """
+    Numbers are numbers, lists and tuples sequences, and None takes anything.
+    """
+    sk.save({"v": stored}, tmp_path / "ck")
+    state = {"v": mine}
+    sk.load(state, tmp_path / "ck")
+    assert state["v"] == stored
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ("model.layers.0.w", "model._orig_mod.layers.0.w"),
+        ("layers.0.w", "_orig_mod.layers.0.w"),
+        ("module.layers.0.w", "_orig_mod.layers.0.w"),
+        ("layers.0.w", "module._orig_mod.layers.0._checkpoint_wrapped_module.w"),
+    ],
+)
+def test_wrappers_of_the_state_are_recognised(tmp_path, there, here):
+    """
+    Where the state's keys carry a wrapper's prefix, the hint has the rename that puts it in; and it does.
+    """
+    sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
+    state = {here: torch.zeros(3), "step": 0}
+
+    with pytest.raises(sk.StateMismatch) as caught:
+        sk.load(state, tmp_path / "ck")
+
+    advice = re.search(r"pass rename=(\{.*\})", str(caught.value)).group(1)
+    sk.load(state, tmp_path / "ck", rename=eval(advice))
+    assert state[here].all()
+
+
+def test_keys_spelt_like_ranks_are_keys(tmp_path):
+    """
+    A dict with the keys "@0" and "@1" is no per-rank state: what nothing asks for is unexpected.
+    """
+    sk.save({"x": {"@0": torch.ones(1), "@1": torch.ones(1)}}, tmp_path / "ck")
+    with pytest.raises(sk.StateMismatch) as caught:
+        sk.load({"x": {"@0": torch.zeros(1)}}, tmp_path / "ck")
+    assert caught.value.unexpected == ["x.@1"]
+
+
+def test_state_of_ranks_that_are_gone_is_left_over_under_any_name(tmp_path):
+    """
+    Per-rank state of ranks no longer there is not unexpected, deep inside and renamed as well.
+    """
+    run_thread_ranks(
+        3, lambda w: sk.save({"r": sk.PerRank({"a": {"n": w.rank}, "b": torch.ones(1)})}, tmp_path / "ck", group=w)
+    )
+    state = {"s": sk.PerRank({"a": {"n": None}, "b": torch.zeros(1)})}
+    report = sk.load(state, tmp_path / "ck", rename={"r": "s"})
+    assert report.unexpected == []
+    assert state["s"].value["a"]["n"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"local": [1, 2]}, "local"),
+        ({"offsets": 0}, "offsets"),
+        ({"offsets": (0.0,)}, "offsets"),
+        ({"shape": (2.5,)}, "shape"),
+    ],
+)
+def test_a_box_is_checked_when_it_is_made(changed, named):
+    """
+    A `ShardedBox` of wrong parts is an error of ours that names the argument.
+    """
+    right = {"local": torch.ones(2), "offsets": (0,), "shape": (2,)}
+    assert sk.ShardedBox(**right).shape == (2,)
+    with pytest.raises(sk.StateError, match=named):
+        sk.ShardedBox(**right | changed)
+
+
+def test_each_accelerator_is_waited_for_once(monkeypatch):
+    """
+    `settle` waits for every device that is an accelerator, and for nothing else.
+    """
+
+    class Fake:
+        def __init__(self, device):
+            self.device = torch.device(device)
+
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    devices.settle(map(Fake, ["cpu", "cuda:0", "meta", "cuda:1", "cuda:0"]))
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
+
+
+def test_devices_are_settled_before_and_after_the_read(saved, monkeypatch):
+    """
+    What the caller has queued is done before a byte is read, and what was read is there before the caller goes on.
+    """
+    seen = []
+    monkeypatch.setattr("shardkeep.loading.settle", lambda into: seen.append([bool(t.any()) for t in into]))
+    sk.load(zeros(), saved)
+    assert seen == [[False, False], [True, True]]
