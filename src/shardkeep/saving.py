@@ -41,6 +41,7 @@ from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.state.describe import Description, describe
+from shardkeep.state.devices import settle
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -146,6 +147,7 @@ def save(
             return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
         def write() -> bytes:
+            settle(description.pieces)
             written.extend(_write(store, make_jobs(description, orders), options))
             return encode(written)
 

@@ -29,6 +29,9 @@ from shardkeep.stage.memory import Scattered, copy_memory, view_memory
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
+_HOT_NBYTES = 1 << 20
+"""What is in memory already is read and hashed in pieces of this size, so that they are hashed in the CPU's cache."""
+
 KeyAt = Callable[[int, int, int], str]
 """Which tensors lie in a range of a file's data, in words; asked only when there is something wrong with it."""
 _HEADERS_NBYTES = 64 << 20
@@ -205,9 +208,15 @@ def _do_read(
     key_at: KeyAt,
     damaged: list[int] | None,
 ) -> None:
+    entry = file.entry
     window = view_memory(read.address, read.nbytes) if read.address else buffer[: read.nbytes]
-    reader.read_into(file.entry.header_nbytes + read.start, window)
-    bad = bad_blocks(file.entry, file.digests, read.start, window)
+    cached = reader.cached(entry.header_nbytes + read.start, len(window))
+    step = max(_HOT_NBYTES, entry.block_nbytes) if cached else len(window)
+    bad: list[int] = []
+    for at in range(0, len(window), step):
+        part = window[at : at + step]
+        reader.read_into(entry.header_nbytes + read.start + at, part)
+        bad += bad_blocks(entry, file.digests, read.start + at, part)
     if bad and damaged is None:
         raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
     if bad and damaged is not None:
