@@ -143,8 +143,7 @@ class Checkpoint(Mapping[str, Any]):
             return StoredTensor(self, key, row)
         row = self.index.value_keys.find(raw)
         if row is None:
-            if not self.index.is_sorted:
-                raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
+            self._check_sorted()
             raise KeyError(key)
         return decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
 
@@ -166,6 +165,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def to_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Read everything into the nesting it was saved from; tied tensors come back tied."""
+        self._check_sorted()
         tree = self._tree()
         leaves = {
             key: decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
@@ -249,10 +249,13 @@ class Checkpoint(Mapping[str, Any]):
             raise MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
         native.read_index(self._store, record)
 
-    def _check_index(self) -> None:
-        check_tensors(self.index, self._owners(), native.data_sizes(self.record))
+    def _check_sorted(self) -> None:
         if not self.index.is_sorted:
             raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
+
+    def _check_index(self) -> None:
+        check_tensors(self.index, self._owners(), native.data_sizes(self.record))
+        self._check_sorted()
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:

@@ -85,12 +85,12 @@ class _OpenFile:
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
-def open_checked(store: Reads, entry: FileEntry, headers: Headers | None = None) -> tuple[BlobReader, bytes]:
+def open_checked(store: Opens, entry: FileEntry, headers: Headers | None = None) -> tuple[BlobReader, bytes]:
     """Open a data file after checking its size and header; return the digests of its blocks."""
     try:
         reader = store.open(entry.name)
     except BlobNotFound as exc:
-        raise explain_missing(store, entry.name) from exc
+        raise WrongSize(f"{entry.name}: the file is missing", hint="restore it from a copy", file=entry.name) from exc
     try:
         if reader.nbytes != entry.nbytes:
             raise WrongSize(
@@ -118,6 +118,15 @@ def open_checked(store: Reads, entry: FileEntry, headers: Headers | None = None)
     if headers:
         headers.keep(entry, digests)
     return reader, digests
+
+
+def _open_explained(store: Reads, entry: FileEntry, headers: Headers | None) -> tuple[BlobReader, bytes]:
+    try:
+        return open_checked(store, entry, headers)
+    except WrongSize as exc:
+        if isinstance(exc.__cause__, BlobNotFound):
+            raise explain_missing(store, entry.name) from exc
+        raise
 
 
 def explain_missing(store: Gets, name: str) -> WrongSize:
@@ -149,7 +158,7 @@ def check_stored(source: Source, tensors: IntArray) -> None:
     if wanted > sum(sizes[files].tolist()):
         raise MalformedFile(f"{source.record.index.name}: tensors of {wanted} bytes, more than their files hold")
     for file in files:
-        open_checked(source.store, source.record.files[file], source.headers)[0].close()
+        _open_explained(source.store, source.record.files[file], source.headers)[0].close()
 
 
 def read_files(
@@ -181,7 +190,7 @@ def read_files(
         file, read = task
         with file.lock:
             if file.reader is None:
-                file.reader, digests = open_checked(store, file.entry, headers)
+                file.reader, digests = _open_explained(store, file.entry, headers)
                 file.digests = memoryview(digests)
             reader = file.reader
         _do_read(file, reader, read, buffer, scattered, key_at, damaged)
