@@ -109,8 +109,8 @@ def poisoned() -> dict:
         "loss": torch.tensor(-7.5, dtype=torch.float64),
         "step": -7,
         "name": "poison",
-        "betas": "poison",
-        "nothing": "poison",
+        "betas": ("poison",),
+        "nothing": None,
     }
 
 

@@ -35,7 +35,6 @@ from shardkeep.state.names import (
     selector,
     suggestions,
 )
-from shardkeep.state.overlap import overlapping
 
 _MOST_LISTED = 50
 
@@ -201,7 +200,7 @@ def _compare_tensors(
 def _compare_ties(
     index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
 ) -> None:
-    """One memory cannot be filled from two different tensors, wholly or in part."""
+    """One memory cannot be filled from two different tensors."""
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
     first: dict[int, int] = {}
     for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
@@ -211,28 +210,19 @@ def _compare_ties(
                 f"{keys[i]}: the same memory as {keys[other]} in the state, another tensor in the checkpoint"
                 f" (exclude={keys[i]!r} takes the other)"
             )
-    distinct = np.zeros(len(description.keys), bool)
-    distinct[mine[np.unique(description.alias[mine], return_index=True)[1]]] = True
-    pieces = np.flatnonzero(distinct[description.row_tensor]).tolist()
-    for one, other in overlapping([description.pieces[row] for row in pieces]):
-        a, b = sorted(description.keys[description.row_tensor[pieces[at]]] for at in (one, other))
-        mismatched.append(
-            f"{b}: shares memory with {a} in the state, of which it is no alias (exclude={b!r} takes {a})"
-        )
 
 
 def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
-    """Say so where a plain value is to be replaced by one of another kind; None in the state takes any."""
-    if mine is None or _kind(mine) == _kind(stored):
+    """Say so where a plain value is to be replaced by one of another kind; None goes with any."""
+    if mine is None or stored is None or _kind(mine) == _kind(stored):
         return []
-    if stored is not None and any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
+    if any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
         return []  # a member is what its class makes of it
     return [f"{key}: {_spelt(mine)} in the state, {_spelt(stored)} in the checkpoint"]
 
 
 def _kind(value: Any) -> str:
     kinds: dict[str, tuple[type, ...]] = {
-        "none": (type(None),),
         "number": (numbers.Number, np.bool_),
         "str": (str,),
         "bytes": (bytes, bytearray),
@@ -244,7 +234,7 @@ def _kind(value: Any) -> str:
 
 def _spelt(value: Any) -> str:
     name = type(value).__qualname__
-    return "None" if value is None else f"an {name}" if name[0] in "aeiou" else f"a {name}"
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def join_matches(index: Index, findings: Sequence[Findings], wishes: Wishes) -> Verdict:
