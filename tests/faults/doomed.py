@@ -86,7 +86,6 @@ def save_for_ever(pipe: Connection, place: str, k: int) -> None:
 def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, place: str, k: int) -> None:
     """Do the same as one of several ranks; `port` 0 opens the store the ranks talk through, and says its port."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RES_OPTIONS="timeout:1 attempts:1")
-    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False, timeout=timedelta(seconds=30))
     pipe.send(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -1,7 +1,7 @@
 """
 Processes to kill: forked in milliseconds from one that has imported torch and does nothing else.
 
-Functions that run in them live in modules that are named here, so that they, too, are imported once.
+What they run is in `doomed`, which that process has imported too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "shardkeep.saving", "shardkeep.loading", "pytest", "tests.faults.doomed", "tests.faults.warm"]
-)
+CONTEXT.set_forkserver_preload(["tests.faults.warm", "pytest"])
 
 
 class Fork:

@@ -1,10 +1,14 @@
-"""Imported by the process that others are forked from: what the first save takes time to prepare, they inherit."""
+"""
+Imported by the process that others are forked from, before anything else: what the first save takes time to prepare,
+they inherit.
+"""
 
-import torch
+import os
 
-import shardkeep as sk
-from tests.faults.doomed import save_level
+# Before torch is imported. Threads do not survive a fork, and a pool that believes it still has them waits for ever.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-# Threads do not survive a fork, and a pool that believes it still has them waits for ever.
-torch.set_num_threads(1)
+import shardkeep as sk  # noqa: E402
+from tests.faults.doomed import save_level  # noqa: E402
+
 save_level(sk.MemoryStore(), 0)

@@ -689,7 +689,8 @@ def test_sharded_tensor(rank_pool: RankPool) -> None:
 def pending() -> tuple[Any, ...]:
     """Collectives still under way, alone and inside a DTensor, and a partial sum."""
     mesh = init_device_mesh("cpu", (2,))
-    alone = funcol.all_gather_single(torch.full((1,), float(dist.get_rank())), 0, mesh)
+    gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)  # the latter is deprecated from 2.13 on
+    alone = gather(torch.full((1,), float(dist.get_rank())), 0, mesh)
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     replicated = partial.redistribute(placements=[Replicate()], async_op=True)
     was_pending = type(replicated._local_tensor) is funcol.AsyncCollectiveTensor
