@@ -8,7 +8,7 @@ import os
 # Before torch is imported. Threads do not survive a fork, and a pool that believes it still has them waits for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import shardkeep as sk  # noqa: E402
-from tests.faults.doomed import save_level  # noqa: E402
+import shardkeep as sk
+from tests.faults.doomed import save_level
 
 save_level(sk.MemoryStore(), 0)
