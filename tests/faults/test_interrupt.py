@@ -1,5 +1,6 @@
 """Ctrl-C in the main thread during a save."""
 
+import gc
 import itertools
 import os
 import signal
@@ -132,12 +133,16 @@ def lines_of(files, work, stop_at=None):
                 raise KeyboardInterrupt
         return trace
 
+    # What the collector finalises in between would count as lines of this save, and swallow a Ctrl-C raised there.
+    gc.collect()
+    gc.disable()
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return passed
 
 
