@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from shardkeep.testing.rank_pool import RankPool
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and Python then never raises KeyboardInterrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
