@@ -20,18 +20,6 @@ def block_digests(data: memoryview, block_nbytes: int) -> bytes:
     return b"".join([digest(data[at : at + block_nbytes]) for at in range(0, len(data), block_nbytes)])
 
 
-def first_bad_block(data: memoryview, block_nbytes: int, expected: memoryview) -> int | None:
-    """Return the number of the first block whose digest is not the expected one, or None."""
-    found = block_digests(data, block_nbytes)
-    if found == expected:
-        return None
-    for block in range(len(found) // DIGEST_NBYTES):
-        at = block * DIGEST_NBYTES
-        if found[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES]:
-            return block
-    return 0
-
-
 def text_of(digest_bytes: bytes) -> str:
     """Write a digest the way the commit record does."""
     return f"{ALGORITHM}:{digest_bytes.hex()}"

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from shardkeep.format import dtypes
 from shardkeep.format.region import Box
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 IntArray = npt.NDArray[np.int64]
-T = TypeVar("T", bound="Rows")
 
 ITEMSIZES = np.zeros(256, np.int64)
 """Bytes of an element by dtype code; 0 for codes that no dtype has."""
@@ -61,10 +62,6 @@ class Boxes(Rows):
     def box(self, row: int, ndim: int) -> Box:
         """Return one row as a plain value, without padding."""
         return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
-
-    def widened(self, axes: int) -> Boxes:
-        """Pad to a larger number of axes."""
-        return Boxes(widen(self.offsets, axes, 0), widen(self.sizes, axes, 1))
 
 
 def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:

@@ -31,7 +31,8 @@ _BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALI
 _META_HINT = (
     "meta takes plain JSON values only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
 )
-_BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+"""What a file of a checkpoint may be called: no separators, no dot first."""
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 
 
@@ -177,7 +178,7 @@ def _check(record: Record, where: str) -> None:
     blobs: list[IndexEntry | FileEntry] = [record.index, *record.files]
     names = [blob.name for blob in blobs]
     sound = (
-        all(_BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in names)
+        all(BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in names)
         and len(set(names)) == len(names)
         and all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
         and all(

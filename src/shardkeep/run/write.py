@@ -19,7 +19,7 @@ import numpy as np
 from shardkeep.errors import CheckpointError
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
 from shardkeep.format.columns import IntArray
-from shardkeep.format.header import seal_header
+from shardkeep.format.header import count_blocks, seal_header
 from shardkeep.format.record import FileEntry
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
@@ -83,7 +83,7 @@ def _tasks(
         writer = store.create(job.name, len(job.header) + job.data_nbytes)
         undo.callback(_take_back, store, job.name, writer)
         starts = range(0, job.data_nbytes, window_nbytes)
-        blocks = -(-job.data_nbytes // job.block_nbytes)
+        blocks = count_blocks(job.data_nbytes, job.block_nbytes)
         file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
         for start in starts:
             yield file, start, min(start + window_nbytes, job.data_nbytes)

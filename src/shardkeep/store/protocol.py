@@ -8,19 +8,17 @@ Every failure leaves a store as an error of `shardkeep.errors`, with the name an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardkeep.errors import MalformedFile
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+from shardkeep.format.record import BLOB_NAME
 
 
 def is_name(name: str) -> bool:
     """Tell whether a blob may have this name."""
-    return _NAME.fullmatch(name) is not None
+    return BLOB_NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> str:

@@ -23,8 +23,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_any
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from typing_extensions import Self
-
 from shardkeep.testing.rank_process import Finished, Job, StoreAt, rank_process
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from torch.distributed.distributed_c10d import Store
+    from typing_extensions import Self
 
 T = TypeVar("T")
 P = TypeVar("P", bound="RankPool")
