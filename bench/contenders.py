@@ -128,7 +128,7 @@ CONTENDERS = {
     "raw x1": Contender("raw", _with(raw_save, threads=1), _with(raw_load, threads=1)),
     "raw x2": Contender("raw", _with(raw_save, threads=2), _with(raw_load, threads=2)),
     "raw O_DIRECT x2": Contender(
-        "raw", _with(raw_save, threads=2, direct=True), _with(raw_load, threads=2, direct=True)
+        "raw-direct", _with(raw_save, threads=2, direct=True), _with(raw_load, threads=2, direct=True)
     ),
     "torch DCP x1": Contender("dcp", _with(dcp_save, threads=1), dcp_load),
     "torch DCP x2": Contender("dcp", _with(dcp_save, threads=2), None),

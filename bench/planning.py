@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import torch
 
 from shardkeep.format.columns import Boxes
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.plan.draft import Draft, decode_draft, encode
+from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import plan_save
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
 from shardkeep.run.orders import cut_orders
@@ -44,11 +45,7 @@ def drafts_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], flo
     for rank in range(ranks):
         offsets = base.boxes.offsets.copy()
         offsets[:, 0] = 4 * (rank // replicas)
-        draft = Draft(
-            axes=first.axes, names=first.names, shape=first.shape, row_tensor=first.row_tensor,
-            row_offsets=offsets.tobytes(), row_sizes=first.row_sizes, row_digest=b"", tree=first.tree, values=first.values,
-        )  # fmt: skip
-        payloads.append(encode(draft))
+        payloads.append(encode(msgspec.structs.replace(first, row_offsets=offsets.tobytes())))
     return payloads, best
 
 
@@ -103,7 +100,7 @@ def measure_index(shards: int = 1_000_000, tensors: int = 1_000) -> dict[str, fl
     encoded = time.perf_counter()
     index = decode_index(data, where="index")
     opened = time.perf_counter()
-    row = index.keys.find(b"model.layers.500.weight")
+    row = index.keys.find(f"model.layers.{tensors // 2}.weight".encode())
     boxes: Boxes = index.chunks.take(index.chunk_rows(row)).boxes
     found = time.perf_counter()
     return {

@@ -24,10 +24,10 @@ from contenders import CONTENDERS
 
 
 def build(family: str, workload: str, gb: float, tensors: int) -> workloads.State:
-    """Make the state, full of random bytes; the raw family gets the same bytes in one piece."""
+    """Make the state, full of random bytes; the raw families get the same bytes in one piece."""
     state = workloads.large(gb) if workload == "large" else workloads.small(tensors)
-    if family == "raw":
-        state = workloads.flat(workloads.nbytes_of(state))
+    if family.startswith("raw"):
+        state = workloads.flat(workloads.nbytes_of(state), direct=family == "raw-direct")
     workloads.fill(state)
     return state
 
@@ -62,7 +62,7 @@ def load_and_check(contender: str, state: workloads.State, where: str, expected:
 
 def rehearse(family: str, scratch: str) -> None:
     """Save and load a tiny state once, so that no first import is timed."""
-    tiny = workloads.flat(5000) if family == "raw" else workloads.small(2)
+    tiny = build(family, "small", gb=0, tensors=2)
     for name, contender in CONTENDERS.items():
         if contender.family == family:
             where = f"{scratch}/rehearsal-{name.replace(' ', '-')}"

@@ -36,8 +36,14 @@ def small(count: int) -> State:
     return {f"model.block{i // 100}.part{i % 100}": torch.empty(1024) for i in range(count)}
 
 
-def flat(nbytes: int) -> State:
-    """One page-aligned tensor of `nbytes`, for the raw limit; its memory goes on to the next whole page."""
+def flat(nbytes: int, *, direct: bool) -> State:
+    """
+    One tensor of `nbytes`, for the raw limit.
+
+    It lies where torch puts tensors, as what the others load does; for O_DIRECT it begins and ends with a page.
+    """
+    if not direct:
+        return {"bytes": torch.empty(nbytes, dtype=torch.uint8)}
     pages = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE)
     return {"bytes": torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]}
 

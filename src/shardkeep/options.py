@@ -23,7 +23,8 @@ def _env_int(name: str, default: int) -> int:
         raise ValueError(f"environment variable {name} is {raw!r}, which is not a whole number") from exc
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Return how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
@@ -34,7 +35,7 @@ def _cores() -> int:
 class Options:
     """How a save or a load uses the machine. What is saved never depends on it."""
 
-    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(4, _cores()))))
+    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(4, cores()))))
     """Threads that copy, hash and move bytes, on each rank. More than cores: most of them wait for the disk."""
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""

@@ -96,9 +96,9 @@ class CountingStore(sk.LocalStore):
         reader = super().open(name)
         inner = reader.read_into
 
-        def counted(offset, into):
+        def counted(offset, into, **hints):
             self.nbytes += len(into)
-            inner(offset, into)
+            inner(offset, into, **hints)
 
         reader.read_into = counted
         return reader

@@ -28,12 +28,12 @@ class WatchedStore(sk.LocalStore):
         inner = reader.read_into
         self.opens += 1
 
-        def counted(offset, into):
+        def counted(offset, into, **hints):
             if self.fails and offset:
                 raise sk.StorageError(f"{name}: no", errno=errno.EIO)
             self.headers += offset == 0
             self.nbytes += len(into)
-            inner(offset, into)
+            inner(offset, into, **hints)
 
         reader.read_into = counted
         return reader

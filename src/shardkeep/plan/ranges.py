@@ -7,8 +7,11 @@ the run's memory; every other needed block is read once into a buffer, from whic
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,8 @@ import numpy.typing as npt
 from shardkeep.format.columns import IntArray
 from shardkeep.format.region import Box, Ints
 from shardkeep.plan.loads import Runs, Scatter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +34,38 @@ class Read:
     """Where they go; 0: into a buffer."""
 
 
+class Edge(NamedTuple):
+    """Part of a run to copy out of a buffer."""
+
+    start: int
+    nbytes: int
+    address: int
+
+
+class Intervals(Generic[T]):
+    """Things that each take up a range of a file's data, found by a range that they may touch."""
+
+    def __init__(self, low: Sequence[int], high: Sequence[int], items: Sequence[T]) -> None:
+        order = sorted(range(len(items)), key=low.__getitem__)
+        self._first = [low[i] for i in order]
+        # The furthest end of each and all before it: ends alone are not in order.
+        self._reach = list(accumulate((high[i] for i in order), max))
+        self._items = [items[i] for i in order]
+
+    def touching(self, start: int, stop: int) -> list[T]:
+        """Return all that touch a range, and perhaps some that do not."""
+        return self._items[bisect_right(self._reach, start) : bisect_left(self._first, stop)]
+
+
 @dataclass(frozen=True)
 class FileReads:
     """Everything to do with one file."""
 
     file: int
     reads: list[Read]
-    edges: Runs
-    """Parts of runs to copy out of buffers, sorted by start."""
-    edge_reach: IntArray
-    """For each edge, the furthest end of it and all before it: to find those that touch a window."""
-    scatters: list[Scatter]
-    """Sorted by where their wanted bytes begin."""
-    scatter_first: IntArray
-    scatter_reach: IntArray
+    edges: Intervals[Edge]
+    scatters: Intervals[Scatter]
+    """By the range from the first of their wanted bytes to the last."""
 
 
 def plan_reads(
@@ -61,48 +84,45 @@ def plan_reads(
         )
         for at in range(low, end, window_nbytes)
     ]
-    edges = _edges(runs, stop, inner, outer, direct)
+    edge_low, edge_high, edge_address = _edges(runs, stop, inner, outer, direct)
     spans = [span for scatter in scatters for span in _spans(scatter, block_nbytes)]
     span_columns = np.array(spans, np.int64).reshape(-1, 2)
-    low = np.concatenate([edges.start, span_columns[:, 0]]) // block_nbytes
-    high = -(-np.concatenate([edges.start + edges.nbytes, span_columns[:, 1]]) // block_nbytes)
+    low = np.concatenate([edge_low, span_columns[:, 0]]) // block_nbytes
+    high = -(-np.concatenate([edge_high, span_columns[:, 1]]) // block_nbytes)
     for first, last in _union(low, high):
         begin, end = first * block_nbytes, min(last * block_nbytes, data_nbytes)
         reads.extend(Read(at, min(window_nbytes, end - at), 0) for at in range(begin, end, window_nbytes))
     reads.sort(key=lambda read: read.start)
-    whole = [wanted_bytes(scatter) for scatter in scatters]
-    order = sorted(range(len(scatters)), key=lambda i: whole[i])
+    lows, highs = edge_low.tolist(), edge_high.tolist()
+    edges = [Edge(at, end - at, address) for at, end, address in zip(lows, highs, edge_address.tolist(), strict=True)]
+    wanted = [wanted_bytes(scatter) for scatter in scatters]
     return FileReads(
         file=file,
         reads=reads,
-        edges=edges,
-        edge_reach=np.maximum.accumulate(edges.start + edges.nbytes),
-        scatters=[scatters[i] for i in order],
-        scatter_first=np.array([whole[i][0] for i in order], np.int64),
-        scatter_reach=np.maximum.accumulate(np.array([whole[i][1] for i in order], np.int64)),
+        edges=Intervals(lows, highs, edges),
+        scatters=Intervals([first for first, _ in wanted], [last for _, last in wanted], scatters),
     )
 
 
 def every_block(file: int, data_nbytes: int, *, window_nbytes: int) -> FileReads:
     """Plan to read all of a file and keep nothing: to check it."""
-    none = np.empty(0, np.int64)
     reads = [Read(at, min(window_nbytes, data_nbytes - at), 0) for at in range(0, data_nbytes, window_nbytes)]
-    return FileReads(file, reads, Runs(none, none, none, none), none, [], none, none)
+    return FileReads(file, reads, Intervals([], [], []), Intervals([], [], []))
 
 
-def touching(first: IntArray, reach: IntArray, start: int, stop: int) -> range:
-    """Return the positions, among intervals sorted by `first`, that may touch `start..stop`."""
-    return range(int(np.searchsorted(reach, start, "right")), int(np.searchsorted(first, stop, "left")))
+def _edges(
+    runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: npt.NDArray[np.bool_]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """
+    Find the parts of runs that share their block with something else: heads, tails, and whole small runs.
 
-
-def _edges(runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: npt.NDArray[np.bool_]) -> Runs:
-    """Return the parts of runs that share their block with something else: heads, tails, and whole small runs."""
+    Returns where they begin and end, and their addresses.
+    """
     low = np.concatenate([runs.start, outer[direct]])
     high = np.concatenate([np.where(direct, inner, stop), stop[direct]])
     address = np.concatenate([runs.address, (runs.address + outer - runs.start)[direct]])
     keep = np.flatnonzero(high > low)
-    keep = keep[np.argsort(low[keep], kind="stable")]
-    return Runs(np.zeros(len(keep), np.int64), low[keep], (high - low)[keep], address[keep])
+    return low[keep], high[keep], address[keep]
 
 
 def _union(low: IntArray, high: IntArray) -> list[tuple[int, int]]:

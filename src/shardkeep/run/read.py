@@ -17,19 +17,19 @@ import numpy as np
 from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
 from shardkeep.format.columns import ITEMSIZES, IntArray, concat_ranges, segment_starts
-from shardkeep.format.header import count_blocks, read_block_digests
+from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
 from shardkeep.format.region import flat_range_to_boxes, intersect, relative
 from shardkeep.layout.native import data_sizes, save_id_of
 from shardkeep.plan.loads import Scatter, check_tensors, chunk_rows
-from shardkeep.plan.ranges import FileReads, Read, touching
+from shardkeep.plan.ranges import Edge, FileReads, Read
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
-_HOT_NBYTES = 1 << 20
+_HOT_NBYTES = 2 * MAX_BLOCK_NBYTES
 """What is in memory already is read and hashed in pieces of this size, so that they are hashed in the CPU's cache."""
 
 KeyAt = Callable[[int, int, int], str]
@@ -186,18 +186,19 @@ def read_files(
             for read in file.reads.reads:
                 yield _Task(file, read)
 
-    def work(task: _Task, buffer: memoryview) -> None:
+    def work(task: _Task, buffer: memoryview) -> bool:
         file, read = task
         with file.lock:
             if file.reader is None:
                 file.reader, digests = _open_explained(store, file.entry, headers)
                 file.digests = memoryview(digests)
             reader = file.reader
-        _do_read(file, reader, read, buffer, scattered, key_at, damaged)
+        cached = _do_read(file, reader, read, buffer, scattered, key_at, damaged)
         with file.lock:
             file.reads_left -= 1
             if not file.reads_left:
                 reader.close()
+        return not cached
 
     try:
         run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes)
@@ -216,23 +217,27 @@ def _do_read(
     scattered: Mapping[int, Scattered],
     key_at: KeyAt,
     damaged: list[int] | None,
-) -> None:
+) -> bool:
+    """Read, check and copy; return whether the bytes were in memory, so that no disk was waited for."""
     entry = file.entry
     window = view_memory(read.address, read.nbytes) if read.address else buffer[: read.nbytes]
     cached = reader.cached(entry.header_nbytes + read.start, len(window))
-    step = max(_HOT_NBYTES, entry.block_nbytes) if cached else len(window)
+    step = _HOT_NBYTES if cached else len(window)
     bad: list[int] = []
     for at in range(0, len(window), step):
         part = window[at : at + step]
-        reader.read_into(entry.header_nbytes + read.start + at, part)
+        reader.read_into(entry.header_nbytes + read.start + at, part, cached=cached)
         bad += bad_blocks(entry, file.digests, read.start + at, part)
     if bad and damaged is None:
         raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
     if bad and damaged is not None:
         damaged.extend(bad)
     if not read.address:
-        _copy_edges(file.reads, read, window)
-        _copy_scatters(file.reads, read, window, scattered)
+        stop = read.start + read.nbytes
+        _copy_edges(file.reads.edges.touching(read.start, stop), read, window)
+        for scatter in file.reads.scatters.touching(read.start, stop):
+            _copy_scatter(scatter, read, window, scattered)
+    return cached
 
 
 def bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
@@ -272,22 +277,14 @@ def damage_of(entry: FileEntry, file: int, blocks: range, key_at: KeyAt) -> Chec
     )
 
 
-def _copy_edges(plan: FileReads, read: Read, window: memoryview) -> None:
-    rows = touching(plan.edges.start, plan.edge_reach, read.start, read.start + read.nbytes)
-    part = slice(rows.start, rows.stop)
+def _copy_edges(edges: Iterable[Edge], read: Read, window: memoryview) -> None:
     source = address_of(window) - read.start
     stop = read.start + read.nbytes
-    columns = (plan.edges.start, plan.edges.nbytes, plan.edges.address)
-    for start, nbytes, address in zip(*(column[part].tolist() for column in columns), strict=True):
+    for start, nbytes, address in edges:
         low = max(start, read.start)
         high = min(start + nbytes, stop)
         if high > low:
             copy_memory(address + low - start, source + low, high - low)
-
-
-def _copy_scatters(plan: FileReads, read: Read, window: memoryview, scattered: Mapping[int, Scattered]) -> None:
-    for row in touching(plan.scatter_first, plan.scatter_reach, read.start, read.start + read.nbytes):
-        _copy_scatter(plan.scatters[row], read, window, scattered)
 
 
 def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, scattered: Mapping[int, Scattered]) -> None:

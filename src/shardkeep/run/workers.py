@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from shardkeep.options import cores
 from shardkeep.store.aligned import aligned_buffer
 
 T = TypeVar("T")
@@ -30,16 +31,18 @@ def window_for(threads: int, budget_nbytes: int) -> tuple[int, int]:
     return max(1, min(threads, budget_nbytes // (2 * window))), window
 
 
-def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, threads: int, buffer_nbytes: int) -> None:
+def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], bool], *, threads: int, buffer_nbytes: int) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
-    Returns when all are done. If one fails, no further task is begun, those under way end, and its exception is
+    `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
+    than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and its exception is
     raised.
     """
     queue = iter(tasks)
     lock = threading.Lock()
     stop = threading.Event()
+    surplus = max(0, threads - cores())
 
     def next_task() -> Iterator[T]:
         while not stop.is_set():
@@ -50,11 +53,19 @@ def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, th
                     return
             yield task
 
+    def leaves() -> bool:
+        nonlocal surplus
+        with lock:
+            surplus -= 1
+            return surplus >= 0
+
     def worker() -> None:
         buffer = aligned_buffer(buffer_nbytes)
         try:
             for task in next_task():
-                work(task, buffer)
+                waited = work(task, buffer)
+                if not waited and leaves():
+                    return
         except BaseException:
             stop.set()
             raise

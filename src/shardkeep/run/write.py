@@ -62,7 +62,7 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
     with ExitStack() as undo:
         tasks = _tasks(store, jobs, window_nbytes, undo)
 
-        def work(task: tuple[_OpenFile, int, int], buffer: memoryview) -> None:
+        def work(task: tuple[_OpenFile, int, int], buffer: memoryview) -> bool:
             file, start, stop = task
             _write_window(file, start, stop, buffer)
             with file.lock:
@@ -70,6 +70,7 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
                 last = file.windows_left == 0
             if last:
                 entries[file.job.name] = _finish(file)
+            return True
 
         run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
         undo.pop_all()

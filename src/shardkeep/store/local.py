@@ -141,14 +141,14 @@ class _LocalReader:
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
             return self._mostly_cached(offset, nbytes)
 
-    def read_into(self, offset: int, into: memoryview) -> None:
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         view = flat(into)
         done = 0
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
             if offset < 0:  # to preadv, -1 means "where the last read ended"
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             while done < len(view):
-                got = self._read_some(offset + done, view[done:])
+                got = self._read_some(offset + done, view[done:], cached=cached)
                 if not got:
                     raise WrongSize(
                         f"{os.path.join(self._url, self._name)}: wanted {len(view)} bytes at offset {offset}, "
@@ -157,7 +157,9 @@ class _LocalReader:
                     )  # fmt: skip
                 done += got
 
-    def _read_some(self, offset: int, view: memoryview) -> int:
+    def _read_some(self, offset: int, view: memoryview, *, cached: bool = False) -> int:
+        if cached:
+            return read_at(self._files.buffered, view, offset)
         if len(view) + offset % ALIGNMENT > _SCRATCH_BYTES:
             view = view[: _REQUEST_BYTES - offset % ALIGNMENT]
         direct, alignment = self._direct, self._memory_alignment

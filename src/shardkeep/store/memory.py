@@ -48,7 +48,7 @@ class _MemoryBlob:
     def cached(self, offset: int, nbytes: int) -> bool:
         return 0 <= offset <= len(self.data) - nbytes
 
-    def read_into(self, offset: int, into: memoryview) -> None:
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is at hand
         view = flat(into)
         found = memoryview(self.data)[max(offset, 0) : max(offset, 0) + len(view)]
         if offset < 0 or len(found) != len(view):

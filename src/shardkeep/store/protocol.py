@@ -72,8 +72,12 @@ class BlobReader(Protocol):
     def cached(self, offset: int, nbytes: int) -> bool:
         """Say whether most of a range can be had without waiting, so that small reads cost no more than large ones."""
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill all of `into` from `offset`; a blob that ends earlier is an error."""
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
+        """
+        Fill all of `into` from `offset`; a blob that ends earlier is an error.
+
+        `cached`: the caller knows from `cached` that the bytes are at hand, so it need not be looked up again.
+        """
 
     def close(self) -> None:
         """Release what the reader holds. Safe when called twice."""

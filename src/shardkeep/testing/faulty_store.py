@@ -154,13 +154,13 @@ class _FaultyReader:
     def cached(self, offset: int, nbytes: int) -> bool:
         return self._inner.cached(offset, nbytes)
 
-    def read_into(self, offset: int, into: memoryview) -> None:
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         fault = self._store.begin("read_into", self._name)
         view = flat(into)
         if fault == "short":
             self._inner.read_into(offset, view[: len(view) // 2])
             raise self._store.broken("read_into", self._name)
-        self._inner.read_into(offset, view)
+        self._inner.read_into(offset, view, cached=cached)
         if fault == "flip" and view:
             view[len(view) // 2] ^= 0x10
 
