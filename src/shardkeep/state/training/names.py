@@ -1,0 +1,197 @@
+"""
+Canonical names: what a parameter is called in the plain module, before any wrapper was put around a part of it.
+
+In comes a module as it is trained (DDP, FSDP, compiled, activation checkpointing, in any nesting) and a dotted name
+in it; out come the names a plain copy of the module would give. Nothing is read but attributes of modules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardkeep.state.training.problems import BadState, UnknownName
+
+DDP_MODULE = "module"
+COMPILED_MODULE = "_orig_mod"
+FSDP_MODULE = "_fsdp_wrapped_module"
+CHECKPOINT_MODULE = "_checkpoint_wrapped_module"
+FLAT_PARAM = "_flat_param"
+EXTRA_STATE = "_extra_state"
+FQN_MODIFIERS = "_fqn_modifiers"
+
+# Importing these takes long, and where a module was never imported there is no object of its classes.
+_LATE_WRAPPERS = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", FSDP_MODULE),
+    ("torch._dynamo.eval_frame", "OptimizedModule", COMPILED_MODULE),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", CHECKPOINT_MODULE),
+)
+
+
+def canonical_names(
+    module: nn.Module,
+    name: str,
+    *,
+    fqn_modifiers: str = FQN_MODIFIERS,
+    skip_ddp_prefix: bool = True,
+    skip_compiler_prefix: bool = True,
+) -> frozenset[str]:
+    """
+    Return what the thing called `name` in `module` is called in the plain module.
+
+    Wrappers on the way are taken out wherever they are; a name that has none of them, or some, is understood as
+    well. A flat parameter of FSDP1 gives the names of all the parameters in it, everything else gives one name. A
+    module may have a method (called `fqn_modifiers`) that maps the name of an attribute to the child that hides it:
+    that child is no part of names.
+
+    Args:
+        module: The root that `name` starts from.
+        name: A dotted name of a parameter, a buffer, extra state or a submodule.
+        fqn_modifiers: What the method is called by which modules hide children.
+        skip_ddp_prefix: False keeps (or puts in) the `module` of DDP, as keys of `state_dict()` have it.
+        skip_compiler_prefix: False keeps (or puts in) the `_orig_mod` of torch.compile, likewise.
+
+    Raises:
+        UnknownName: (AttributeError) the name leads to nothing.
+
+    """
+    kept = _kept_wrappers(skip_ddp_prefix=skip_ddp_prefix, skip_compiler_prefix=skip_compiler_prefix)
+    return frozenset(_resolve(module, name, fqn_modifiers, kept, lenient=False))
+
+
+def canonical_key(module: nn.Module, key: str, *, fqn_modifiers: str = FQN_MODIFIERS) -> str:
+    """
+    Return the canonical name for one key of `module.state_dict()`.
+
+    Hooks may add keys that no attribute stands behind; what cannot be followed of such a key stays as it is.
+    """
+    found = _resolve(module, key, fqn_modifiers, (), lenient=True)
+    if len(found) != 1:
+        raise BadState(
+            f"{key!r} is a flat parameter that stands for {len(found)} parameters",
+            hint="call this on the root module that FSDP wraps, not on a part of it",
+        )
+    return found[0]
+
+
+def state_dict_key(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MODIFIERS) -> str:
+    """Return the key under which `module.state_dict()` has what is called `name`; what is unknown stays as it is."""
+    kept = _kept_wrappers(skip_ddp_prefix=False, skip_compiler_prefix=False)
+    return _resolve(module, name, fqn_modifiers, kept, lenient=True)[0]
+
+
+def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> dict[nn.Parameter, tuple[str, ...]]:
+    """
+    Return all canonical names of each parameter object, tied ones under every name they have.
+
+    The first name is the one that `named_parameters()` of the plain module gives.
+    """
+    names: dict[nn.Parameter, dict[str, None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found = _resolve(module, name, fqn_modifiers, (), lenient=True)
+        names.setdefault(parameter, {}).update(dict.fromkeys(found))
+    return {parameter: tuple(found) for parameter, found in names.items()}
+
+
+def get_fqns(
+    model: nn.Module,
+    name: str,
+    dsd_fqn_modifiers: str = FQN_MODIFIERS,
+    skip_ddp_prefix: bool = True,
+    skip_compiler_prefix: bool = True,
+) -> set[str]:
+    """Return `canonical_names`, with the arguments torch gives this function."""
+    return set(
+        canonical_names(
+            model,
+            name,
+            fqn_modifiers=dsd_fqn_modifiers,
+            skip_ddp_prefix=skip_ddp_prefix,
+            skip_compiler_prefix=skip_compiler_prefix,
+        )
+    )
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Say whether this very module is a wrapper of FSDP1."""
+    return _wrapped_attribute(module) == FSDP_MODULE
+
+
+def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> dict[str, str]:
+    """Return what a module says of itself: name of an attribute -> child that hides it."""
+    told = getattr(module, fqn_modifiers, None)
+    return dict(told()) if callable(told) else {}
+
+
+def _kept_wrappers(*, skip_ddp_prefix: bool, skip_compiler_prefix: bool) -> tuple[str, ...]:
+    ddp = () if skip_ddp_prefix else (DDP_MODULE,)
+    return ddp if skip_compiler_prefix else (*ddp, COMPILED_MODULE)
+
+
+def _wrapped_attribute(module: Any) -> str | None:
+    """Return the attribute that holds the module inside a wrapper; None for a module that wraps nothing."""
+    if isinstance(module, DistributedDataParallel):
+        return DDP_MODULE
+    for source, class_name, attribute in _LATE_WRAPPERS:
+        wrapper = getattr(sys.modules.get(source), class_name, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            return attribute
+    return None
+
+
+def _resolve(module: nn.Module, name: str, modifiers: str, kept: Container[str], *, lenient: bool) -> list[str]:
+    """Follow `name` from `module` on; with `lenient`, what leads nowhere is kept as it is."""
+    if not name:
+        return [name]
+    found: list[str] = []
+    current: Any = module
+    parts = name.split(".")
+    at = 0
+    while at < len(parts):
+        part = parts[at]
+        if part == FLAT_PARAM and (inner := list(_names_in_flat_parameter(current, modifiers, kept))):
+            return [".".join([*found, one]) for one in inner]
+        wrapped = _wrapped_attribute(current)
+        if wrapped is not None:
+            if wrapped in kept:
+                found.append(wrapped)
+            at += part == wrapped
+            current = getattr(current, wrapped)
+            continue
+        if part == CHECKPOINT_MODULE:  # of a wrapper that is none of torch's
+            current = getattr(current, part, current)
+            at += 1
+            continue
+        hidden = hidden_children(current, modifiers)
+        if part in hidden.values() and at < len(parts) - 1:
+            current = getattr(current, part)
+            at += 1
+            continue
+        found.append(part)
+        current, known = _step(current, part, hidden)
+        if not known:
+            if lenient or (part == EXTRA_STATE and at == len(parts) - 1):
+                return [".".join([*found, *parts[at + 1 :]])]
+            raise UnknownName(
+                f"{name!r}: there is no {part!r} in the {type(current).__qualname__} at {'.'.join(parts[:at]) or 'the root'}",
+                hint="names start at the module that was passed, and are those of named_parameters() or state_dict()",
+            )
+        at += 1
+    return [".".join(found)]
+
+
+def _step(current: Any, part: str, hidden: dict[str, str]) -> tuple[Any, bool]:
+    if part in hidden:
+        current = getattr(current, hidden[part], current)
+    if part != EXTRA_STATE and hasattr(current, part):
+        return getattr(current, part), True
+    return current, False
+
+
+def _names_in_flat_parameter(owner: Any, modifiers: str, kept: Container[str]) -> Iterator[str]:
+    for name in getattr(getattr(owner, FLAT_PARAM, None), "_fqns", ()):
+        yield from _resolve(owner, name, modifiers, kept, lenient=True)

@@ -1,0 +1,107 @@
+"""Canonical names of wrapped modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import _get_fqns
+
+from shardkeep.errors import CheckpointError
+from shardkeep.state.training.names import canonical_key, canonical_names, get_fqns, parameter_names, state_dict_key
+
+
+class Tied(nn.Module):
+    """Two blocks between an embedding and a head that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.emb.weight
+
+
+class Hiding(nn.Module):
+    """A module whose child `inner` is no part of names, as its state-dict hook takes it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.own = nn.Parameter(torch.ones(2))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "inner", "bias": "inner"}
+
+
+def wrapped() -> nn.Module:
+    model = Tied()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = torch.compile(model.blocks[1])
+    return torch.compile(model)
+
+
+PLAIN = list(Tied().state_dict())
+
+
+def test_wrappers_are_no_part_of_names():
+    """Compiled and checkpointed parts give the names of the plain module, for keys of state_dict() and for others."""
+    model = wrapped()
+
+    assert [canonical_key(model, key) for key in model.state_dict()] == PLAIN
+    assert {canonical_names(model, name) for name, _ in model.named_parameters()} == {
+        frozenset({name}) for name, _ in Tied().named_parameters()
+    }
+    assert [canonical_names(model, name) for name in PLAIN] == [frozenset({name}) for name in PLAIN]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_names_are_those_torch_gives(skip: bool):
+    """Parameters, buffers and keys have the same names as with torch's function, prefixes kept or not."""
+    model = wrapped()
+    names = [*model.state_dict(), *(name for name, _ in model.named_parameters())]
+
+    for name in names:
+        theirs = _get_fqns(model, name, skip_compiler_prefix=skip)
+        assert get_fqns(model, name, skip_compiler_prefix=skip) == theirs
+
+
+def test_the_way_back_to_keys():
+    """A canonical name leads to the key that state_dict() of the wrapped module has."""
+    model = wrapped()
+
+    assert [state_dict_key(model, name) for name in PLAIN] == list(model.state_dict())
+
+
+def test_tied_parameters_have_all_their_names():
+    """One parameter object has every name it is reachable by, also when a whole module is used twice."""
+    model = wrapped()
+    model._orig_mod.again = model._orig_mod.blocks[1]
+    names = list(parameter_names(model).values())
+
+    assert names[0] == ("emb.weight", "head.weight")
+    assert ("blocks.1.0.weight", "again.0.weight") in names
+    assert len(names) == len(list(model.parameters()))
+
+
+def test_hidden_children_are_no_part_of_names():
+    """A module that says which child hides its attributes has the names without that child."""
+    model = nn.Sequential(Hiding())
+
+    assert canonical_names(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
+    assert canonical_names(model, "0.inner.weight") == {"0.weight"}
+    assert canonical_names(model, "0.inner.weight", fqn_modifiers="_others") == {"0.inner.weight"}
+    assert list(parameter_names(model).values()) == [("0.own",), ("0.weight",), ("0.bias",)]
+
+
+def test_names_that_lead_nowhere_are_refused():
+    """A wrong name is told with the part that is wrong; a key that a hook added stays as it is."""
+    model = wrapped()
+
+    for name, part in [("blocks.7.weight", "'7'"), ("head.weigh", "'weigh'")]:
+        with pytest.raises(AttributeError, match=part) as caught:
+            canonical_names(model, name)
+        assert isinstance(caught.value, CheckpointError)
+    assert canonical_key(model, "_orig_mod.blocks.made.up") == "blocks.made.up"
+    assert canonical_names(model, "head._extra_state") == {"head._extra_state"}
