@@ -11,6 +11,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from shardkeep.errors import CheckpointError
 from shardkeep.state.training.names import canonical_key, canonical_names, get_fqns, parameter_names, state_dict_key
 
+# Importing torch.compile's machinery warns of parts of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+
 
 class Tied(nn.Module):
     """Two blocks between an embedding and a head that share one weight."""
