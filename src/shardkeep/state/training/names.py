@@ -24,6 +24,9 @@ FLAT_PARAM = "_flat_param"
 EXTRA_STATE = "_extra_state"
 FQN_MODIFIERS = "_fqn_modifiers"
 
+_IN_KEYS = (DDP_MODULE, COMPILED_MODULE)
+"""The wrappers that are a part of keys in `state_dict()`; the others take themselves out."""
+
 # Importing these takes long, and where a module was never imported there is no object of its classes.
 _LATE_WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", FSDP_MODULE),
@@ -59,7 +62,8 @@ def canonical_names(
         UnknownName: (AttributeError) the name leads to nothing.
 
     """
-    kept = _kept_wrappers(skip_ddp_prefix=skip_ddp_prefix, skip_compiler_prefix=skip_compiler_prefix)
+    skipped = (*((DDP_MODULE,) if skip_ddp_prefix else ()), *((COMPILED_MODULE,) if skip_compiler_prefix else ()))
+    kept = tuple(wrapper for wrapper in _IN_KEYS if wrapper not in skipped)
     return frozenset(_resolve(module, name, fqn_modifiers, kept, lenient=False))
 
 
@@ -80,8 +84,14 @@ def canonical_key(module: nn.Module, key: str, *, fqn_modifiers: str = FQN_MODIF
 
 def state_dict_key(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MODIFIERS) -> str:
     """Return the key under which `module.state_dict()` has what is called `name`; what is unknown stays as it is."""
-    kept = _kept_wrappers(skip_ddp_prefix=False, skip_compiler_prefix=False)
-    return _resolve(module, name, fqn_modifiers, kept, lenient=True)[0]
+    return _resolve(module, name, fqn_modifiers, _IN_KEYS, lenient=True)[0]
+
+
+def names_and_keys(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MODIFIERS) -> Iterator[tuple[str, str]]:
+    """Give the canonical name and the key in `state_dict()` of each thing that `name` stands for."""
+    names = _resolve(module, name, fqn_modifiers, (), lenient=True)
+    keys = _resolve(module, name, fqn_modifiers, _IN_KEYS, lenient=True)
+    return zip(names, keys, strict=True)
 
 
 def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> dict[nn.Parameter, tuple[str, ...]]:
@@ -125,11 +135,6 @@ def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> di
     """Return what a module says of itself: name of an attribute -> child that hides it."""
     told = getattr(module, fqn_modifiers, None)
     return dict(told()) if callable(told) else {}
-
-
-def _kept_wrappers(*, skip_ddp_prefix: bool, skip_compiler_prefix: bool) -> tuple[str, ...]:
-    ddp = () if skip_ddp_prefix else (DDP_MODULE,)
-    return ddp if skip_compiler_prefix else (*ddp, COMPILED_MODULE)
 
 
 def _wrapped_attribute(module: Any) -> str | None:

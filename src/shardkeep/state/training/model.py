@@ -1,0 +1,251 @@
+"""
+State of a model: from a module to a dict by canonical names, and from such a dict back into the module.
+
+Tensors read are the module's own memory wherever it gives that out. State dicts passed in are never changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardkeep.errors import KeyCollision
+from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.training.calls import check_states, collector_paused, gathered_or_offloaded, own_method
+from shardkeep.state.training.live import LiveItem, live_state
+from shardkeep.state.training.names import canonical_key, state_dict_key
+from shardkeep.state.training.options import StateDictInfo, StateDictOptions, ValueType, checked_options
+from shardkeep.state.training.problems import BadOptions, BadState
+from shardkeep.state.training.share import from_rank0
+
+_NOT_YET = object()
+"""Stands for what a module holds in a form that whole tensors do not fit into: extra state, flat parameters."""
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, ValueType]:
+    """
+    Return the state of a model by canonical names, whatever wrappers are around it or its parts.
+
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        submodules: Deprecated: return only what is in these.
+        options: See `StateDictOptions`.
+
+    Raises:
+        BadState: (RuntimeError) there is no state.
+
+    """
+    with collector_paused():
+        info = checked_options(model, (), optim_only=False, submodules=submodules, options=options)
+        state = model_state(model, info)
+        check_states(state, {}, info)
+        return state
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, ValueType], *, options: StateDictOptions | None = None
+) -> _IncompatibleKeys:
+    """
+    Load state by canonical names into a model; return the names that were missing and those not asked for.
+
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        model_state_dict: What `get_model_state_dict` returned, here or under other wrappers; never changed. With
+            `full_state_dict` its tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
+        options: See `StateDictOptions`.
+
+    Raises:
+        BadState: (RuntimeError) it is empty, or lacks a key.
+        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
+
+    """
+    state = by_submodule(model, model_state_dict)
+    with collector_paused():
+        info = checked_options(model, (), optim_only=False, options=options)
+        check_states(state, {}, info)
+        return set_model_state(model, state, info)
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
+    return model_state(module, checked_options(module, (), optim_only=False))
+
+
+@torch.no_grad()
+def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
+    """Return the model's state as the options say."""
+    if not info.handle_model:
+        return {}
+    with info.fsdp_context():
+        state = own_method(model, "state_dict")()
+    state = _renamed(state, lambda key: canonical_key(model, key, fqn_modifiers=info.dsd_fqn_modifiers))
+    if info.ignore_frozen_params:
+        for parameter, names in info.param_names.items():
+            if not parameter.requires_grad:
+                for name in names:
+                    state.pop(name, None)
+    if info.submodule_prefixes:
+        state = _of_submodules(state, info.submodule_prefixes, keep_prefixes=info.keep_submodule_prefixes)
+    return gathered_or_offloaded(state, info)
+
+
+@torch.no_grad()
+def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictInfo) -> _IncompatibleKeys:
+    """
+    Load state by canonical names into the model; return the names that were missing and those not asked for.
+
+    Raises:
+        BadState: (RuntimeError) a key is missing; told to all ranks where rank 0 alone has the state.
+        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
+
+    """
+    if not info.handle_model or not (state or info.broadcast_from_rank0):
+        return _IncompatibleKeys([], [])
+    modifiers = info.dsd_fqn_modifiers
+    items = list(live_state(model, modifiers))
+    keys = {item.name: item.key for item in items}
+    # The wrappers' own names are added to keys that have none; those that have them already are understood too.
+    given = _renamed(state, lambda name: keys.get(name) or state_dict_key(model, name, fqn_modifiers=modifiers))
+    present = set(from_rank0(lambda: _present(given, items, info))) if info.broadcast_from_rank0 else set(given)
+    if not info.broadcast_from_rank0:
+        _present(given, items, info)
+    assign = False
+    if info.full_state_dict:
+        given, assign = _spread(given, items, present, info)
+    with info.fsdp_context():
+        result = own_method(model, "load_state_dict")(state_dict=given, strict=info.strict, assign=assign)
+    names = {key: name for name, key in keys.items()}
+    return _IncompatibleKeys(*([names.get(key, key) for key in found] for found in result))
+
+
+def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Turn state that is keyed by submodules, each with a state dict of its own, into one; return other state as is."""
+    if not isinstance(next(iter(state), None), nn.Module):
+        return state
+    warnings.warn(
+        "state dicts keyed by modules are deprecated: put the module's name before the keys of its state dict",
+        FutureWarning,
+        stacklevel=3,
+    )
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if module in state:
+            prefix = canonical_key(model, name)
+            found.update({f"{prefix}.{key}" if prefix else key: value for key, value in state[module].items()})
+    return found
+
+
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Rename keys, and those of the module versions that `state_dict()` adds."""
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        name = rename(key)
+        if name in result:
+            raise KeyCollision(
+                f"two keys of the model's state are both {name!r} without the names of wrappers; one is {key!r}",
+                hint="give one of the two modules another name",
+            )
+        result[name] = value
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed = {rename(name) if name else name: value for name, value in versions.items()}
+        result._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]  # where nn.Module looks for it
+    return result
+
+
+def _of_submodules(state: Mapping[str, Any], prefixes: Iterable[str], *, keep_prefixes: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for prefix in prefixes:
+        for name, value in state.items():
+            if not name.startswith(prefix):
+                continue
+            kept = name if keep_prefixes else name[len(prefix) :]
+            if not keep_prefixes and kept in result:
+                raise KeyCollision(
+                    f"two submodules have a {kept!r}, and keep_submodule_prefixes is False",
+                    hint="read one submodule at a time, or keep the prefixes",
+                )
+            result[kept] = value
+    return result
+
+
+def _present(given: Mapping[str, Any], items: list[LiveItem], info: StateDictInfo) -> list[str]:
+    """Return the keys that are given; refuse to go on where a wrapped module would miss one."""
+    missing = [item.name for item in items if item.key != item.name and given.get(item.key) is None]
+    if missing and info.strict:
+        raise BadState(
+            f"Missing key{'s' if len(missing) > 1 else ''}: {', '.join(missing)}.",
+            hint="the model has them and the state dict has not; StateDictOptions(strict=False) loads the others",
+            missing=missing,
+        )
+    return list(given)
+
+
+def _spread(
+    given: dict[str, Any], items: list[LiveItem], present: set[str], info: StateDictInfo
+) -> tuple[dict[str, Any], bool]:
+    """Cut whole tensors to what each rank holds; say too whether the module must take the tensors themselves."""
+    live = {item.key: item.value for item in items}
+    device, on_meta = _device_of(live, given)
+    local: dict[str, Any] = {}
+    for key, value in live.items():
+        flattened = info.fsdp_modules and not isinstance(value, DTensor)
+        local[key] = _NOT_YET if value is None or flattened else value
+    if info.broadcast_from_rank0:
+        broadcast_state_dict(given, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
+    else:
+        distribute_state_dict(given, local, device=device)
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in local.items():
+        if key not in present:
+            continue  # the module says what it misses; its own value is not the one that was asked for
+        held = live.get(key)
+        if on_meta and isinstance(held, torch.Tensor) and held is not value:
+            # The module takes the tensors themselves. Scalars come on the CPU; and what was there before stays the
+            # same object, as optimizers hold it.
+            value = value.to(device) if held.is_meta else held.copy_(value)  # noqa: PLW2901 - goes into the result
+        result[key] = value
+    for key in present - result.keys():
+        # The module tells of keys it does not know; on ranks that have no value for them a stand-in is enough.
+        result[key] = given.get(key, torch.empty(0))
+    if hasattr(given, "_metadata"):
+        result._metadata = given._metadata  # type: ignore[attr-defined]  # where nn.Module looks for it
+    return result, on_meta
+
+
+def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torch.device, bool]:
+    """Return the device a model is on, and whether parts of it are on none yet."""
+    devices = {value.device: key for key, value in local.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+    on_meta = devices.pop(torch.device("meta"), None) is not None
+    if len(devices) > 1:
+        found = ", ".join(f"{key!r} on {device}" for device, key in devices.items())
+        raise BadOptions(
+            f"Multiple devices found in the model: {found}",
+            hint="whole state can be spread over a model on one device; load its parts one by one",
+        )
+    if devices:
+        return next(iter(devices)), on_meta
+    return _device_of_group(given), on_meta
+
+
+def _device_of_group(given: Mapping[str, Any]) -> torch.device:
+    """Return where a model that is nowhere yet should be: where its ranks talk, or where its state is."""
+    if not dist.is_initialized():
+        found = (value.device for value in given.values() if isinstance(value, torch.Tensor))
+        return next(found, torch.device("cpu"))
+    talking = {str(torch.device(one).type) for one in dist.group.WORLD._device_types}  # type: ignore[union-attr]
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        if current is not None and current.type in talking:
+            return torch.device(current.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
