@@ -1,0 +1,1 @@
+"""Shaping and moving whole state dicts: iterate, gather, offload, copy, broadcast, distribute, flatten."""
