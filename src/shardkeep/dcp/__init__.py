@@ -1,0 +1,1 @@
+"""The names of `torch.distributed.checkpoint`, over shardkeep's own code."""
