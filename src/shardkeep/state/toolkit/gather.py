@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardkeep.errors import StateError
+from shardkeep.errors import InvalidShards
 from shardkeep.format.region import Box, Ints, slices
 from shardkeep.state.leaves import describe_leaf
+from shardkeep.state.toolkit.census import compare_trees, sharded_in
 from shardkeep.state.toolkit.iterate import _identity_func, check_types, iterate_state_dict
-from shardkeep.state.toolkit.recognise import awaited
+from shardkeep.state.toolkit.recognise import awaited, is_sharded_tensor, spell
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +34,8 @@ def gather_state_dict(
     """
     Return the state dict with each DTensor and ShardedTensor as one full tensor.
 
-    All ranks that hold parts of a tensor must call this, with trees of the same order. Values are detached; other
-    tensors are in the result as they are.
+    All ranks that hold parts of a tensor must call this, with trees of the same order, which is checked before
+    anything is gathered. Gathered values are detached; other tensors are in the result as they are.
 
     Args:
         state_dict: the tree; never changed.
@@ -45,11 +46,13 @@ def gather_state_dict(
         type_check: refuse values that are neither tensors nor of a plain type; else copy them deeply.
 
     Raises:
-        UnexpectedValue: a value of another type, and `type_check` is on; raised before anything is gathered.
+        UnexpectedValue: a value of another type, and `type_check` is on.
+        InvalidShards: the shards of a ShardedTensor are not what its metadata say.
+        RanksDisagree: ranks that share a mesh or group hold other tensors on it; the same error on all of them.
+        CheckpointError: another rank cannot go on.
 
     """
-    if type_check:
-        check_types(state_dict)
+    compare_trees(state_dict, pg, lambda: _check(state_dict, type_check=type_check))
     with torch.no_grad():
         gathered: dict[str, Any] = iterate_state_dict(
             state_dict,
@@ -87,22 +90,44 @@ def all_gather_sharded_tensor(
 
     group = pg or sharded_tensor._process_group or dist.group.WORLD
     metadata = sharded_tensor.metadata()
-    pieces = {piece.offsets: piece.tensor for piece in describe_leaf("a ShardedTensor", sharded_tensor).pieces}
+    pieces = _pieces_of("a ShardedTensor", sharded_tensor)
     where = _device_for(metadata, group) if device is None else device
     boxes = [
         (each.placement.rank(), Box(tuple(each.shard_offsets), tuple(each.shard_sizes)))
         for each in metadata.shards_metadata
     ]
-    missing = pieces.keys() - {box.offsets for rank, box in boxes if rank == dist.get_rank()}
-    if missing:
-        raise StateError(
-            f"a ShardedTensor has local shards at {sorted(missing)}, which its metadata do not give to this rank",
-            hint="one flattened for saving knows its own shards only, and cannot be gathered",
-        )
     blank = _Blank(tuple(metadata.size), sharded_tensor.dtype, where)
     if _chunked_in_rank_order(blank.shape, boxes, group):
         return _gather_chunks(blank, pieces, group)
     return _gather_boxes(blank, pieces, boxes, group)
+
+
+def _check(tree: Any, *, type_check: bool) -> None:
+    if type_check:
+        check_types(tree)
+    for path, tensor in sharded_in(tree):
+        if is_sharded_tensor(tensor):
+            _pieces_of(spell(path), tensor)
+
+
+def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
+    """Return this rank's shards as plain tensors by their offsets, if they are those the metadata give to this rank."""
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
+
+    pieces = {piece.offsets: piece.tensor for piece in describe_leaf(name, sharded_tensor).pieces}
+    given = {
+        tuple(each.shard_offsets): tuple(each.shard_sizes)
+        for each in sharded_tensor.metadata().shards_metadata
+        if each.placement.rank() == dist.get_rank() and 0 not in each.shard_sizes
+    }
+    held = {offsets: tuple(tensor.shape) for offsets, tensor in pieces.items()}
+    if held != given:
+        raise InvalidShards(
+            f"{name!r} has local shards {held} (size by offsets), its metadata give this rank {given}",
+            hint="a ShardedTensor is gathered by its metadata, which must be the same on all ranks",
+            key=name,
+        )
+    return pieces
 
 
 class _Blank(NamedTuple):

@@ -61,7 +61,7 @@ def berth_for(cargo: Cargo, destination: Any, device: torch.device, *, refill: b
     is false. For anything else a full tensor is made there.
 
     Raises:
-        StateMismatch: the destination is a tensor of another shape.
+        StateMismatch: the destination is a tensor of another shape, or one to fill of a lesser kind of dtype.
         InvalidShards, UnsupportedLeaf: a DTensor whose placements do not say where its part lies.
 
     """
@@ -72,6 +72,12 @@ def berth_for(cargo: Cargo, destination: Any, device: torch.device, *, refill: b
     dtensor = awaited(destination)
     if dtensor._local_tensor.is_meta or not refill:
         dtensor = torch.empty_like(dtensor, dtype=cargo.dtype, device=device, requires_grad=False)
+    elif not torch.can_cast(cargo.dtype, dtensor.dtype):
+        raise StateMismatch(
+            f"{cargo.name!r} is {cargo.dtype} in the full state dict, {dtensor.dtype} here, which cannot hold it",
+            hint="convert one of the two, or leave the key out",
+            mismatched=[cargo.name],
+        )
     local = dtensor._local_tensor.detach()
     boxes = dtensor_boxes(cargo.name, dtensor._spec, tuple(local.shape))
     return Berth(dtensor, tuple((there, local[slices(here)]) for there, here in boxes))
@@ -136,7 +142,7 @@ def deliver(box: Box, values: torch.Tensor, berth: Berth) -> None:
     for wanted, memory in berth.parts:
         common = intersect(wanted, box)
         if common is not None:
-            memory[slices(relative(common, wanted))] = values[slices(relative(common, box))]
+            memory[slices(relative(common, wanted))].copy_(values[slices(relative(common, box))])
 
 
 def _batches(cargoes: Sequence[Cargo], limit_bytes: int) -> Iterator[list[_Piece]]:
