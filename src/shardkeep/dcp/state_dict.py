@@ -1,0 +1,56 @@
+"""Model and optimizer state under the names of `torch.distributed.checkpoint.state_dict`."""
+
+from shardkeep.state.training.both import get_state_dict, set_state_dict
+from shardkeep.state.training.both import patch_model_state_dict as _patch_model_state_dict
+from shardkeep.state.training.both import patch_optimizer_state_dict as _patch_optimizer_state_dict
+from shardkeep.state.training.calls import check_states as _verify_state_dict
+from shardkeep.state.training.calls import collector_paused as _gc_context
+from shardkeep.state.training.fresh import init_optim_state as _init_optim_state
+from shardkeep.state.training.model import get_model_state_dict, set_model_state_dict
+from shardkeep.state.training.names import FLAT_PARAM as _FLAT_PARAM
+from shardkeep.state.training.names import get_fqns as _get_fqns
+from shardkeep.state.training.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
+from shardkeep.state.training.options import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    StateDictOptions,
+    ValueType,
+)
+from shardkeep.state.training.options import PARAM_GROUPS as _PG
+from shardkeep.state.training.options import PARAMS as _PARAMS
+from shardkeep.state.training.options import STATE as _STATE
+from shardkeep.state.training.options import StateDictInfo as _StateDictInfo
+from shardkeep.state.training.options import checked_options as _verify_options
+from shardkeep.state.training.saved import flatten as _flatten_optim_state_dict
+
+__all__ = [
+    "FQNS_T",
+    "_FLAT_PARAM",
+    "_PARAMS",
+    "_PG",
+    "_STATE",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
+    "StateDictOptions",
+    "ValueType",
+    "_StateDictInfo",
+    "_flatten_optim_state_dict",
+    "_gc_context",
+    "_get_fqns",
+    "_init_optim_state",
+    "_patch_model_state_dict",
+    "_patch_optimizer_state_dict",
+    "_verify_options",
+    "_verify_state_dict",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
