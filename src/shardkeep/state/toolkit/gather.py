@@ -14,6 +14,7 @@ import torch
 from shardkeep.errors import InvalidShards
 from shardkeep.format.region import Box, Ints, slices
 from shardkeep.state.leaves import describe_leaf
+from shardkeep.state.toolkit.bits import as_bytes, copy_bits
 from shardkeep.state.toolkit.census import compare_trees, sharded_in
 from shardkeep.state.toolkit.iterate import _identity_func, check_types, iterate_state_dict
 from shardkeep.state.toolkit.recognise import awaited, is_sharded_tensor, spell
@@ -172,11 +173,6 @@ def _device_for(metadata: Any, group: Any) -> torch.device:
     return torch.device(kind)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a row of bytes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _chunked_in_rank_order(shape: Ints, boxes: list[tuple[int, Box]], group: Any) -> bool:
     """Say whether the shards are those `torch.chunk` makes of the rows, the first on the first rank."""
     import torch.distributed as dist  # noqa: PLC0415
@@ -202,11 +198,11 @@ def _gather_chunks(blank: _Blank, pieces: dict[Ints, torch.Tensor], group: Any) 
     chunk_rows = -(-blank.shape[0] // world_size)
     mine = blank.rows(chunk_rows)
     for piece in pieces.values():
-        mine[: piece.shape[0]] = piece
+        copy_bits(mine[: piece.shape[0]], piece)
     padded = blank.rows(chunk_rows * world_size)
     # Named all_gather_into_tensor before torch 2.13, which warns of that name.
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(_as_bytes(padded), _as_bytes(mine), group=group)
+    all_gather(as_bytes(padded), as_bytes(mine), group=group)
     return padded[: blank.shape[0]]
 
 
@@ -223,8 +219,8 @@ def _gather_boxes(
         target = full[slices(box)]
         carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         if owner == dist.get_rank():
-            carrier.copy_(pieces[box.offsets])
-        dist.broadcast(_as_bytes(carrier), src=owner, group=group)
+            copy_bits(carrier, pieces[box.offsets])
+        dist.broadcast(as_bytes(carrier), src=owner, group=group)
         if carrier is not target:
-            target.copy_(carrier)
+            copy_bits(target, carrier)
     return full

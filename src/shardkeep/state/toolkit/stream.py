@@ -17,6 +17,7 @@ import torch
 from shardkeep.errors import StateMismatch
 from shardkeep.format.region import Box, Ints, flat_range_to_boxes, intersect, relative, slices, whole
 from shardkeep.state.placement import dtensor_boxes
+from shardkeep.state.toolkit.bits import copy_bits
 from shardkeep.state.toolkit.recognise import awaited, is_dtensor
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def send(
         if sources is not None:
             for piece in pieces:
                 for box, values in _boxes_in(batch, cargoes[piece.number], piece):
-                    values.copy_(sources[piece.number][slices(box)])
+                    copy_bits(values, sources[piece.number][slices(box)])
         _broadcast(batch, pg)
         for piece in pieces:
             for box, values in _boxes_in(batch, cargoes[piece.number], piece):
@@ -142,7 +143,7 @@ def deliver(box: Box, values: torch.Tensor, berth: Berth) -> None:
     for wanted, memory in berth.parts:
         common = intersect(wanted, box)
         if common is not None:
-            memory[slices(relative(common, wanted))].copy_(values[slices(relative(common, box))])
+            copy_bits(memory[slices(relative(common, wanted))], values[slices(relative(common, box))])
 
 
 def _batches(cargoes: Sequence[Cargo], limit_bytes: int) -> Iterator[list[_Piece]]:
