@@ -23,6 +23,8 @@ def seen(value):
         return ("ShardedTensor", tuple(value.size()), shards)
     if isinstance(value, DTensor):
         return ("DTensor", tuple(value.shape), value.placements, bits(value._local_tensor))
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return ("meta", str(value.dtype), tuple(value.shape))
     if isinstance(value, dict):
         return {key: seen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -22,6 +22,7 @@ from shardkeep.format.region import whole
 from shardkeep.options import Options
 from shardkeep.ranks.agree import Meeting, meet
 from shardkeep.ranks.world import current_world
+from shardkeep.state.toolkit import stream
 from shardkeep.state.toolkit.companions import same_layout
 from shardkeep.state.toolkit.parcel import (
     CONTAINERS,
@@ -68,7 +69,8 @@ def broadcast_state_dict(
     lists and tuples inside are gone through in the same way; torch sends them whole, and puts full tensors in place
     of their DTensors.
 
-    Values go through one buffer of `stream.BATCH_BYTES`. On the sender, full tensors that are on `device` already are
+    Values go through one buffer of `stream.BATCH_BYTES`, in the order of their indices; torch sends tensors that are
+    not contiguous in the order of their memory, and receivers get them wrong. On the sender, full tensors that are on `device` already are
     put into its local state dict themselves, not copies.
 
     Args:
@@ -105,8 +107,8 @@ def broadcast_state_dict(
                 if key in local_state_dict and not (isinstance(value, Slot) and local_state_dict[key] is None):
                     wishes.want(value, local_state_dict[key])
 
-        wanted = _agree_on(meeting, wishes, prepare, pg)
-    results = wishes.fulfil(wanted, pg)
+        agreed = _agree_on(meeting, wishes, prepare, pg)
+    results = wishes.fulfil(agreed, pg)
     for key, value in parcel.skeleton.items():
         if key in local_state_dict and not (isinstance(value, Slot) and local_state_dict[key] is None):
             local_state_dict[key] = put_together(value, results)
@@ -155,8 +157,8 @@ def broadcast_tensors(
                 if local_state_dict.get(key) is not None:
                     wishes.want(slot, local_state_dict[key])
 
-        wanted = _agree_on(meeting, wishes, prepare, pg)
-    results = wishes.fulfil(wanted, pg)
+        agreed = _agree_on(meeting, wishes, prepare, pg)
+    results = wishes.fulfil(agreed, pg)
     for key, slot in taken[0].skeleton.items():
         if local_state_dict.get(key) is not None:
             local_state_dict[key] = put_together(slot, results)
@@ -237,13 +239,13 @@ class _Wishes:
             for key, child in items_of(part):
                 self.want(child, child_of(destination, key))
 
-    def numbers(self) -> set[int]:
-        """Return which tensors these are."""
-        return set(self._berths)
+    def missing(self) -> set[int]:
+        """Return the numbers of the tensors that have to come from the sender."""
+        return {number for number, berth in self._berths.items() if berth.parts}
 
-    def fulfil(self, wanted: list[int], pg: ProcessGroup | None) -> dict[int, Any]:
-        """Send, as the other ranks do, the tensors that any rank wants, and return those that are wanted here."""
-        sources = self.parcel.sources
+    def fulfil(self, agreed: _Agreed, pg: ProcessGroup | None) -> dict[int, Any]:
+        """Send, as the other ranks do, what any rank misses, and return the tensors that are wanted here."""
+        sources, wanted = self.parcel.sources, agreed.numbers
         nowhere = Berth(None, ())
         with torch.no_grad():
             send(
@@ -252,6 +254,7 @@ class _Wishes:
                 [self._berths.get(number, nowhere) for number in wanted],
                 talking_device(self.device, pg),
                 pg,
+                batch_bytes=agreed.batch_bytes,
             )
             return {number: self._finished(berth.result) for number, berth in self._berths.items()}
 
@@ -269,13 +272,21 @@ class _Wishes:
         return result.cpu() if self._cpu_offload else result
 
 
-def _agree_on(meeting: Meeting, wishes: _Wishes, prepare: Callable[[], None], pg: ProcessGroup | None) -> list[int]:
-    """Let every rank prepare, and return the tensors that at least one of them wants."""
+class _Agreed(NamedTuple):
+    """What all ranks know alike before the first tensor is sent."""
+
+    numbers: list[int]
+    """The tensors that are sent: those that at least one rank misses."""
+    batch_bytes: int
+
+
+def _agree_on(meeting: Meeting, wishes: _Wishes, prepare: Callable[[], None], pg: ProcessGroup | None) -> _Agreed:
+    """Let every rank prepare, and return what is to be sent."""
     count = len(wishes.parcel.cargoes)
 
     def work() -> bytes:
         prepare()
-        mine = wishes.numbers()
+        mine = wishes.missing()
         flags = "".join("1" if number in mine else "0" for number in range(count))
         return f"{talking_device(wishes.device, pg).type} {int(flags or '0', 2):x}".encode()
 
@@ -286,10 +297,12 @@ def _agree_on(meeting: Meeting, wishes: _Wishes, prepare: Callable[[], None], pg
                 f"the ranks want to talk from different kinds of devices: {dict(enumerate(kinds))}",
                 hint="give all ranks a device of the same type",
             )
-        return [f"{functools.reduce(operator.or_, (int(each, 16) for each in flags)):x}".encode()] * len(said)
+        union = functools.reduce(operator.or_, (int(each, 16) for each in flags))
+        return [f"{union:x} {stream.BATCH_BYTES}".encode()] * len(said)
 
-    union = format(int(meeting.agree("prepare", work, decide), 16), "b").zfill(count)
-    return [number for number in range(count) if union[number] == "1"]
+    union, batch_bytes = meeting.agree("prepare", work, decide).split()
+    flags = format(int(union, 16), "b").zfill(count)
+    return _Agreed([number for number in range(count) if flags[number] == "1"], int(batch_bytes))
 
 
 def _parcel_of(values: Mapping[str, Any], *, sender: bool) -> Parcel:

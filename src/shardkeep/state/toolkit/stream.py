@@ -111,6 +111,8 @@ def send(
     berths: Sequence[Berth],
     device: torch.device,
     pg: ProcessGroup | None,
+    *,
+    batch_bytes: int,
 ) -> None:
     """
     Fill the berths of all ranks with the tensors of one, the first rank of the group.
@@ -121,9 +123,10 @@ def send(
         berths: where they go on this rank.
         device: where the buffer is, on a kind of device the group can talk from.
         pg: the group; None for all ranks, or where there is only this one.
+        batch_bytes: the longest batch, the same on all ranks.
 
     """
-    batches = list(_batches(cargoes, BATCH_BYTES))
+    batches = list(_batches(cargoes, batch_bytes))
     length = max((_end(cargoes, pieces[-1]) for pieces in batches), default=0)
     buffer = torch.empty(length, dtype=torch.uint8, device=device)
     for pieces in batches:
