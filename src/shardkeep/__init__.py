@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardkeep.options import Options
     from shardkeep.saving import SaveReport, save
     from shardkeep.state.kinds import PerRank, ShardedBox
+    from shardkeep.state.objects.rng import RNG
     from shardkeep.store.local import LocalStore
     from shardkeep.store.memory import MemoryStore
 
@@ -78,12 +79,14 @@ _HOMES = {
     "options": ("Options",),
     "saving": ("SaveReport", "save"),
     "state.kinds": ("PerRank", "ShardedBox"),
+    "state.objects.rng": ("RNG",),
     "store.local": ("LocalStore",),
     "store.memory": ("MemoryStore",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "RNG",
     "BlobNotFound",
     "Checkpoint",
     "CheckpointError",

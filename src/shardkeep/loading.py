@@ -40,8 +40,10 @@ from shardkeep.run.read import Source
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.devices import settle
 from shardkeep.state.flatten import refill
-from shardkeep.state.leaves import is_tensor, materialize, needs_memory, wanted_form
+from shardkeep.state.leaves import materialize, needs_memory, wanted_form
 from shardkeep.state.names import Patterns, Renames
+from shardkeep.state.objects.find import Objects, is_tensor_or_object
+from shardkeep.state.objects.stored import Stored
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -98,7 +100,8 @@ def load(
     read fails later, on any rank, it raises on all of them, and the state's tensors may hold a mix of old and new.
 
     Args:
-        state: what to fill: the same nesting as was saved, in any layout over any number of ranks.
+        state: what to fill: the same nesting as was saved, in any layout over any number of ranks. Modules are filled
+            where they are; optimizers and objects with `load_state_dict` are given what was saved of them.
         where: a path, or a store.
         strict: missing and unexpected keys are an error, as are plain values of another kind and patterns that match
             no name; otherwise missing and unexpected keys are reported. Different shapes and dtypes are always an
@@ -135,11 +138,11 @@ def load(
     with meet(world, f"load from {store.url}") as meeting:
         told = meeting.agree("open", bytes, lambda _: [encode_record(native.read_record(store))] * world.size)
         record = decode_record(told, f"{store.url}/{RECORD_NAME}")
-        filling = _Filling(store, record, wishes, allow_pickle=allow_pickle)
+        filling = _Filling(store, record, wishes, world, allow_pickle=allow_pickle)
         verdict = msgspec.msgpack.decode(
             meeting.agree(
                 "match",
-                lambda: filling.match(state, world.rank),
+                lambda: filling.match(state),
                 lambda found: filling.judge(found, strict=strict, where=store.url),
             ),
             type=Verdict,
@@ -147,10 +150,17 @@ def load(
 
         def read() -> bytes:
             filling.read(options, first_file=world.rank / world.size)
-            refill(state, filling.new_leaves, rank=world.rank, is_tensor=is_tensor)
+            if not filling.objects:
+                filling.place(state)
+            return b""
+
+        def place() -> bytes:
+            filling.place(state)
             return b""
 
         meeting.agree("read", read, lambda done: done)
+        if filling.objects:  # which may talk to each other, and must not wait for a rank that failed to read
+            meeting.agree("place", place, lambda done: done)
     report = LoadReport(
         where=store.url,
         save_id=record.save_id,
@@ -179,19 +189,27 @@ class _Filling:
     description: Description
     matched: Match
 
-    def __init__(self, store: Store, record: Record, wishes: Wishes, *, allow_pickle: bool) -> None:
+    def __init__(self, store: Store, record: Record, wishes: Wishes, world: World, *, allow_pickle: bool) -> None:
         self.store = store
         self.record = record
         self.wishes = wishes
+        self.world = world
         self.allow_pickle = allow_pickle
+        self.in_place_of: dict[str, Any] = {}
         self.new_leaves: dict[str, Any] = {}
         self.bytes_read = 0
 
-    def match(self, state: MutableMapping[str, Any], rank: int) -> bytes:
+    def match(self, state: MutableMapping[str, Any]) -> bytes:
         """Compare this rank's state with the index."""
         self.wishes = self.wishes.checked()
         self.index = native.read_index(self.store, self.record)
-        self.description = describe(state, rank=rank, filling=True, selected=self.wishes.selects())
+        selected = self.wishes.selects()
+        self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
+        if self.objects:
+            self.in_place_of = self.objects.templates(Stored(self.index, *self.wishes.names(self.index)), selected)
+        self.description = describe(
+            state, rank=self.world.rank, in_place_of=self.in_place_of, filling=True, selected=selected
+        )
         self.matched = match_state(self.index, self.description, self.wishes)
         # Values are decoded before a tensor is touched: one that is refused leaves the state as it was.
         other_kinds: list[str] = []
@@ -202,8 +220,23 @@ class _Filling:
             other_kinds += compare_kinds(key, like, self.new_leaves[key])
         # So does a container that cannot take what is new.
         made = {key: torch.empty(0) for key in self.matched.tensors if needs_memory(self.description.leaves[key])}
-        refill(state, self.new_leaves | made, rank=rank, is_tensor=is_tensor, dry=True)
+        self._refill(state, self.new_leaves | made, dry=True)
         return _encode(msgspec.structs.replace(self.matched.findings, other_kinds=other_kinds))
+
+    def _refill(self, state: MutableMapping[str, Any], leaves: dict[str, Any], *, dry: bool = False) -> None:
+        refill(
+            state,
+            leaves,
+            rank=self.world.rank,
+            is_tensor=is_tensor_or_object,
+            in_place_of=self.in_place_of,
+            dry=dry,
+        )
+
+    def place(self, state: MutableMapping[str, Any]) -> None:
+        """Put into the state what was not filled where it was, and give objects what is theirs."""
+        self._refill(state, self.new_leaves)
+        self.objects.take({*self.matched.tensors, *self.matched.values})
 
     def judge(self, payloads: list[bytes], *, strict: bool, where: str) -> list[bytes]:
         """On rank 0: raise if the checkpoint does not fit, and tell everyone what was found."""

@@ -36,12 +36,14 @@ from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import SavePlan, plan_save
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
+from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
 from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.devices import settle
+from shardkeep.state.objects.find import Objects
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -101,7 +103,8 @@ def save(
 
     Args:
         state: nested dicts, lists and tuples of tensors (plain, DTensor, ShardedTensor, `ShardedBox`), numpy arrays,
-            plain values, and `PerRank` of any of these.
+            plain values, modules, optimizers (with their modules), objects that have `state_dict` and
+            `load_state_dict`, and `PerRank` of any of these. Every rank has the same objects in it.
         where: a path, or a store.
         step: a whole number, kept in the commit record. Rank 0's is taken.
         meta: JSON values of your own, kept in the commit record. Rank 0's are taken.
@@ -143,7 +146,7 @@ def save(
         def draft() -> bytes:
             nonlocal description
             coordinator.label(step, meta)
-            description = describe(state, rank=world.rank)
+            description = describe(state, rank=world.rank, in_place_of=objects.give(differing))
             return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
         def write() -> bytes:
@@ -153,6 +156,8 @@ def save(
 
         given = False
         try:
+            objects = Objects(state, rank=world.rank, world_size=world.size)
+            differing = differing_state(objects, meeting, world.size, allow_pickle=allow_pickle)
             orders = msgspec.msgpack.decode(meeting.agree("plan", draft, coordinator.plan), type=Orders)
             meeting.agree("write", write, coordinator.collect)
             # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.

@@ -35,6 +35,7 @@ from shardkeep.state.names import (
     selector,
     suggestions,
 )
+from shardkeep.state.objects.stored import UNFILLED
 
 _MOST_LISTED = 50
 
@@ -214,7 +215,7 @@ def _compare_ties(
 
 def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
     """Say so where a plain value is to be replaced by one of another kind; None goes with any."""
-    if mine is None or stored is None or _kind(mine) == _kind(stored):
+    if mine is None or mine is UNFILLED or stored is None or _kind(mine) == _kind(stored):
         return []
     if any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
         return []  # a member is what its class makes of it

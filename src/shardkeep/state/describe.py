@@ -19,6 +19,7 @@ from shardkeep.format.dtypes import of_torch
 from shardkeep.format.tree import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
 from shardkeep.state.leaves import describe_leaf, is_tensor
+from shardkeep.state.objects.find import is_tensor_or_object
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,20 @@ class Description:
 
 
 def describe(
-    state: Mapping[str, Any], *, rank: int, filling: bool = False, selected: Callable[[str], bool] | None = None
+    state: Mapping[str, Any],
+    *,
+    rank: int,
+    in_place_of: Mapping[str, Any] | None = None,
+    filling: bool = False,
+    selected: Callable[[str], bool] | None = None,
 ) -> Description:
     """
     Describe a state that is to be saved, or (`filling`) one that is to be loaded into.
 
-    Leaves that are not `selected` stand in the tree alone, and are not looked at.
+    `in_place_of` has, by flat name, what stands for objects in the state. Leaves that are not `selected` stand in the
+    tree alone, and are not looked at.
     """
-    flat, tree = flatten(state, rank=rank, is_tensor=is_tensor)
+    flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
     tensors = {key: leaf for key, leaf in flat.items() if is_tensor(leaf)}

@@ -15,13 +15,18 @@ from typing import Any, Final
 
 from shardkeep.errors import StateError, UnsupportedLeaf
 from shardkeep.format.tree import MAX_DEPTH, Container, Node, Part, is_part, join, refuse_collisions
-from shardkeep.state.kinds import PerRank
+from shardkeep.state.kinds import EveryRank, PerRank
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 def flatten(
-    state: Mapping[str, Any], *, rank: int, is_tensor: Callable[[Any], bool]
+    state: Mapping[str, Any],
+    *,
+    rank: int,
+    is_tensor: Callable[[Any], bool],
+    in_place_of: Mapping[str, Any] = _NOTHING,
 ) -> tuple[dict[str, Any], Container]:
     """
     Take a state apart: its leaves by flat name, in order, and its skeleton.
@@ -30,6 +35,7 @@ def flatten(
         state: Nested mappings, lists, tuples and `PerRank`.
         rank: Under which number this rank's `PerRank` values stand.
         is_tensor: Tells leaves that are tensors of some sort, so that lists of them are walked.
+        in_place_of: By flat name, containers to walk in place of the objects whose state they are.
 
     Raises:
         UnsupportedLeaf: A key cannot be stored, a container contains itself, or `state` is no mapping.
@@ -37,7 +43,7 @@ def flatten(
 
     """
     _refuse_other_than_mapping(state)
-    walk = _Walk(rank, is_tensor)
+    walk = _Walk(rank, is_tensor, in_place_of)
     leaves: dict[str, Any] = {}
     tree = walk.take(state, _kind_of_type(type(state)), None, leaves)
     if walk.leaf_count != len(leaves):
@@ -51,20 +57,21 @@ def refill(
     *,
     rank: int,
     is_tensor: Callable[[Any], bool],
+    in_place_of: Mapping[str, Any] = _NOTHING,
     dry: bool = False,
 ) -> None:
     """
     Put new leaf objects into the state, in place; names that `leaves` lacks stay as they are.
 
     Dict and list items and `PerRank.value` are assigned, tuples are built anew inside their parent. An item that is
-    already there is not assigned again. A `dry` run changes nothing, and raises where a real one would.
+    already there is not assigned again. What stands in place of an object is changed, never the object. A `dry` run changes nothing, and raises where a real one would.
 
     Raises:
         StateError: A changed leaf sits in a mapping that cannot be changed.
 
     """
     _refuse_other_than_mapping(state)
-    _Walk(rank, is_tensor).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
+    _Walk(rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
 
 
 def _refuse_other_than_mapping(state: Any) -> None:
@@ -78,11 +85,12 @@ def _refuse_other_than_mapping(state: Any) -> None:
 class _Walk:
     """One walk over one state: which values are containers, what their children are called."""
 
-    __slots__ = ("_is_tensor", "_kinds", "_open", "_rank", "leaf_count")
+    __slots__ = ("_in_place_of", "_is_tensor", "_kinds", "_open", "_rank", "leaf_count")
 
-    def __init__(self, rank: int, is_tensor: Callable[[Any], bool]) -> None:
+    def __init__(self, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
         self._rank = rank
         self._is_tensor = is_tensor
+        self._in_place_of = in_place_of
         self._kinds: dict[type, str] = dict.fromkeys(_SCALARS, "")
         # The containers we are inside of, by id, with their kind and name: to meet one again is a cycle.
         self._open: dict[int, tuple[str, str | None]] = {}
@@ -117,6 +125,8 @@ class _Walk:
         for part, child in _items(value, kind, self._rank):
             easy = type(part) is str and part.isascii()
             own = prefix + part if easy else _checked_name(name, kind, part)
+            if own in self._in_place_of:
+                child = self._in_place_of[own]  # noqa: PLW2901 - from here on this is the child
             # By type first: nearly all children are leaves, and a leaf's type says so.
             child_kind = kinds.get(type(child))
             yield part, child, own, self._kind(child) if child_kind != "" else ""
@@ -176,7 +186,9 @@ def _items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
     if kind in ("dict", "odict"):
         items: Iterable[tuple[Part, Any]] = value.items()
         return items
-    return [(rank, value.value)] if kind == "ranks" else enumerate(value)
+    if kind == "ranks":
+        return value.values.items() if isinstance(value, EveryRank) else [(rank, value.value)]
+    return enumerate(value)
 
 
 def _spell(name: str | None) -> str:
@@ -208,7 +220,9 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
     if dry:
         return value
     for part, new in changes:
-        if kind == "ranks":
+        if isinstance(value, EveryRank):
+            value.values[part] = new
+        elif kind == "ranks":
             value.value = new
         else:
             value[part] = new

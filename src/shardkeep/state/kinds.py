@@ -31,6 +31,16 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
+class EveryRank(PerRank):
+    """What all ranks saved under a `PerRank`, for one that is to be given all of it."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        super().__init__(None)
+        self.values = values
+
+
 class ShardedBox:
     """
     Local pieces of a tensor that some framework shards in its own way: each a tensor and where it begins.

@@ -1,0 +1,1 @@
+"""Modules, optimizers and other objects that stand in a state as they are, and the plain state that stands for them."""

@@ -1,0 +1,262 @@
+"""
+Optimizers in a state: saved by parameter name, loaded from what was saved, whatever the optimizer has by now.
+
+    state.<parameter>.<key>            what the optimizer keeps for a parameter
+    param_groups.<first parameter>     hyper-parameters, and `params`, the names of the group's parameters
+    other.<key>                        what it keeps for no parameter
+
+A fresh optimizer needs no first step: memory for its state is made from the parameter and the checkpoint. Which
+groups were saved matters only for the parameters in them, so ranks that hold other layers (pipeline stages), or
+groups that are cut otherwise, find what is theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardkeep.errors import StateError, StateMismatch
+from shardkeep.state.kinds import EveryRank, PerRank
+from shardkeep.state.leaves import describe_leaf, is_tensor
+from shardkeep.state.objects.groups import SavedGroups, groups_by_first, set_hyper_parameters
+from shardkeep.state.objects.stateful import digest_of, place_for
+from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf
+from shardkeep.state.training.fresh import is_fresh, rehearsed
+from shardkeep.state.training.names import parameter_names
+
+_SHARD = "shard_of_rank"
+
+
+class OptimizerObject:
+    """How an optimizer is saved and loaded."""
+
+    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
+        self.name = name
+        self._optimizer = optimizer
+        self._modules = modules
+        self._rank = rank
+
+    @cached_property
+    def _names(self) -> dict[Any, tuple[str, ...]]:
+        """All names of each parameter, the one it is saved under first."""
+        return _names_of(self.name, self._optimizer, self._modules)
+
+    def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
+        """
+        Sum up plain tensors that are kept for a sharded parameter and have another shape than its shard.
+
+        They may be what the rank worked out for its shard alone (blocks of an 8-bit optimizer), or factors of the whole
+        parameter.
+        """
+        return {
+            name: digest_of(name, value, allow_pickle=allow_pickle)
+            for parameter, kept in self._kept()
+            for name, value in _flat(kept, f"{self.name}.state.{self._names[parameter][0]}")
+            if _of_one_shard(value, parameter) and value.shape != parameter.to_local().shape
+        }
+
+    def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for parameter, kept in self._optimizer.state.items():
+            if isinstance(parameter, torch.Tensor) and kept:
+                yield parameter, kept
+
+    def give(self, differing: Collection[str]) -> dict[str, Any]:
+        """Return its state by parameter name."""
+        state = {}
+        for parameter, kept in self._kept():
+            name = self._names[parameter][0]
+            state[name] = _portable(kept, f"{self.name}.state.{name}", parameter, differing)
+        groups = [([self._names[p][0] for p in group["params"]], group) for group in self._optimizer.param_groups]
+        given: dict[str, Any] = {"state": state, "param_groups": groups_by_first(groups)}
+        if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
+            given["other"] = other
+        return given
+
+    def template(self, stored: Stored, selected: Selected) -> Any:
+        """Return what was saved for this rank's parameters, with places for it; `UNFILLED` where nothing was."""
+        if not stored.has(self.name):
+            return UNFILLED
+        groups = SavedGroups(self.name, stored, selected)
+        state: dict[str, Any] = {}
+        for group in self._optimizer.param_groups:
+            groups.check(self._names[parameter] for parameter in group["params"])
+            for parameter in group["params"]:
+                names = self._names[parameter]
+                saved = next((name for name in names if stored.has(f"{self.name}.state.{name}")), None)
+                if saved is not None:
+                    state[saved] = self._places(stored, saved, parameter, group)
+                elif groups.of(names) is None:
+                    state[names[0]] = UNFILLED
+        template: dict[str, Any] = {"state": state}
+        for part in ("param_groups", "other"):
+            if stored.below(f"{self.name}.{part}"):
+                template[part] = stored.nest(f"{self.name}.{part}", lambda leaf: place_for(stored, leaf, None))
+        return template
+
+    @cached_property
+    def _present(self) -> Mapping[Any, Any]:
+        """
+        The state that is there, to be filled in place or to learn from how it is laid out.
+
+        Optimizers of torch keep what has the parameter's shape as they keep the parameter. Of others, where that makes
+        a difference, a fresh one is asked what it would make.
+        """
+        optimizer = self._optimizer
+        spread = any(_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if not spread or type(optimizer).__module__.startswith("torch.optim") or not is_fresh(optimizer):
+            return optimizer.state
+        try:
+            return rehearsed(optimizer)[0]
+        except StateError:
+            return optimizer.state
+
+    def _places(self, stored: Stored, saved: str, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        base = f"{self.name}.state.{saved}"
+        present = dict(_flat(self._present.get(parameter, {}), base))
+        places = stored.nest(base, lambda leaf: _place(stored, leaf, parameter, group, present.get(leaf.name)))
+        return _own_shards(places, stored, base, parameter, self._rank)
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Give the optimizer what was loaded. Its parameters, and what was not loaded, stay as they are."""
+        by_name = {name: kept for name, kept in state.get("state", {}).items() if kept is not UNFILLED}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                for name in self._names[parameter]:
+                    if name in by_name:
+                        self._optimizer.state[parameter] = _local_form(by_name[name])
+                        break
+            names = [name for parameter in group["params"] for name in self._names[parameter]]
+            set_hyper_parameters(group, names, state.get("param_groups", {}))
+        for key, value in state.get("other", {}).items():
+            self._optimizer.state[key] = value
+
+
+def _names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> dict[Any, tuple[str, ...]]:
+    """Name every parameter: as its module does; with the module's own name in front where there are several."""
+    tables = {own: parameter_names(module) for own, module in modules.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    homes = {p: next((own for own, table in tables.items() if p in table), None) for p in parameters}
+    several = len({home for home in homes.values() if home is not None}) > 1
+    given = _given_names(optimizer)
+    names: dict[Any, tuple[str, ...]] = {}
+    for parameter, home in homes.items():
+        if home is not None:
+            own = tables[home][parameter]
+            names[parameter] = tuple(f"{home}.{one}" for one in own) if several else own
+        elif parameter in given:
+            names[parameter] = (given[parameter],)
+        else:
+            raise StateError(
+                f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"
+                " has no name to be saved under",
+                hint="put the module into the same state, or build the optimizer from named_parameters()",
+                key=name,
+            )
+    _refuse_equal_names(name, names)
+    return names
+
+
+def _given_names(optimizer: Optimizer) -> dict[Any, str]:
+    """Return the names an optimizer was built with."""
+    return {
+        parameter: str(own)
+        for group in optimizer.param_groups
+        for parameter, own in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
+def _refuse_equal_names(name: str, names: Mapping[Any, tuple[str, ...]]) -> None:
+    seen: set[str] = set()
+    for own in names.values():
+        if own[0] in seen:
+            raise StateError(f"{name!r} optimizes two parameters that are both called {own[0]!r}", key=name)
+        seen.add(own[0])
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _flat(child, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def _place(stored: Stored, leaf: StoredLeaf, parameter: torch.Tensor, group: dict[str, Any], present: Any) -> Any:
+    """Make room for one piece of state: as it is there already, or laid out as its parameter, or plain."""
+    if not leaf.is_tensor:
+        return UNFILLED
+    if is_tensor(present):
+        return place_for(stored, leaf, present)
+    shape, dtype = stored.shape(leaf), stored.dtype(leaf)
+    if shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    here = shape or group.get("capturable") or group.get("fused")  # a step counter is kept where a step reads it
+    return torch.empty(shape, dtype=dtype, device=parameter.device if here else "cpu")
+
+
+def _of_one_shard(value: Any, parameter: torch.Tensor) -> bool:
+    """Say whether a value may belong to this rank's shard of a parameter alone."""
+    return type(value) is torch.Tensor and value.dim() > 0 and _shard_of(parameter) is not None
+
+
+def _portable(value: Any, name: str, parameter: Any, differing: Collection[str]) -> Any:
+    """Say of plain tensors in a sharded parameter's state which shard they are of."""
+    if isinstance(value, Mapping):
+        return {key: _portable(child, f"{name}.{key}", parameter, differing) for key, child in value.items()}
+    if not _of_one_shard(value, parameter):
+        return value
+    if value.shape == parameter.to_local().shape:
+        return _like_parameter(value, parameter)
+    return {_SHARD: PerRank({"boxes": _shard_of(parameter), "tensor": value})} if name in differing else value
+
+
+def _own_shards(places: Any, stored: Stored, name: str, parameter: torch.Tensor, rank: int) -> Any:
+    """Keep, of state that each rank stored for its own shard, this rank's, and insist that the shard is the same."""
+    if isinstance(places, dict):
+        return {key: _own_shards(child, stored, f"{name}.{key}", parameter, rank) for key, child in places.items()}
+    if not isinstance(places, EveryRank):
+        return places
+    saved = stored.find(f"{name}.@{rank}.boxes")
+    if saved is None or stored.value(saved) != _shard_of(parameter):
+        raise StateMismatch(
+            f"{name!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be cut anew,"
+            f" and rank {rank} now holds another shard",
+            hint="load it on the same number of ranks and the same mesh, or exclude it",
+            key=name,
+        )
+    return PerRank(places.values[rank])
+
+
+def _local_form(kept: Any) -> Any:
+    """Undo `_portable`, but for what is laid out as the parameter: an optimizer works with either."""
+    if isinstance(kept, Mapping) and set(kept) == {_SHARD}:
+        return kept[_SHARD].value["tensor"]
+    if isinstance(kept, Mapping):
+        return {key: _local_form(child) for key, child in kept.items()}
+    return kept
+
+
+def _shard_of(parameter: torch.Tensor) -> list[list[list[int]]] | None:
+    """Return the boxes of a sharded parameter that this rank holds; None for one that is here as a whole."""
+    if not hasattr(parameter, "placements") or all(placement.is_replicate() for placement in parameter.placements):
+        return None
+    pieces = describe_leaf("", parameter, allow_meta=True).pieces
+    return [[list(piece.offsets), list(piece.tensor.shape)] for piece in pieces]
+
+
+def _like_parameter(local: torch.Tensor, parameter: Any) -> Any:
+    # Of the parameter's class, a DTensor: to import that class takes long, and it is loaded where there is one.
+    return sys.modules["torch.distributed.tensor"].DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

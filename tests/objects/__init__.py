@@ -1,0 +1,1 @@
+"""Objects that stand in a state as they are."""

@@ -1,0 +1,127 @@
+"""Modules straight in a state: filled where they are, given memory where they have none."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardkeep as sk
+from tests.engine.samples import bits
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.notes = {"seen": 0}
+
+    def get_extra_state(self):
+        return dict(self.notes)
+
+    def set_extra_state(self, state):
+        self.notes = state
+
+
+def contents(module):
+    return {name: bits(value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def test_a_module_is_filled_where_it_is(tmp_path):
+    """
+    Parameters, buffers and extra state; the parameter objects and their memory stay.
+    """
+    torch.manual_seed(0)
+    model = Tied()
+    model.notes["seen"] = 7
+    model.norm.running_mean.fill_(3)
+    sk.save({"model": model}, tmp_path / "c")
+    other = Tied()
+    before = [(p, p.data_ptr()) for p in other.parameters()]
+    report = sk.load({"model": other}, tmp_path / "c")
+    assert report.missing == report.unexpected == []
+    assert contents(other) == contents(model)
+    assert other.notes == {"seen": 7}
+    assert all(p is q and q.data_ptr() == at for (p, at), q in zip(before, other.parameters(), strict=True))
+
+
+def test_a_module_on_meta_gets_its_memory_from_the_load(tmp_path):
+    """
+    Parameters stay the same objects, tied ones tied, and the optimizer that holds them holds the filled ones.
+    """
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.head(model.embed(torch.arange(3))).sum().backward()
+    optimizer.step()
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+    with torch.device("meta"):
+        other = Tied()
+        fresh = torch.optim.Adam(other.parameters(), lr=0.5)
+    weight = other.embed.weight
+    sk.load({"model": other, "optim": fresh}, tmp_path / "c")
+    assert other.embed.weight is weight is other.head.weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.device.type == "cpu"
+    assert contents(other) == contents(model)
+    assert bits(fresh.state[weight]["exp_avg"]) == bits(optimizer.state[model.embed.weight]["exp_avg"])
+    for one, optim in ((model, optimizer), (other, fresh)):
+        optim.zero_grad()
+        one.head(one.embed(torch.arange(4))).square().sum().backward()
+        optim.step()
+    assert bits(other.embed.weight) == bits(model.embed.weight)
+
+
+def test_names_inside_a_module_are_checked(tmp_path):
+    """
+    A layer too many and a layer too few are one error that names both.
+    """
+    sk.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))}, tmp_path / "c")
+    with pytest.raises(sk.StateMismatch, match=r"(?s)model\.2\.weight.*model\.1\.weight"):
+        sk.load({"model": nn.ModuleDict({"0": nn.Linear(2, 2), "2": nn.Linear(2, 3)})}, tmp_path / "c")
+
+
+def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
+    """
+    Saved as a module, loaded as a plain state dict, and the other way round.
+    """
+    model = nn.Linear(3, 3)
+    sk.save({"model": model}, tmp_path / "a")
+    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    sk.load(state, tmp_path / "a")
+    assert bits(state["model"]["weight"]) == bits(model.weight)
+    sk.save({"model": model.state_dict()}, tmp_path / "b")
+    other = nn.Linear(3, 3)
+    sk.load({"model": other}, tmp_path / "b")
+    assert contents(other) == contents(model)
+
+
+def test_what_state_dict_makes_for_the_occasion_goes_back(tmp_path):
+    """
+    A module whose state_dict holds other tensors than its parameters is loaded through its own load_state_dict.
+    """
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.register_state_dict_post_hook(self._pack)
+            self.register_load_state_dict_pre_hook(self._unpack)
+
+        @staticmethod
+        def _pack(module, state, prefix, _meta):
+            state[prefix + "weight"] = state[prefix + "weight"].double() * 2
+
+        @staticmethod
+        def _unpack(module, state, prefix, *_):
+            state[prefix + "weight"] = (state[prefix + "weight"] / 2).float()
+
+    model = Packed()
+    model.weight.data.copy_(torch.arange(4.0))
+    sk.save({"model": model}, tmp_path / "c")
+    other = Packed()
+    sk.load({"model": other}, tmp_path / "c")
+    assert torch.equal(other.weight, torch.arange(4.0))

@@ -1,0 +1,297 @@
+"""Optimizers straight in a state: by parameter name, into fresh ones, in other groups, with any state."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardkeep as sk
+from tests.engine.samples import bits
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 2)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every sort: factors, nested dicts, lists, flags, words, and something for no parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "name": "odd", "betas": (0.9, 0.99), "schedule": {"warm": 3}})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                kept = self.state[p]
+                if not kept:
+                    kept.update(
+                        row=torch.zeros(p.shape[0]), nested={"gram": [torch.eye(p.shape[0]), 2]}, warm=True, word="a",
+                        codes=torch.zeros(5, dtype=torch.uint8), moment=torch.zeros_like(p), count=0,
+                    )  # fmt: skip
+                kept["row"] += p.grad.reshape(p.shape[0], -1).sum(1)
+                kept["nested"]["gram"][0] += 1
+                kept["codes"] += 1
+                kept["count"] += 1
+                kept["moment"].mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * kept["moment"])
+        self.state["global"] = self.state.get("global", 0) + 1
+
+
+MAKERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True),
+    "capturable": lambda ps: torch.optim.NAdam(ps, lr=1e-2, momentum_decay=0.01),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "plain sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2),
+    "tensor lr": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(1e-2)),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
+    "lbfgs": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2, history_size=3),
+    "odd": Odd,
+}
+
+
+def train(model, optimizer, steps, seed):
+    data = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=data)
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else closure()
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def parameters(model):
+    return {name: bits(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
+    """
+    Train, save, load into a fresh model and optimizer, train on: bit for bit as without the break.
+    """
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = MAKERS[kind](trainable(model))
+    train(model, optimizer, 3, seed=1)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    expected = train(model, optimizer, 3, seed=2)
+
+    other = Net()
+    fresh = MAKERS[kind](trainable(other))
+    with torch.random.fork_rng():
+        before = torch.get_rng_state()
+        report = sk.load({"model": other, "optim": fresh}, tmp_path / "c")
+        assert torch.equal(torch.get_rng_state(), before)
+    assert report.missing == report.unexpected == []
+    assert train(other, fresh, 3, seed=2) == expected
+    assert parameters(other) == parameters(model)
+
+
+def test_groups_are_found_by_their_parameters(tmp_path):
+    """
+    Groups in another order, and one cut in two, get the hyper-parameters their parameters were saved with.
+    """
+    model = Net()
+    groups = [
+        {"params": list(model.first.parameters()), "lr": 0.1, "tag": "a"},
+        {"params": list(model.second.parameters()), "lr": 0.2, "tag": "b"},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+    train(model, optimizer, 1, seed=0)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+    other = Net()
+    cut = [
+        {"params": [other.second.bias]},
+        {"params": list(other.first.parameters())},
+        {"params": [other.second.weight]},
+    ]
+    fresh = torch.optim.SGD(cut, lr=0.9, momentum=0.1)
+    sk.load({"model": other, "optim": fresh}, tmp_path / "c")
+    assert [group["lr"] for group in fresh.param_groups] == [0.2, 0.1, 0.2]
+    assert [group["tag"] for group in fresh.param_groups] == ["b", "a", "b"]
+    assert all(group["momentum"] == 0.9 for group in fresh.param_groups)
+    for mine, its in zip(trainable(other), trainable(model), strict=True):
+        assert torch.equal(fresh.state[mine]["momentum_buffer"], optimizer.state[its]["momentum_buffer"])
+
+
+def test_one_group_of_two_different_ones_is_refused(tmp_path):
+    """
+    The error names both parameters and what differs; nothing has been loaded.
+    """
+    model = Net()
+    groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.second.weight], "lr": 0.2}]
+    sk.save({"model": model, "optim": torch.optim.SGD(groups)}, tmp_path / "c")
+    other = Net()
+    before = parameters(other)
+    fresh = torch.optim.SGD([other.first.weight, other.second.weight], lr=3.0)
+    with pytest.raises(sk.StateMismatch, match=r"first\.weight.*second\.weight.*lr"):
+        sk.load({"model": other, "optim": fresh}, tmp_path / "c")
+    assert parameters(other) == before
+    sk.load({"model": other, "optim": fresh}, tmp_path / "c", exclude="optim.param_groups")
+    assert fresh.param_groups[0]["lr"] == 3.0
+
+
+def test_what_this_machine_decides_stays(tmp_path):
+    """
+    `foreach` and its kin are how a step is done here; they are not taken from the checkpoint.
+    """
+    model = Net()
+    sk.save({"model": model, "optim": torch.optim.Adam(trainable(model), foreach=True, lr=0.5)}, tmp_path / "c")
+    fresh = torch.optim.Adam(trainable(model), foreach=False, lr=0.1)
+    sk.load({"model": model, "optim": fresh}, tmp_path / "c")
+    assert fresh.param_groups[0]["foreach"] is False
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
+def test_state_of_a_parameter_that_is_gone_is_unexpected(tmp_path):
+    """
+    Moments that nothing takes are an error, and not a silent reset.
+    """
+    model = Net()
+    optimizer = torch.optim.Adam(trainable(model))
+    train(model, optimizer, 1, seed=0)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    fewer = torch.optim.Adam(model.first.parameters())
+    with pytest.raises(sk.StateMismatch, match=r"optim\.state\.second\.weight\.exp_avg"):
+        sk.load({"model": model, "optim": fewer}, tmp_path / "c")
+    report = sk.load({"model": model, "optim": fewer}, tmp_path / "c", strict=False)
+    assert "optim.state.second.bias.step" in report.unexpected
+    assert len(fewer.state) == 2
+
+
+def test_a_parameter_that_was_not_optimized_is_missing(tmp_path):
+    """
+    A parameter the saved optimizer did not have is named; one it had no state for yet is fine.
+    """
+    model = Net()
+    sk.save({"model": model, "optim": torch.optim.Adam(model.first.parameters())}, tmp_path / "c")
+    more = torch.optim.Adam(trainable(model))
+    with pytest.raises(sk.StateMismatch, match=r"optim\.state\.second\.weight"):
+        sk.load({"model": model, "optim": more}, tmp_path / "c")
+
+
+def test_an_optimizer_without_its_module_needs_names(tmp_path):
+    """
+    A clear error at save; named_parameters() gives the optimizer names of its own.
+    """
+    model = Net()
+    with pytest.raises(sk.StateError, match="no module in the state"):
+        sk.save({"optim": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "c")
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    train(model, named, 1, seed=0)
+    sk.save({"optim": named}, tmp_path / "c")
+    fresh = torch.optim.SGD(copy.deepcopy(model).named_parameters(), lr=0.3, momentum=0.9)
+    sk.load({"optim": fresh}, tmp_path / "c")
+    assert fresh.param_groups[0]["lr"] == 0.1
+    assert len(fresh.state) == 4
+
+
+def test_several_optimizers_and_modules(tmp_path):
+    """
+    Each optimizer finds its module; one over two modules names parameters by both.
+    """
+    one, two = Net(), Net()
+    state = {
+        "one": one,
+        "two": two,
+        "opts": [torch.optim.SGD(trainable(one), lr=0.1, momentum=0.9), torch.optim.Adam(trainable(two))],
+        "both": torch.optim.SGD([one.first.weight, two.first.weight], lr=0.3, momentum=0.5),
+    }
+    for model, optimizer in zip((one, two), state["opts"], strict=True):
+        train(model, optimizer, 1, seed=0)
+    state["both"].step()
+    sk.save(state, tmp_path / "c")
+    assert "both.param_groups.one.first.weight.lr" in list(sk.open(tmp_path / "c").keys())
+
+    a, b = Net(), Net()
+    fresh = {
+        "one": a,
+        "two": b,
+        "opts": [torch.optim.SGD(trainable(a), lr=9.0), torch.optim.Adam(trainable(b), lr=9.0)],
+        "both": torch.optim.SGD([a.first.weight, b.first.weight], lr=9.0),
+    }
+    sk.load(fresh, tmp_path / "c")
+    assert parameters(a) == parameters(one)
+    assert fresh["opts"][0].param_groups[0]["lr"] == 0.1
+    assert torch.equal(
+        fresh["opts"][1].state[b.first.bias]["exp_avg"], state["opts"][1].state[two.first.bias]["exp_avg"]
+    )
+    for key in ("one.first.weight", "two.first.weight"):
+        assert key in list(sk.open(tmp_path / "c")["both.param_groups.one.first.weight.params"])
+
+
+def test_a_renamed_layer_takes_its_moments_along(tmp_path):
+    """
+    `rename` reaches the names inside optimizer state.
+    """
+    model = Net()
+    optimizer = torch.optim.Adam(trainable(model))
+    train(model, optimizer, 1, seed=0)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Linear(4, 6)
+            self.second = nn.Linear(6, 2)
+            self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    other = Renamed()
+    fresh = torch.optim.Adam(trainable(other))
+    groups = "optim.param_groups"
+    sk.load(
+        {"model": other, "optim": fresh},
+        tmp_path / "c",
+        rename=[(r"^(model|optim\.state)\.first\.", r"\1.start.")],
+        exclude=groups,
+    )
+    assert torch.equal(other.start.weight, model.first.weight)
+    assert torch.equal(fresh.state[other.start.weight]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
+
+
+def test_a_scheduler_goes_on(tmp_path):
+    """
+    Learning rates after a resume are those of the run without a break.
+    """
+    model = Net()
+    optimizer = torch.optim.SGD(trainable(model), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    sk.save({"model": model, "optim": optimizer, "sched": scheduler}, tmp_path / "c")
+    other = Net()
+    fresh = torch.optim.SGD(trainable(other), lr=1.0)
+    again = torch.optim.lr_scheduler.CosineAnnealingLR(fresh, 10)
+    sk.load({"model": other, "optim": fresh, "sched": again}, tmp_path / "c")
+    for _ in range(4):
+        for one, its in ((optimizer, scheduler), (fresh, again)):
+            one.step()
+            its.step()
+        assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

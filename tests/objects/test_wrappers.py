@@ -1,0 +1,107 @@
+"""
+Train under one wrapper, resume under any other, on another number of ranks: modules and optimizers straight in.
+
+What was loaded is saved again and compared with the first checkpoint, name by name and bit for bit: the same names
+under every wrapper, the same values, whatever the layout.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import shardkeep as sk
+from tests.engine.samples import bits
+from tests.objects.wrappers import OPTIMIZERS, WORLDS, build, train, trainable
+
+
+def state_of(kind, optimizer):
+    model = build(kind)
+    return {"model": model, "optim": OPTIMIZERS[optimizer](trainable(model)), "step": 0}
+
+
+def first_part(folder, kind, optimizers):
+    """Train two steps, save, and go on without a break."""
+    losses = {}
+    for optimizer in optimizers:
+        state = state_of(kind, optimizer)
+        train(kind, state["model"], state["optim"], 2, seed=1)
+        state["step"] = 2
+        sk.save(state, f"{folder}/{kind}-{optimizer}")
+        losses[optimizer] = train(kind, state["model"], state["optim"], 2, seed=2)
+    return losses
+
+
+def second_part(folder, kind, sources):
+    """Load what others saved, save it again, and go on."""
+    losses = {}
+    for source, optimizer in sources:
+        state = state_of(kind, optimizer)
+        report = sk.load(state, f"{folder}/{source}-{optimizer}")
+        if report.missing or report.unexpected or state["step"] != 2:
+            raise AssertionError((report, state["step"]))
+        sk.save(state, f"{folder}/again/{source}-{optimizer}-{kind}")
+        losses[source, optimizer] = train(kind, state["model"], state["optim"], 2, seed=2)
+    return losses
+
+
+def contents(path):
+    """Every leaf of a checkpoint; tensors as bits, and groups as what they say of each parameter."""
+    state = sk.open(path).to_dict()
+    groups = state["optim"].pop("param_groups").values()
+    state["optim"]["hyper"] = {name: group | {"params": None} for group in groups for name in group["params"]}
+    return flat(state, "")
+
+
+def flat(value, name):
+    if isinstance(value, dict):
+        return {key: leaf for part, child in value.items() for key, leaf in flat(child, f"{name}.{part}").items()}
+    return {name: (tuple(value.shape), bits(value)) if isinstance(value, torch.Tensor) else value}
+
+
+def pairs():
+    """AdamW from every wrapper to every wrapper; the other optimizers once from and once to each."""
+    kinds = list(WORLDS)
+    yield from ((source, target, "adamw") for source, target in itertools.product(kinds, kinds))
+    for at, source in enumerate(kinds):
+        for optimizer in ("sgd", "factored"):
+            yield source, kinds[(at + 3) % len(kinds)], optimizer
+            yield source, source, optimizer
+
+
+def can_hold(optimizer, kind):
+    """Flat parameters lose the rows that a factored optimizer works on."""
+    return optimizer != "factored" or not kind.startswith("fsdp1")
+
+
+PAIRS = sorted({pair for pair in pairs() if can_hold(pair[2], pair[0]) and can_hold(pair[2], pair[1])})
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool, tmp_path_factory):
+    """What every wrapper saved, and how its losses went on."""
+    folder = tmp_path_factory.mktemp("wrappers")
+    losses = {}
+    for kind, world in WORLDS.items():
+        optimizers = sorted({optimizer for source, _, optimizer in PAIRS if source == kind})
+        losses[kind] = rank_pool.run(world, first_part, str(folder), kind, optimizers)[-1]
+    return folder, losses
+
+
+@pytest.mark.parametrize("target", WORLDS)
+def test_every_wrapper_loads_what_every_wrapper_saved(target, saved, rank_pool):
+    """
+    Bit for bit the same state; and the losses go on as they did, exactly under the wrapper that saved them.
+    """
+    folder, expected = saved
+    sources = [(source, optimizer) for source, kind, optimizer in PAIRS if kind == target]
+    losses = rank_pool.run(WORLDS[target], second_part, str(folder), target, sources, timeout_s=100)[-1]
+    for source, optimizer in sources:
+        first = contents(folder / f"{source}-{optimizer}")
+        again = contents(folder / f"again/{source}-{optimizer}-{target}")
+        assert again == first, f"{source} -> {target}, {optimizer}"
+        went_on = expected[source][optimizer]
+        if source == target:
+            assert losses[source, optimizer] == went_on
+        else:
+            assert losses[source, optimizer] == pytest.approx(went_on, rel=1e-5)
