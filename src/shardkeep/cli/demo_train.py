@@ -101,22 +101,21 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Gather what a checkpoint holds; the tensors are the live ones, so that a load fills them in place."""
+    """Gather what a checkpoint holds."""
+    return {"model": model, "optim": optimizer, "rng": sk.RNG(), "step": step}
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """Take the same apart without shardkeep: what is compared must not come from what is shown."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {names[parameter]: values for parameter, values in optimizer.state.items()}
-    rng = sk.PerRank(torch.get_rng_state())
-    return {"model": model.state_dict(), "optim": moments, "step": step, "rng": rng}
-
-
-def give_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh AdamW the state it would have after a step, for a load to fill."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    optim = {"state": moments, "groups": repr(groups)}
+    return {"model": model.state_dict(), "optim": optim, "step": step, "rng": torch.get_rng_state()}
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -124,7 +123,7 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
             yield from leaves(value, f"{path}.{key}" if path else str(key))
     else:
-        yield path, node.value if isinstance(node, sk.PerRank) else node
+        yield path, node
 
 
 def digests(state: dict[str, Any]) -> dict[str, str]:
@@ -167,12 +166,10 @@ class Reporter:
 def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, reporter: Reporter) -> int:
     """Load the newest committed checkpoint, compare it with the digests taken before it was saved."""
     path, skipped = newest_checkpoint(job.checkpoints)
-    give_moments(optimizer)
     state = state_of(model, optimizer, step=0)
     report = sk.load(state, path)
-    torch.set_rng_state(state["rng"].value)
     step = int(state["step"])
-    found = digests(state)
+    found = digests(contents(model, optimizer, step))
     expected = json.loads(Path(job.digests, f"{step}-{rank}.json").read_text())
     differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
     parts: list[Any] = [None] * dist.get_world_size()
@@ -190,13 +187,14 @@ def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimiz
     return step
 
 
-def save(job: Job, rank: int, state: dict[str, Any], reporter: Reporter) -> None:
+def save(
+    job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, reporter: Reporter
+) -> None:
     """Note the digests of what is about to be saved, then save it."""
-    step = state["step"]
     path = f"{job.checkpoints}/step-{step:06d}"
-    Path(job.digests, f"{step}-{rank}.json").write_text(json.dumps(digests(state)))
+    Path(job.digests, f"{step}-{rank}.json").write_text(json.dumps(digests(contents(model, optimizer, step))))
     reporter.tell("saving", step=step, path=path)
-    report = sk.save(state, path, step=step, meta={"by": "shardkeep demo"})
+    report = sk.save(state_of(model, optimizer, step), path, step=step, meta={"by": "shardkeep demo"})
     reporter.tell("saved", step=step, path=path, bytes=report.bytes_total, seconds=report.seconds)
 
 
@@ -225,7 +223,7 @@ def main(out: str, meeting_point_fd: int) -> None:
     for step in range(begin + 1, job.steps + 1):
         reporter.tell("step", step=step, loss=train_step(model, optimizer, rows_of_step(job, step, rank)))
         if job.save_every and step % job.save_every == 0:
-            save(job, rank, state_of(model, optimizer, step), reporter)
+            save(job, rank, model, optimizer, step, reporter)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,218 @@
+"""Objects on real ranks where the simple cases end: meta modules, state of one shard alone, odd layouts, failures."""
+
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardkeep as sk
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.engine.samples import bits
+from tests.objects.wrappers import WIDTH, Net, fsdp2, one_step, trainable
+
+
+def sharded_net(seed=0, *, meta=False):
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not meta:
+        return fsdp2(Net(), mesh)
+    with torch.device("meta"):
+        return fsdp2(Net(), mesh)
+
+
+def whole(model):
+    return {
+        name: bits(p.full_tensor() if isinstance(p, DTensor) else p)
+        for name, p in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def trained(model, optimizer, steps=2, seed=3):
+    data = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(one_step(model, torch.randn(6, WIDTH, generator=data)))
+        optimizer.step()
+    return losses
+
+
+def save_net(where):
+    model = sharded_net()
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, foreach=False)
+    trained(model, optimizer)
+    sk.save({"model": model, "optim": optimizer}, where)
+    return whole(model), trained(model, optimizer, seed=4)
+
+
+def load_on_meta(where):
+    model = sharded_net(seed=9, meta=True)
+    optimizer = torch.optim.AdamW(trainable(model), lr=0.5, foreach=False)
+    first = next(iter(model.parameters()))
+    report = sk.load({"model": model, "optim": optimizer}, where)
+    same = first is next(iter(model.parameters())) and not any(p.is_meta for p in model.parameters())
+    nothing_left = not report.missing and not report.unexpected
+    return same and nothing_left, whole(model), trained(model, optimizer, seed=4)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (4, 3), (1, 4)])
+def test_a_sharded_module_on_meta_gets_its_memory_from_the_load(rank_pool, tmp_path, writers, readers):
+    """
+    Parameters stay the objects that the optimizer holds, on other numbers of ranks too, and training goes on.
+    """
+    expected, losses = rank_pool.run(writers, save_net, str(tmp_path / "c"))[0]
+    for as_asked, loaded, went_on in rank_pool.run(readers, load_on_meta, str(tmp_path / "c")):
+        assert as_asked
+        assert loaded == expected
+        assert went_on == (losses if readers == writers else pytest.approx(losses, rel=1e-5))
+
+
+def load_a_share(where):
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.Adam(model.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = sk.load({"model": model, "optim": optimizer}, where)
+    local = next(model.parameters()).to_local().nbytes
+    return report.bytes_read, local, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def test_a_sharded_module_reads_its_shards_and_no_more(rank_pool, tmp_path):
+    """
+    Each of four ranks reads about a quarter of the model and of both moments: no full copy anywhere.
+    """
+    model = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    total = sk.save({"model": model, "optim": optimizer}, tmp_path / "c").bytes_total
+    for bytes_read, local, peak in rank_pool.run(4, load_a_share, str(tmp_path / "c")):
+        assert local == 1 << 20
+        assert bytes_read < total / 4 + (1 << 20)
+        assert peak < 80 << 20
+
+
+class Blockwise(torch.optim.Optimizer):
+    """As 8-bit optimizers do: codes and scales of this rank's shard, in blocks, as plain tensors."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                kept = self.state[p]
+                blocks = -(-grad.numel() // 4)
+                if not kept:
+                    kept.update(codes=torch.zeros(blocks * 4, dtype=torch.uint8), scales=torch.zeros(blocks))
+                kept["codes"][: grad.numel()] += (grad.reshape(-1) > 0).to(torch.uint8)
+                kept["scales"] += 1.5 + dist.get_rank()
+                local = p.to_local() if isinstance(p, DTensor) else p
+                local.sub_(0.1 * grad)
+
+
+def blockwise(where, *, save):
+    model = nn.Linear(4, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Blockwise(model.parameters())
+    state = {"model": model, "optim": optimizer}
+    if save:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        sk.save(state, where)
+    else:
+        sk.load(state, where)
+    return [(bits(kept["codes"]), bits(kept["scales"])) for kept in optimizer.state.values()]
+
+
+def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):
+    """
+    Codes that cannot be cut anew come back on the same sharding, bit for bit; on another it is an error that says so.
+    """
+    where = str(tmp_path / "c")
+    saved = rank_pool.run(2, blockwise, where, save=True)
+    assert saved[0] != saved[1]
+    assert rank_pool.run(2, blockwise, where, save=False) == saved
+    for outcome in rank_pool.outcomes(3, blockwise, where, save=False):
+        assert isinstance(outcome.error, sk.StateMismatch)
+        assert "optim.state.weight" in str(outcome.error)
+        assert "cannot be cut anew" in str(outcome.error)
+
+
+class RowScaled(torch.optim.Optimizer):
+    """Factors with the rows of their parameter, as DTensors where it is one."""
+
+    def __init__(self, params):
+        super().__init__([p for p in params if p.dim() == 2], {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                rows = p.grad.square().mean(1)
+                kept["rows"] = rows if not kept else kept["rows"] * 0.9 + rows
+                p.sub_(group["lr"] * p.grad / (kept["rows"].sqrt() + 1e-3).unsqueeze(1))
+
+
+ODD = {
+    "rows": RowScaled,
+    "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01, foreach=False),
+}
+
+
+def odd_first(where, kind):
+    model = sharded_net()
+    optimizer = ODD[kind](trainable(model))
+    trained(model, optimizer)
+    sk.save({"model": model, "optim": optimizer}, where)
+    return trained(model, optimizer, seed=4), whole(model)
+
+
+def odd_second(where, kind):
+    model = sharded_net(seed=5)
+    optimizer = ODD[kind](trainable(model))
+    sk.load({"model": model, "optim": optimizer}, where)
+    return trained(model, optimizer, seed=4), whole(model)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_state_of_sharded_parameters(rank_pool, tmp_path, kind):
+    """
+    Optimizers whose state is not all shaped like the parameter go on bit for bit, fresh ones too.
+    """
+    expected = rank_pool.run(2, odd_first, str(tmp_path / "c"), kind)
+    assert rank_pool.run(2, odd_second, str(tmp_path / "c"), kind) == expected
+
+
+def load_with_fault(where):
+    model = sharded_net(seed=5)
+    optimizer = torch.optim.AdamW(trainable(model), lr=0.5)
+    store = sk.LocalStore(where)
+    if dist.get_rank() == 1:
+        store = FaultyStore(store, "error", at=0, verbs=["read_into"])
+    try:
+        sk.load({"model": model, "optim": optimizer}, store)
+    except sk.CheckpointError as exc:
+        return len(optimizer.state), optimizer.param_groups[0]["lr"], str(exc)
+    return None
+
+
+def test_no_object_takes_anything_if_a_rank_fails_to_read(rank_pool, tmp_path):
+    """
+    A read fails on one rank: it is told to all, and no optimizer has been touched.
+    """
+    rank_pool.run(2, save_net, str(tmp_path / "c"))
+    for outcome in rank_pool.run(2, load_with_fault, str(tmp_path / "c")):
+        count, lr, message = outcome
+        assert (count, lr) == (0, 0.5)
+        assert "rank 1" in message
