@@ -20,6 +20,8 @@ from shardkeep.state.training.model import (
 from shardkeep.state.training.optimizer import get_optimizer_state_dict, optimizer_state, set_optimizer_state_dict
 from shardkeep.state.training.optimizer_load import load_optimizers
 from shardkeep.state.training.options import OptimizerStateType, StateDictOptions, ValueType, checked_options
+from shardkeep.state.training.problems import BadState
+from shardkeep.state.training.share import from_rank0
 
 
 def get_state_dict(
@@ -76,7 +78,11 @@ def set_state_dict(
     state = by_submodule(model, model_state_dict)
     with collector_paused():
         given = as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=not model_state_dict, options=options)
+        info = checked_options(model, given, optim_only=False, options=options)
+        # Where rank 0 alone has the state, it alone knows whether there is any for the model.
+        info.handle_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
+        if not given and not info.handle_model:
+            raise BadState("there is neither state for the model nor an optimizer to set state to")
         check_states(state, optim_state_dict, info)
         load_optimizers(model, given, optim_state_dict, info)
         return set_model_state(model, state, info)

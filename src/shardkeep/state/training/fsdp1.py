@@ -37,6 +37,9 @@ def state_dict_context(
         StateDictType,
     )
 
+    # On the CPU there is nothing to offload, and asking for it lets FSDP1 hand out memory that it frees at once.
+    offload = cpu_offload and any(parameter.device.type != "cpu" for parameter in model.parameters())
+
     @contextmanager
     def context() -> Iterator[None]:
         with warnings.catch_warnings():
@@ -45,12 +48,12 @@ def state_dict_context(
             entered = FullyShardedDataParallel.state_dict_type(
                 model,
                 StateDictType.FULL_STATE_DICT if full else StateDictType.SHARDED_STATE_DICT,
-                FullStateDictConfig(offload_to_cpu=cpu_offload, rank0_only=cpu_offload)
+                FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
                 if full
-                else ShardedStateDictConfig(offload_to_cpu=cpu_offload),
-                FullOptimStateDictConfig(offload_to_cpu=cpu_offload, rank0_only=cpu_offload or broadcast)
+                else ShardedStateDictConfig(offload_to_cpu=offload),
+                FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=cpu_offload or broadcast)
                 if full
-                else ShardedOptimStateDictConfig(offload_to_cpu=cpu_offload),
+                else ShardedOptimStateDictConfig(offload_to_cpu=offload),
             )
             with entered:
                 yield
