@@ -29,10 +29,11 @@ class Model(nn.Module):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page, tmp_path, monkeypatch):
     """
-    Every Python block of a page runs, in order, in one namespace that has a model.
+    Every Python block of a page runs, in order, in one namespace that has a model and its optimizer.
     """
     monkeypatch.chdir(tmp_path)
-    names = {"torch": torch, "model": Model()}
+    model = Model()
+    names = {"torch": torch, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(page), "exec"), names)
 
