@@ -6,11 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils as theirs
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree
 from shardkeep.state.toolkit.gather import all_gather_sharded_tensor, gather_state_dict
@@ -81,7 +82,10 @@ def gather_every_dtype():
         full = random_tensor((5, 3), dtype)
         odd = [(0, (0, 0), (1, 3)), (1, (1, 0), (4, 3))]
         made = [bits(all_gather_sharded_tensor(tensor)) for tensor in (in_chunks(full), sharded_tensor(full, odd))]
-        if made != [bits(full)] * 2:
+        mine = full[:3] if dist.get_rank() == 0 else full[3:]
+        cut = DTensor.from_local(mine, mesh_of(2), [Cut(0)], shape=full.shape, stride=full.stride())
+        made.append(bits(gather_state_dict({"w": cut})["w"]))
+        if made != [bits(full)] * 3:
             wrong.append(dtype)
     return wrong
 
@@ -89,7 +93,7 @@ def gather_every_dtype():
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_is_gathered_bit_for_bit(rank_pool):
     """
-    Dtypes that gloo cannot send, NaNs with odd payloads included.
+    ShardedTensors and DTensors of dtypes that gloo cannot send, NaNs with odd payloads included.
     """
     assert rank_pool.run(2, gather_every_dtype) == [[], []]
 
@@ -128,6 +132,39 @@ def test_uneven_strided_shards_come_back_in_order(rank_pool):
     FSDP over tensor parallelism, with seven rows over two by two ranks.
     """
     assert rank_pool.run(4, gather_fsdp_over_tp) == [True] * 4
+
+
+def gather_strided():
+    wrong = []
+    mesh = mesh_of(2, 2)
+    strided = _StridedShard(0, split_factor=2)
+    for rows in (4, 5, 7, 9):
+        full = numbered(rows, 2)
+        for placements in ([strided, Cut(0)], [Cut(0), strided]):
+            cut = spread_out(full, mesh, *placements)
+            if seen(gather_state_dict({"w": cut})["w"]) != seen(full):
+                wrong.append((rows, placements))
+    return wrong
+
+
+def test_strided_placements_by_hand_come_back_in_order(rank_pool):
+    """
+    Even and uneven rows, strided before and after a plain cut, made by `distribute_tensor`.
+    """
+    assert rank_pool.run(4, gather_strided) == [[]] * 4
+
+
+def gather_beside():
+    pair = DeviceMesh("cpu", [0, 1])
+    tree = {"w": distribute_tensor(numbered(5, 2), pair, [Cut(0)])}
+    return seen(gather_state_dict(tree)) == seen(theirs._gather_state_dict(tree))
+
+
+def test_ranks_beside_a_mesh_are_not_waited_for(rank_pool):
+    """
+    A DTensor on the mesh of two ranks, in the hands of four: those outside get nothing, as in torch.
+    """
+    assert rank_pool.run(4, gather_beside) == [True] * 4
 
 
 def gather_partial_and_grad():

@@ -115,6 +115,7 @@ MISFITS = {
     "other dtype": ({"a": {"b": [torch.ones(3).double(), torch.ones(2, 2)]}, "n": 1}, r"'a\.b\.0' is torch.float32"),
     "none": ({"a": {"b": [None, torch.ones(2, 2)]}, "n": 1}, r"'a\.b\.0' is a Tensor, its companion a NoneType"),
     "number": ({"a": {"b": [torch.ones(3), 4]}, "n": 1}, r"'a\.b\.1' is a Tensor, its companion a int"),
+    "expanded": ({"a": {"b": [torch.ones(1).expand(3), torch.ones(2, 2)]}, "n": 1}, r"'a\.b\.0'.*expanded"),
     "meta": ({"a": {"b": [torch.ones(3), torch.ones(2, 2, device="meta")]}, "n": 1}, r"'a\.b\.1'.*meta"),
 }
 

@@ -15,6 +15,7 @@ from shardkeep.state.toolkit.offload import (
     create_cpu_state_dict,
     offload_state_dict_to_cpu,
 )
+from tests.engine.samples import all_dtypes, random_tensor
 from tests.toolkit.samples import numbered, seen, sharded_tree
 
 
@@ -154,6 +155,15 @@ def test_odd_tensors_get_companions_too():
     made = copy_state_dict(tree, companion, type_check=False)
     assert seen(made) == seen({**tree, "parameter": numbered(3)})
     assert not made["parameter"].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_dtype_is_copied_bit_for_bit():
+    """
+    Also those of which torch has no copy.
+    """
+    tree = {str(dtype): random_tensor((3, 2), dtype) for dtype in all_dtypes()}
+    assert seen(copy_state_dict(tree, create_cpu_state_dict(tree))) == seen(tree)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")

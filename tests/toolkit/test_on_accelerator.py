@@ -28,9 +28,7 @@ def device():
     """The accelerator, with this process as the only rank of a group that can talk from it and from the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     backend = dist.get_default_backend_for_device(accelerator)
-    dist.init_process_group(
-        f"cpu:gloo,{accelerator.type}:{backend}", store=dist.HashStore(), rank=0, world_size=1, device_id=None
-    )
+    dist.init_process_group(f"cpu:gloo,{accelerator.type}:{backend}", store=dist.HashStore(), rank=0, world_size=1)
     yield torch.device(accelerator.type, torch.accelerator.current_device_index())
     dist.destroy_process_group()
 

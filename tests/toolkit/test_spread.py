@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils as theirs
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
@@ -378,6 +378,25 @@ def test_distributing_what_does_not_fit_changes_nothing():
     with pytest.raises(StateMismatch, match=r"'b' has shape \(4,\)"):
         distribute_state_dict({"a": numbered(3), "b": numbered(4)}, local, CPU)
     assert seen(local) == before
+
+
+def spread_beside(device):
+    pair = DeviceMesh("cpu", [0, 1])
+    expected = distribute_tensor(numbered(5, 2), pair, [Cut(0)])
+    made = []
+    for put in (broadcast_state_dict, distribute_state_dict):
+        local = {"w": torch.zeros_like(expected).to(device)}
+        put({"w": numbered(5, 2)}, local, CPU)
+        made.append(seen(local["w"]) == seen(expected))
+    return made
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_ranks_beside_a_mesh_keep_nothing(rank_pool, device):
+    """
+    A DTensor on the mesh of two ranks, in the hands of four: the others take part and hold no part.
+    """
+    assert rank_pool.run(4, spread_beside, device) == [[True, True]] * 4
 
 
 def distribute_dtensors():

@@ -108,7 +108,7 @@ def _ranks_of(tensor: Any, pg: ProcessGroup | None) -> Ranks:
 
     if is_dtensor(tensor):
         return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(pg or tensor._process_group)))
+    return tuple(sorted(dist.get_process_group_ranks(pg or tensor._process_group or dist.group.WORLD)))
 
 
 def _form(tensor: Any) -> str:

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from shardkeep.errors import StateError
+from shardkeep.state.overlap import overlaps_itself
+from shardkeep.state.toolkit.bits import copy_bits
 from shardkeep.state.toolkit.recognise import Path, awaited, is_dtensor, is_sharded_tensor, spell
 
 
@@ -53,20 +55,20 @@ def check_leaf(value: Any, companion: Any, path: Path) -> None:
         _check_dtensors(value, companion, path)
     elif is_sharded_tensor(value):
         _check_shards(value, companion, path)
-    elif companion.is_meta:
-        _refuse(path, "has a companion on the meta device, which holds no values")
+    else:
+        _check_memory(companion, path)
 
 
 def copy_leaf(value: Any, companion: Any, *, non_blocking: bool) -> None:
     """Copy a tensor into the companion that `check_leaf` found to fit."""
     with torch.no_grad():
         if is_dtensor(value):
-            awaited(companion)._local_tensor.copy_(awaited(value._local_tensor), non_blocking=non_blocking)
+            copy_bits(awaited(companion)._local_tensor, awaited(value)._local_tensor, non_blocking=non_blocking)
         elif is_sharded_tensor(value):
             for source, target in zip(value.local_shards(), companion.local_shards(), strict=True):
-                target.tensor.copy_(awaited(source.tensor), non_blocking=non_blocking)
+                copy_bits(target.tensor, awaited(source.tensor), non_blocking=non_blocking)
         else:
-            companion.copy_(awaited(value), non_blocking=non_blocking)
+            copy_bits(companion, awaited(value), non_blocking=non_blocking)
 
 
 def same_layout(a: Any, b: Any) -> bool:
@@ -79,16 +81,22 @@ def same_layout(a: Any, b: Any) -> bool:
 def _check_dtensors(value: Any, companion: Any, path: Path) -> None:
     if not same_layout(value, companion):
         _refuse(path, f"is cut as {_layout(value)}, its companion as {_layout(companion)}")
-    if companion._local_tensor.is_meta:
-        _refuse(path, "has a companion on the meta device, which holds no values")
+    _check_memory(companion._local_tensor, path)
 
 
 def _check_shards(value: Any, companion: Any, path: Path) -> None:
     ours, theirs = _shards(value), _shards(companion)
     if ours != theirs:
         _refuse(path, f"has local shards (offsets, size) {ours}, its companion {theirs}")
-    if any(shard.tensor.is_meta for shard in companion.local_shards()):
+    for shard in companion.local_shards():
+        _check_memory(shard.tensor, path)
+
+
+def _check_memory(memory: torch.Tensor, path: Path) -> None:
+    if memory.is_meta:
         _refuse(path, "has a companion on the meta device, which holds no values")
+    if memory.layout is torch.strided and overlaps_itself(memory):
+        _refuse(path, "has a companion that is expanded: several of its elements share memory")
 
 
 def _layout(dtensor: Any) -> str:

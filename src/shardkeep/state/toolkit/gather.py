@@ -7,6 +7,7 @@ not numbers: every dtype travels over every backend, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from shardkeep.errors import InvalidShards
 from shardkeep.format.region import Box, Ints, slices
 from shardkeep.state.leaves import describe_leaf
-from shardkeep.state.toolkit.bits import as_bytes, copy_bits
+from shardkeep.state.toolkit.bits import as_bytes, carrier_of, copy_bits
 from shardkeep.state.toolkit.census import compare_trees, sharded_in
 from shardkeep.state.toolkit.iterate import _identity_func, check_types, iterate_state_dict
 from shardkeep.state.toolkit.recognise import awaited, is_sharded_tensor, spell
@@ -160,9 +161,21 @@ def _full_of_dtensor(
     mesh = value.device_mesh
     # One that was offloaded goes back to where the mesh can talk.
     there = value if value.device.type == mesh.device_type else value.to(mesh.device_type)
+    dtype = there.dtype
+    if not any(placement.is_partial() for placement in there.placements):  # what is summed has to stay a number
+        there = _viewed_as(carrier_of(dtype), there)
     everywhere = there.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
     full: torch.Tensor = awaited(everywhere.to_local())
-    return full
+    return full if full.dtype == dtype else full.view(dtype)
+
+
+def _viewed_as(dtype: torch.dtype, dtensor: Any) -> Any:
+    """Return a DTensor over the same memory that is of another dtype, of the same size."""
+    if dtensor.dtype == dtype:
+        return dtensor
+    spec = dtensor._spec
+    viewed = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return type(dtensor)(dtensor._local_tensor.view(dtype), viewed, requires_grad=False)
 
 
 def _device_for(metadata: Any, group: Any) -> torch.device:

@@ -27,6 +27,11 @@ from shardkeep.state.toolkit.recognise import is_dtensor, is_sharded_tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
+class PinningRefused(StateError, RuntimeError):
+    """Memory cannot be pinned as it was asked for."""
+
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for the contexts of all devices
 
 
@@ -116,7 +121,9 @@ def create_cpu_state_dict(
         share_memory: in memory that other processes can map.
 
     Raises:
-        RuntimeError: `pin_memory`, and there is no accelerator, as torch raises it.
+        RuntimeError: `pin_memory`, and there is no accelerator (AssertionError together with `share_memory`); these
+            are torch's own errors.
+        PinningRefused: the driver will not, or the accelerator cannot, pin shared memory.
 
     """
 
@@ -174,7 +181,7 @@ def _register(tensor: torch.Tensor) -> None:
     """Pin memory that exists already, until it is freed."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and accelerator.type != "cuda":
-        raise StateError(
+        raise PinningRefused(
             f"memory cannot be both pinned and shared on {accelerator.type}",
             hint="ask create_cpu_state_dict for pin_memory or for share_memory",
         )
@@ -183,7 +190,7 @@ def _register(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     status = int(driver.cudaHostRegister(storage.data_ptr(), storage.nbytes(), _PORTABLE))
     if status != 0:
-        raise StateError(
+        raise PinningRefused(
             f"the driver would not pin {storage.nbytes()} bytes of shared memory (CUDA error {status})",
             hint="raise the limit of locked memory (ulimit -l), or go without pin_memory",
         )

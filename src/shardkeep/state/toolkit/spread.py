@@ -69,9 +69,9 @@ def broadcast_state_dict(
     lists and tuples inside are gone through in the same way; torch sends them whole, and puts full tensors in place
     of their DTensors.
 
-    Values go through one buffer of `stream.BATCH_BYTES`, in the order of their indices; torch sends tensors that are
-    not contiguous in the order of their memory, and receivers get them wrong. On the sender, full tensors that are on `device` already are
-    put into its local state dict themselves, not copies.
+    Values go through one buffer of `stream.BATCH_BYTES`, element by element in the order of indices; of tensors that
+    are not contiguous torch sends the memory as it lies, and receivers get them wrong. On the sender, full tensors
+    that are on `device` already are put into its local state dict themselves, not copies.
 
     Args:
         full_state_dict: read on the first rank of the group only; others may pass anything.
@@ -312,7 +312,9 @@ def _parcel_of(values: Mapping[str, Any], *, sender: bool) -> Parcel:
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedLeaf(f"{key!r} is a {type(value).__qualname__}, expected a tensor", key=key)
         return take_apart(values)
-    cargoes = [Cargo(key, tuple(info.size), info.dtype) for key, info in values.items()]
+    # A rank that has the tensor too, and not only the info, may pass it.
+    shapes = {key: info.shape if isinstance(info, torch.Tensor) else info.size for key, info in values.items()}
+    cargoes = [Cargo(key, tuple(shapes[key]), info.dtype) for key, info in values.items()]
     return Parcel({key: Slot(number) for number, key in enumerate(values)}, cargoes, None)
 
 

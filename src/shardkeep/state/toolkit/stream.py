@@ -186,4 +186,4 @@ def _broadcast(batch: torch.Tensor, pg: ProcessGroup | None) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - takes a second, and a single process needs none
 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1:
-        dist.broadcast(batch, src=dist.get_process_group_ranks(pg)[0], group=pg)
+        dist.broadcast(batch, src=dist.get_process_group_ranks(pg or dist.group.WORLD)[0], group=pg)
