@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardkeep as sk
+from shardkeep.dcp.state_dict import get_optimizer_state_dict
 from tests.engine.samples import bits
 
 
@@ -248,10 +249,10 @@ def test_several_optimizers_and_modules(tmp_path):
 
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
     """
-    `rename` reaches the names inside optimizer state.
+    `rename` reaches the names inside optimizer state, and hyper-parameters follow.
     """
     model = Net()
-    optimizer = torch.optim.Adam(trainable(model))
+    optimizer = torch.optim.Adam(trainable(model), lr=0.02)
     train(model, optimizer, 1, seed=0)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
 
@@ -264,13 +265,10 @@ def test_a_renamed_layer_takes_its_moments_along(tmp_path):
 
     other = Renamed()
     fresh = torch.optim.Adam(trainable(other))
-    groups = "optim.param_groups"
     sk.load(
-        {"model": other, "optim": fresh},
-        tmp_path / "c",
-        rename=[(r"^(model|optim\.state)\.first\.", r"\1.start.")],
-        exclude=groups,
+        {"model": other, "optim": fresh}, tmp_path / "c", rename=[(r"^(model|optim\.state)\.first\.", r"\1.start.")]
     )
+    assert fresh.param_groups[0]["lr"] == 0.02
     assert torch.equal(other.start.weight, model.first.weight)
     assert torch.equal(fresh.state[other.start.weight]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
 
@@ -295,3 +293,33 @@ def test_a_scheduler_goes_on(tmp_path):
             one.step()
             its.step()
         assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_part_of_the_state_alone(tmp_path):
+    """
+    What `exclude` leaves out stays in the optimizer as it was; what is loaded takes its place.
+    """
+    model = Net()
+    optimizer = torch.optim.Adam(trainable(model))
+    train(model, optimizer, 2, seed=0)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    saved = optimizer.state[model.first.weight]["exp_avg"].clone()
+    train(model, optimizer, 1, seed=1)
+    later = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
+    sk.load({"model": model, "optim": optimizer}, tmp_path / "c", exclude="*.exp_avg_sq")
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], saved)
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg_sq"], later)
+
+
+def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
+    """
+    What get_optimizer_state_dict returned, saved as a dict, is the same state.
+    """
+    model = Net()
+    optimizer = torch.optim.Adam(trainable(model), lr=0.03)
+    train(model, optimizer, 2, seed=0)
+    sk.save({"model": model, "optim": get_optimizer_state_dict(model, optimizer)}, tmp_path / "c")
+    fresh = torch.optim.Adam(trainable(model), lr=0.5)
+    sk.load({"model": model, "optim": fresh}, tmp_path / "c")
+    assert fresh.param_groups[0]["lr"] == 0.03
+    assert torch.equal(fresh.state[model.first.bias]["exp_avg"], optimizer.state[model.first.bias]["exp_avg"])

@@ -113,6 +113,7 @@ class Blockwise(torch.optim.Optimizer):
                 blocks = -(-grad.numel() // 4)
                 if not kept:
                     kept.update(codes=torch.zeros(blocks * 4, dtype=torch.uint8), scales=torch.zeros(blocks))
+                    kept["parts"] = [torch.full((3,), float(dist.get_rank())), "plain"]
                 kept["codes"][: grad.numel()] += (grad.reshape(-1) > 0).to(torch.uint8)
                 kept["scales"] += 1.5 + dist.get_rank()
                 local = p.to_local() if isinstance(p, DTensor) else p
@@ -130,7 +131,10 @@ def blockwise(where, *, save):
         sk.save(state, where)
     else:
         sk.load(state, where)
-    return [(bits(kept["codes"]), bits(kept["scales"])) for kept in optimizer.state.values()]
+    return [
+        (bits(kept["codes"]), bits(kept["scales"]), bits(kept["parts"][0]), kept["parts"][1])
+        for kept in optimizer.state.values()
+    ]
 
 
 def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):

@@ -28,9 +28,16 @@ def groups_by_first(groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> di
     return saved
 
 
-def set_hyper_parameters(group: dict[str, Any], names: Sequence[str], saved: Mapping[str, Any]) -> None:
-    """Give a group what was saved for the first of these parameters that any saved group has."""
-    of = {name: hyper for hyper in saved.values() for name in hyper.get("params", ())}
+def set_hyper_parameters(
+    group: dict[str, Any], names: Sequence[str], saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> None:
+    """
+    Give a group what was saved for the first of these parameters that any saved group has.
+
+    Groups in a list are those of a state dict by parameter names, saved as such.
+    """
+    groups = saved.values() if isinstance(saved, Mapping) else saved
+    of = {name: hyper for hyper in groups for name in hyper.get("params", ())}
     for key, value in next((of[name] for name in names if name in of), {}).items():
         if key in OF_THIS_MACHINE or value is UNFILLED:
             continue

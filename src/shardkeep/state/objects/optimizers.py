@@ -13,7 +13,7 @@ groups that are cut otherwise, find what is theirs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +30,6 @@ from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLea
 from shardkeep.state.training.fresh import is_fresh, rehearsed
 from shardkeep.state.training.names import parameter_names
 
-_SHARD = "shard_of_rank"
-
 
 class OptimizerObject:
     """How an optimizer is saved and loaded."""
@@ -41,6 +39,8 @@ class OptimizerObject:
         self._optimizer = optimizer
         self._modules = modules
         self._rank = rank
+        self._asked: dict[str, Any] = {}
+        """What `template` asked for, by parameter."""
 
     @cached_property
     def _names(self) -> dict[Any, tuple[str, ...]]:
@@ -83,16 +83,18 @@ class OptimizerObject:
         if not stored.has(self.name):
             return UNFILLED
         groups = SavedGroups(self.name, stored, selected)
-        state: dict[str, Any] = {}
+        self._asked = state = {}
         for group in self._optimizer.param_groups:
-            groups.check(self._names[parameter] for parameter in group["params"])
             for parameter in group["params"]:
                 names = self._names[parameter]
                 saved = next((name for name in names if stored.has(f"{self.name}.state.{name}")), None)
                 if saved is not None:
+                    # Groups list their parameters by the names they were saved with.
+                    self._names[parameter] = names + stored.former_names(f"{self.name}.state.{saved}")
                     state[saved] = self._places(stored, saved, parameter, group)
                 elif groups.of(names) is None:
                     state[names[0]] = UNFILLED
+            groups.check(self._names[parameter] for parameter in group["params"])
         template: dict[str, Any] = {"state": state}
         for part in ("param_groups", "other"):
             if stored.below(f"{self.name}.{part}"):
@@ -129,7 +131,9 @@ class OptimizerObject:
             for parameter in group["params"]:
                 for name in self._names[parameter]:
                     if name in by_name:
-                        self._optimizer.state[parameter] = _local_form(by_name[name])
+                        # What was left out of the load stays; what the checkpoint never had goes.
+                        left = {} if by_name[name] is self._asked[name] else self._optimizer.state.get(parameter, {})
+                        self._optimizer.state[parameter] = {**left, **_local_form(by_name[name])}
                         break
             names = [name for parameter in group["params"] for name in self._names[parameter]]
             set_hyper_parameters(group, names, state.get("param_groups", {}))
@@ -180,11 +184,29 @@ def _refuse_equal_names(name: str, names: Mapping[Any, tuple[str, ...]]) -> None
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _flat(child, f"{name}.{key}")
-    else:
+    children = _children(value)
+    if children is None:
         yield name, value
+        return
+    for key, child in children.items():
+        yield from _flat(child, f"{name}.{key}")
+
+
+def _children(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else None
+
+
+def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+    """Build the same containers with other leaves."""
+    children = _children(value)
+    if children is None:
+        return change(value, name)
+    made = {key: _mapped(child, f"{name}.{key}", change) for key, child in children.items()}
+    if isinstance(value, Mapping):
+        return made
+    return list(made.values()) if isinstance(value, list) else tuple(made.values())
 
 
 def _place(stored: Stored, leaf: StoredLeaf, parameter: torch.Tensor, group: dict[str, Any], present: Any) -> Any:
@@ -205,41 +227,41 @@ def _of_one_shard(value: Any, parameter: torch.Tensor) -> bool:
     return type(value) is torch.Tensor and value.dim() > 0 and _shard_of(parameter) is not None
 
 
-def _portable(value: Any, name: str, parameter: Any, differing: Collection[str]) -> Any:
+def _portable(kept: Any, name: str, parameter: Any, differing: Collection[str]) -> Any:
     """Say of plain tensors in a sharded parameter's state which shard they are of."""
-    if isinstance(value, Mapping):
-        return {key: _portable(child, f"{name}.{key}", parameter, differing) for key, child in value.items()}
-    if not _of_one_shard(value, parameter):
-        return value
-    if value.shape == parameter.to_local().shape:
-        return _like_parameter(value, parameter)
-    return {_SHARD: PerRank({"boxes": _shard_of(parameter), "tensor": value})} if name in differing else value
+
+    def change(value: Any, own: str) -> Any:
+        if not _of_one_shard(value, parameter):
+            return value
+        if value.shape == parameter.to_local().shape:
+            return _like_parameter(value, parameter)
+        return PerRank({"boxes": _shard_of(parameter), "tensor": value}) if own in differing else value
+
+    return _mapped(kept, name, change)
 
 
 def _own_shards(places: Any, stored: Stored, name: str, parameter: torch.Tensor, rank: int) -> Any:
     """Keep, of state that each rank stored for its own shard, this rank's, and insist that the shard is the same."""
-    if isinstance(places, dict):
-        return {key: _own_shards(child, stored, f"{name}.{key}", parameter, rank) for key, child in places.items()}
-    if not isinstance(places, EveryRank):
-        return places
-    saved = stored.find(f"{name}.@{rank}.boxes")
-    if saved is None or stored.value(saved) != _shard_of(parameter):
-        raise StateMismatch(
-            f"{name!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be cut anew,"
-            f" and rank {rank} now holds another shard",
-            hint="load it on the same number of ranks and the same mesh, or exclude it",
-            key=name,
-        )
-    return PerRank(places.values[rank])
+
+    def change(value: Any, own: str) -> Any:
+        if not isinstance(value, EveryRank):
+            return value
+        saved = stored.find(f"{own}.@{rank}.boxes")
+        if saved is None or stored.value(saved) != _shard_of(parameter):
+            raise StateMismatch(
+                f"{own!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be cut"
+                f" anew, and rank {rank} now holds another shard",
+                hint="load it on the same number of ranks and the same mesh, or exclude it",
+                key=own,
+            )
+        return PerRank(value.values[rank])
+
+    return _mapped(places, name, change)
 
 
 def _local_form(kept: Any) -> Any:
     """Undo `_portable`, but for what is laid out as the parameter: an optimizer works with either."""
-    if isinstance(kept, Mapping) and set(kept) == {_SHARD}:
-        return kept[_SHARD].value["tensor"]
-    if isinstance(kept, Mapping):
-        return {key: _local_form(child) for key, child in kept.items()}
-    return kept
+    return _mapped(kept, "", lambda value, _: value.value["tensor"] if isinstance(value, PerRank) else value)
 
 
 def _shard_of(parameter: torch.Tensor) -> list[list[list[int]]] | None:

@@ -43,7 +43,7 @@ class StatefulObject:
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Sum up a state that may differ between ranks. One that is spread over them says itself what belongs where."""
-        if self._per_rank or "@" in self.name:
+        if self._per_rank or f"@{self._rank}" in self.name.split("."):
             return {}
         leaves, tree = flatten(self._given, rank=self._rank, is_tensor=is_tensor)
         if any(_is_spread(leaf) for leaf in leaves.values()):

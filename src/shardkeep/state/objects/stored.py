@@ -98,6 +98,11 @@ class Stored:
         at = bisect_left(self._names, name)
         return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
 
+    def former_names(self, name: str) -> tuple[str, ...]:
+        """Return what the keys were called, before the load renamed them, that are now the last part of this name."""
+        found = {leaf.path[-len(tail) - 1][1] for tail, leaf in self.below(name) if len(leaf.path) > len(tail)}
+        return tuple(sorted(part for part in found if isinstance(part, str) and not name.endswith(f".{part}")))
+
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
         return self._index.shape(leaf.row)
