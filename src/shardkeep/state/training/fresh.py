@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizers
 
 from shardkeep.state.training.options import PARAMS
 from shardkeep.state.training.problems import BadState
 
 LR = "lr"
 _SET_APART = {"state", "param_groups", "step"}
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -83,7 +85,7 @@ def rehearsed(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[
     copies = {id(parameter): _copy_of(parameter) for parameter in parameters}
     stand_in = _stand_in_for(optimizer, copies)
     try:
-        with _generators_kept(parameters):
+        with _generators_kept(parameters), _hooks_away():
             _plain_step(stand_in)
     except Exception as exc:
         raise BadState(
@@ -152,6 +154,20 @@ def _plain_step(optimizer: Optimizer) -> None:
         step = getattr(step, "__wrapped__", step)
     with torch.no_grad():
         step(optimizer)
+
+
+@contextmanager
+def _hooks_away() -> Iterator[None]:
+    """Take away the hooks that run at the step of every optimizer: a subclass's step may call one that runs them."""
+    found = [getattr(torch_optimizers, name, None) for name in _GLOBAL_HOOKS]
+    hooks = [(table, dict(table)) for table in found if table]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, before in hooks:
+            table.update(before)
 
 
 @contextmanager
