@@ -118,9 +118,12 @@ class OptimizerObject:
         except StateError:
             return optimizer.state
 
+    def _layout(self, parameter: torch.Tensor, base: str = "") -> dict[str, Any]:
+        return dict(_flat(self._present.get(parameter, {}), base))
+
     def _places(self, stored: Stored, saved: str, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         base = f"{self.name}.state.{saved}"
-        present = dict(_flat(self._present.get(parameter, {}), base))
+        present = self._layout(parameter, base)
         places = stored.nest(base, lambda leaf: _place(stored, leaf, parameter, group, present.get(leaf.name)))
         return _own_shards(places, stored, base, parameter, self._rank)
 
@@ -133,7 +136,10 @@ class OptimizerObject:
                     if name in by_name:
                         # What was left out of the load stays; what the checkpoint never had goes.
                         left = {} if by_name[name] is self._asked[name] else self._optimizer.state.get(parameter, {})
-                        self._optimizer.state[parameter] = {**left, **_local_form(by_name[name])}
+                        self._optimizer.state[parameter] = {
+                            **left,
+                            **_local_form(by_name[name], self._layout(parameter)),
+                        }
                         break
             names = [name for parameter in group["params"] for name in self._names[parameter]]
             set_hyper_parameters(group, names, state.get("param_groups", {}))
@@ -213,10 +219,12 @@ def _place(stored: Stored, leaf: StoredLeaf, parameter: torch.Tensor, group: dic
     """Make room for one piece of state: as it is there already, or laid out as its parameter, or plain."""
     if not leaf.is_tensor:
         return UNFILLED
-    if is_tensor(present):
-        return place_for(stored, leaf, present)
     shape, dtype = stored.shape(leaf), stored.dtype(leaf)
-    if shape == tuple(parameter.shape):
+    whole = shape == tuple(parameter.shape)
+    # A plain tensor that is this rank's shard was saved as a part of the whole, and is loaded as one.
+    if is_tensor(present) and not (whole and _of_one_shard(present, parameter) and tuple(present.shape) != shape):
+        return place_for(stored, leaf, present)
+    if whole:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     here = shape or group.get("capturable") or group.get("fused")  # a step counter is kept where a step reads it
     return torch.empty(shape, dtype=dtype, device=parameter.device if here else "cpu")
@@ -259,9 +267,16 @@ def _own_shards(places: Any, stored: Stored, name: str, parameter: torch.Tensor,
     return _mapped(places, name, change)
 
 
-def _local_form(kept: Any) -> Any:
-    """Undo `_portable`, but for what is laid out as the parameter: an optimizer works with either."""
-    return _mapped(kept, "", lambda value, _: value.value["tensor"] if isinstance(value, PerRank) else value)
+def _local_form(kept: Any, present: Mapping[str, Any]) -> Any:
+    """Undo `_portable`; a shard becomes a plain tensor again where the optimizer keeps one."""
+
+    def change(value: Any, own: str) -> Any:
+        if isinstance(value, PerRank):
+            return value.value["tensor"]
+        plain = type(present.get(own)) is torch.Tensor
+        return value.to_local() if plain and hasattr(value, "to_local") else value
+
+    return _mapped(kept, "", change)
 
 
 def _shard_of(parameter: torch.Tensor) -> list[list[list[int]]] | None:
