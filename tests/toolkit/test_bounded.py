@@ -11,6 +11,8 @@ from torch.distributed.tensor import Shard as Cut
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardkeep.ranks import agree
+from shardkeep.ranks.agree import Meeting
 from shardkeep.state.toolkit import stream
 from shardkeep.state.toolkit.gather import gather_state_dict
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
@@ -22,6 +24,10 @@ FULL = 256 * KIB
 COUNT = 40
 BATCH = 512 * KIB
 SLACK = 64 * KIB
+
+
+MANY = [(1024, 64)] * COUNT
+ONE = [(1024 * COUNT, 64)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -107,10 +113,6 @@ def broadcast_counted(shapes, device, result):
     return live.peak, after, right
 
 
-MANY = [(1024, 64)] * COUNT
-ONE = [(1024 * COUNT, 64)]
-
-
 @pytest.mark.parametrize("shapes", [MANY, ONE], ids=["many tensors", "one tensor of many batches"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_broadcast_takes_one_batch(rank_pool, shapes, device):
@@ -122,6 +124,33 @@ def test_a_broadcast_takes_one_batch(rank_pool, shapes, device):
         assert right
         assert after == result
         assert result + BATCH // 2 < peak <= result + BATCH + SLACK
+
+
+def longest_message():
+    """Of all that the ranks tell each other besides the batches, which go through the group."""
+    lengths = []
+
+    class Listening(Meeting):
+        def agree(self, phase, work, decide):
+            answer = super().agree(phase, work, decide)
+            lengths.append(len(answer))
+            return answer
+
+    agree.Meeting = Listening
+    try:
+        broadcast_state_dict(full_tree(MANY) if dist.get_rank() == 0 else {}, blank_tree(MANY, "meta"), CPU)
+    finally:
+        agree.Meeting = Meeting
+    return len(lengths), max(lengths)
+
+
+def test_ranks_tell_each_other_about_tensors_not_their_values(rank_pool):
+    """
+    What is agreed on takes some bytes for each of forty tensors, whatever their size.
+    """
+    for count, longest in rank_pool.run(2, longest_message):
+        assert count == 2
+        assert longest < 200 * COUNT
 
 
 def distribute_counted(device):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _state_dict_utils as theirs
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.state.toolkit.iterate import CompanionMismatch, UnexpectedValue, _identity_func, iterate_state_dict
@@ -143,6 +143,7 @@ def sharded_misfits():
         (value, DTensor.from_local(torch.zeros(2, 4), line, [Cut(0)]).double()),
         (chunks, other),
         (chunks, numbered(4, 2)),
+        tuple(DTensor.from_local(numbered(4, 4), line, [placement]) for placement in (Replicate(), Partial())),
     ]
     said = []
     for leaf, companion in cases:
@@ -157,7 +158,8 @@ def test_sharded_companions_must_be_cut_alike(rank_pool):
     Another placement, kind, dtype, cut, or no memory.
     """
     for said in rank_pool.run(2, sharded_misfits):
-        assert len(said) == 7
+        assert len(said) == 8
         assert "cut as" in said[0]
         assert "meta" in said[3]
         assert "local shards" in said[5]
+        assert "cut as" in said[7]

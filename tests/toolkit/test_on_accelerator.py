@@ -160,6 +160,7 @@ def test_gather_on_one_rank(device, cpu_offload):
     assert {t.device.type for t in locals_of(made)} == {"cpu" if cpu_offload else device.type}
 
 
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 def test_gather_of_a_sharded_tensor(device):
     """
     A ShardedTensor on the host is gathered on the host, or on the accelerator if asked to.
