@@ -110,6 +110,12 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictI
 
     """
     if not info.handle_model or not (state or info.broadcast_from_rank0):
+        if info.handle_model and info.full_state_dict and info.cpu_offload:
+            # Reading with these options gives state to rank 0 alone. The other ranks must not pass over it in silence.
+            raise BadState(
+                "the model's state dict is empty on this rank",
+                hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
+            )
         return _IncompatibleKeys([], [])
     modifiers = info.dsd_fqn_modifiers
     items = list(live_state(model, modifiers))

@@ -198,5 +198,7 @@ def _step(current: Any, part: str, hidden: dict[str, str]) -> tuple[Any, bool]:
 
 
 def _names_in_flat_parameter(owner: Any, modifiers: str, kept: Container[str]) -> Iterator[str]:
-    for name in getattr(getattr(owner, FLAT_PARAM, None), "_fqns", ()):
+    # A compiled module looks up attributes in what it wraps alone, and has this one itself.
+    flat = getattr(owner, "_parameters", {}).get(FLAT_PARAM, getattr(owner, FLAT_PARAM, None))
+    for name in getattr(flat, "_fqns", ()):
         yield from _resolve(owner, name, modifiers, kept, lenient=True)

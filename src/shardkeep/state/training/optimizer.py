@@ -79,7 +79,8 @@ def set_optimizer_state_dict(
     Give optimizers the state they had, by the canonical names of the model's parameters.
 
     Optimizers need not have made a step: their state is made from what is passed. Values keep the type the optimizer
-    has them in. The optimizers may share the tensors that are passed.
+    has them in. As with `Optimizer.load_state_dict`, tensors that fit as they are become the optimizer's own, without
+    a copy: pass a copy to keep them, or to give them to two optimizers.
 
     Args:
         model: The model; all ranks that hold a part of it must call this.
