@@ -168,7 +168,7 @@ def failure_of(error: BaseException, trace: str = "") -> Failure:
 
 def error_class(kind: str) -> type[CheckpointError]:
     """Find the class a failure names; foreign exceptions become plain `CheckpointError`."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, CheckpointError):
-        return found
-    return CheckpointError
+    known = [CheckpointError]
+    for cls in known:  # grows while it is gone through
+        known += [below for below in cls.__subclasses__() if below.__module__.startswith("shardkeep.")]
+    return next((cls for cls in known if cls.__name__ == kind), CheckpointError)
