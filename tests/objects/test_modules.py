@@ -125,3 +125,19 @@ def test_what_state_dict_makes_for_the_occasion_goes_back(tmp_path):
     other = Packed()
     sk.load({"model": other}, tmp_path / "c")
     assert torch.equal(other.weight, torch.arange(4.0))
+
+
+def test_hooks_that_wait_for_a_load_are_called(tmp_path):
+    """
+    A module's and an optimizer's own load hooks run after the load, and see what was loaded.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    seen = []
+    other = nn.Sequential(nn.Linear(2, 2))[0]
+    other.register_load_state_dict_post_hook(lambda module, _keys: seen.append(bits(module.weight)))
+    fresh = torch.optim.SGD(other.parameters(), lr=1.0)
+    fresh.register_load_state_dict_post_hook(lambda optim: seen.append(optim.param_groups[0]["lr"]))
+    sk.load({"model": other, "optim": fresh}, tmp_path / "c")
+    assert seen == [bits(model.weight), 0.25]

@@ -323,3 +323,22 @@ def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
     sk.load({"model": model, "optim": fresh}, tmp_path / "c")
     assert fresh.param_groups[0]["lr"] == 0.03
     assert torch.equal(fresh.state[model.first.bias]["exp_avg"], optimizer.state[model.first.bias]["exp_avg"])
+
+
+def test_an_optimizer_with_its_own_state_dict_is_taken_at_its_word(tmp_path):
+    """
+    What its `state_dict` returns is what its `load_state_dict` gets.
+    """
+
+    class Own(torch.optim.SGD):
+        def state_dict(self):
+            return {"mine": torch.ones(2), "rate": self.param_groups[0]["lr"]}
+
+        def load_state_dict(self, state):
+            self.param_groups[0]["lr"] = state["rate"] + state["mine"].sum().item()
+
+    model = Net()
+    sk.save({"optim": Own(model.parameters(), lr=1.0)}, tmp_path / "c")
+    fresh = Own(model.parameters(), lr=5.0)
+    sk.load({"optim": fresh}, tmp_path / "c")
+    assert fresh.param_groups[0]["lr"] == 3.0

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH = 8
-DEPTH = 4
+DEPTH = 2
 
 
 class Block(nn.Module):

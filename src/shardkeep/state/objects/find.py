@@ -21,6 +21,7 @@ from shardkeep.state.objects.stored import UNFILLED, Selected, Stored
 from shardkeep.state.training.fsdp1 import fsdp_modules
 
 _KNOWN: dict[type, bool] = {}
+_ORDINARY = (Optimizer.state_dict, Optimizer.load_state_dict)
 
 
 class Adapter(Protocol):
@@ -112,7 +113,8 @@ def _adapter(name: str, leaf: Any, modules: Mapping[str, nn.Module], *, rank: in
     if isinstance(leaf, nn.Module):
         return ModuleObject(name, leaf)
     # An optimizer with its own idea of a state dict is taken at its word.
-    if isinstance(leaf, Optimizer) and type(leaf).state_dict is Optimizer.state_dict:
+    cls: Any = type(leaf)
+    if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _ORDINARY:
         flat = _flat_module_of(leaf, modules)
         return (
             OptimizerObject(name, leaf, modules, rank=rank) if flat is None else FlatOptimizerObject(name, leaf, flat)

@@ -49,9 +49,11 @@ class ModuleObject:
             for name, leaf in state.items():
                 if leaf is not self._before[name] and name in own:
                     _become(own[name], leaf)
-            if all(name in own and _same_memory(own[name], leaf) for name, leaf in state.items()):
+            filled = all(name in own and _same_memory(own[name], leaf) for name, leaf in state.items())
+            if filled and not any(part._load_state_dict_post_hooks for part in self._module.modules()):
                 return
-        # What state_dict() made for the occasion goes back the way it came; whether it is all there was settled before.
+        # What state_dict() made for the occasion goes back the way it came, and hooks that wait for a load get theirs;
+        # whether everything is there was settled before.
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=False))
 
 

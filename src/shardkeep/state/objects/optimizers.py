@@ -145,6 +145,8 @@ class OptimizerObject:
             set_hyper_parameters(group, names, state.get("param_groups", {}))
         for key, value in state.get("other", {}).items():
             self._optimizer.state[key] = value
+        for hook in self._optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(self._optimizer)
 
 
 def _names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> dict[Any, tuple[str, ...]]:
