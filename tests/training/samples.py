@@ -92,8 +92,9 @@ def batch(step: int) -> torch.Tensor:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Make steps of training, numbered so that they can be made again."""
+    device = next(model.parameters()).device
     for step in steps:
-        model(batch(step)).pow(2).mean().backward()
+        model(batch(step).to(device)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

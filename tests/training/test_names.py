@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from shardkeep.errors import CheckpointError
+from shardkeep.state.training.live import live_state, names_of_parameters
 from shardkeep.state.training.names import canonical_key, canonical_names, get_fqns, parameter_names, state_dict_key
 
 # Importing torch.compile's machinery warns of parts of torch itself.
@@ -83,6 +84,7 @@ def test_tied_parameters_have_all_their_names():
     model._orig_mod.again = model._orig_mod.blocks[1]
     names = list(parameter_names(model).values())
 
+    assert list(names_of_parameters(live_state(model)).values()) == names
     assert names[0] == ("emb.weight", "head.weight")
     assert ("blocks.1.0.weight", "again.0.weight") in names
     assert len(names) == len(list(model.parameters()))

@@ -26,7 +26,6 @@ from shardkeep.state.training.problems import BadState
 LR = "lr"
 _SET_APART = {"state", "param_groups", "step"}
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def is_fresh(optimizer: Optimizer) -> bool:
@@ -120,19 +119,12 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def _stand_in_for(optimizer: Optimizer, copies: dict[int, torch.Tensor]) -> Optimizer:
     """Make an optimizer of the same class that holds the copies; what it changes, it changes in itself alone."""
-    memo: dict[int, Any] = dict(copies)
     stand_in: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name not in _SET_APART:
-            stand_in.__dict__[name] = OrderedDict() if name in _HOOKS else _copied(value, memo)
+            stand_in.__dict__[name] = OrderedDict() if name.endswith("_hooks") else _copied(value, copies)
     stand_in.state = defaultdict(dict)
-    stand_in.param_groups = [
-        {
-            key: [copies[id(parameter)] for parameter in value] if key == PARAMS else _copied(value, memo)
-            for key, value in group.items()
-        }
-        for group in optimizer.param_groups
-    ]
+    stand_in.param_groups = _copied(optimizer.param_groups, copies)
     for group in stand_in.param_groups:
         if LR in group:
             rate = group[LR]
@@ -140,11 +132,19 @@ def _stand_in_for(optimizer: Optimizer, copies: dict[int, torch.Tensor]) -> Opti
     return stand_in
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # noqa: BLE001 - process groups, streams and the like cannot be copied, and need not be
-        return value
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Copy tensors and containers, with copies of parameters in their place; other objects stay the same ones."""
+    if isinstance(value, torch.Tensor):
+        return copies[id(value)] if id(value) in copies else value.detach().clone()
+    if isinstance(value, Optimizer):
+        return _stand_in_for(value, copies)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _copied(one, copies) for key, one in value.items()})
+        return copied
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(one, copies) for one in value)
+    return value
 
 
 def _plain_step(optimizer: Optimizer) -> None:

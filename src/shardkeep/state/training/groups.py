@@ -42,8 +42,7 @@ def group_for_load(
         return live | _fitted(_empty_group(group, saved, optimizer), live)
     found = [(name, saved.groups[name]) for name in names if name in saved.groups]
     missing = [name for name in names if name not in saved.groups]
-    trained = any(parameter.requires_grad for parameter in group[PARAMS])
-    if missing and strict and (not found or trained) and _some_trained(group, names, missing):
+    if strict and _some_trained(group, names, missing):
         raise BadState(
             f"the saved param groups do not hold {missing[0]!r}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
@@ -63,7 +62,7 @@ def group_for_load(
 def _some_trained(group: Mapping[str, Any], names: Sequence[str], missing: Sequence[str]) -> bool:
     parameters = group[PARAMS]
     if len(parameters) != len(names):  # flat parameters hold several
-        return True
+        return bool(missing)
     return any(p.requires_grad for p, name in zip(parameters, names, strict=True) if name in missing)
 
 

@@ -6,16 +6,16 @@ Nothing is copied or gathered, unlike with `state_dict()`, and no hook runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from shardkeep.state.training.names import EXTRA_STATE, FQN_MODIFIERS, names_and_keys
+from shardkeep.state.training.names import EXTRA_STATE, FLAT_PARAM, FQN_MODIFIERS, names_and_keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LiveItem:
     """One thing a module holds."""
 
@@ -35,10 +35,26 @@ def live_state(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> Iterato
     in it, the value being the flat parameter.
     """
     for prefix, part in module.named_modules(remove_duplicate=False):
+        names: tuple[str, str] | None = None
         for own_name, value in _own(part):
             raw = f"{prefix}.{own_name}" if prefix else own_name
-            for name, key in names_and_keys(module, raw, fqn_modifiers=fqn_modifiers):
-                yield LiveItem(name, key, value)
+            if own_name == FLAT_PARAM:
+                for name, key in names_and_keys(module, raw, fqn_modifiers=fqn_modifiers):
+                    yield LiveItem(name, key, value)
+                continue
+            if names is None:  # the way to the module is followed once for all it holds
+                name, key = next(names_and_keys(module, raw, fqn_modifiers=fqn_modifiers))
+                names = name.removesuffix(own_name), key.removesuffix(own_name)
+            yield LiveItem(names[0] + own_name, names[1] + own_name, value)
+
+
+def names_of_parameters(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return the names of each parameter among what a module holds: `names.parameter_names`, from what is at hand."""
+    names: dict[nn.Parameter, dict[str, None]] = {}
+    for item in items:
+        if isinstance(item.value, nn.Parameter):
+            names.setdefault(item.value, {})[item.name] = None
+    return {parameter: tuple(found) for parameter, found in names.items()}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

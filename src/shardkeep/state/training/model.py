@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardkeep.errors import KeyCollision
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.training.calls import check_states, collector_paused, gathered_or_offloaded, own_method
-from shardkeep.state.training.live import LiveItem, live_state
+from shardkeep.state.training.live import LiveItem
 from shardkeep.state.training.names import canonical_key, state_dict_key
 from shardkeep.state.training.options import StateDictInfo, StateDictOptions, ValueType, checked_options
 from shardkeep.state.training.problems import BadOptions, BadState
@@ -88,11 +88,13 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
         return {}
     with info.fsdp_context():
         state = own_method(model, "state_dict")()
-    state = _renamed(state, lambda key: canonical_key(model, key, fqn_modifiers=info.dsd_fqn_modifiers))
+    modifiers = info.dsd_fqn_modifiers
+    names = {item.key: item.name for item in info.live}
+    state = _renamed(state, lambda key: names.get(key) or canonical_key(model, key, fqn_modifiers=modifiers))
     if info.ignore_frozen_params:
-        for parameter, names in info.param_names.items():
+        for parameter, found in info.param_names.items():
             if not parameter.requires_grad:
-                for name in names:
+                for name in found:
                     state.pop(name, None)
     if info.submodule_prefixes:
         state = _of_submodules(state, info.submodule_prefixes, keep_prefixes=info.keep_submodule_prefixes)
@@ -118,13 +120,14 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictI
             )
         return _IncompatibleKeys([], [])
     modifiers = info.dsd_fqn_modifiers
-    items = list(live_state(model, modifiers))
+    items = info.live
     keys = {item.name: item.key for item in items}
     # The wrappers' own names are added to keys that have none; those that have them already are understood too.
     given = _renamed(state, lambda name: keys.get(name) or state_dict_key(model, name, fqn_modifiers=modifiers))
-    present = set(from_rank0(lambda: _present(given, items, info))) if info.broadcast_from_rank0 else set(given)
-    if not info.broadcast_from_rank0:
-        _present(given, items, info)
+    if info.broadcast_from_rank0:
+        present = from_rank0(lambda: _present(given, items, info))
+    else:
+        present = _present(given, items, info)
     assign = False
     if info.full_state_dict:
         given, assign = _spread(given, items, present, info)
@@ -198,7 +201,7 @@ def _present(given: Mapping[str, Any], items: list[LiveItem], info: StateDictInf
 
 
 def _spread(
-    given: dict[str, Any], items: list[LiveItem], present: set[str], info: StateDictInfo
+    given: dict[str, Any], items: list[LiveItem], present: list[str], info: StateDictInfo
 ) -> tuple[dict[str, Any], bool]:
     """Cut whole tensors to what each rank holds; say too whether the module must take the tensors themselves."""
     live = {item.key: item.value for item in items}
@@ -212,18 +215,16 @@ def _spread(
     else:
         distribute_state_dict(given, local, device=device)
     result: OrderedDict[str, Any] = OrderedDict()
-    for key, value in local.items():
-        if key not in present:
-            continue  # the module says what it misses; its own value is not the one that was asked for
+    # What is not given is left out: the module says what it misses, and its own value is not the one asked for.
+    for key in present:
+        # The module also tells of keys it does not know; on ranks that have no value for one a stand-in is enough.
+        value = local[key] if key in local else given.get(key, torch.empty(0))
         held = live.get(key)
         if on_meta and isinstance(held, torch.Tensor) and held is not value:
             # The module takes the tensors themselves. Scalars come on the CPU; and what was there before stays the
             # same object, as optimizers hold it.
-            value = value.to(device) if held.is_meta else held.copy_(value)  # noqa: PLW2901 - goes into the result
+            value = value.to(device) if held.is_meta else held.copy_(value)
         result[key] = value
-    for key in present - result.keys():
-        # The module tells of keys it does not know; on ranks that have no value for them a stand-in is enough.
-        result[key] = given.get(key, torch.empty(0))
     if hasattr(given, "_metadata"):
         result._metadata = given._metadata  # type: ignore[attr-defined]  # where nn.Module looks for it
     return result, on_meta

@@ -133,8 +133,9 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> dict[str, str]:
     """Return what a module says of itself: name of an attribute -> child that hides it."""
-    told = getattr(module, fqn_modifiers, None)
-    return dict(told()) if callable(told) else {}
+    if not hasattr(type(module), fqn_modifiers) and fqn_modifiers not in vars(module):
+        return {}
+    return dict(getattr(module, fqn_modifiers)())
 
 
 def _wrapped_attribute(module: Any) -> str | None:
@@ -192,6 +193,9 @@ def _resolve(module: nn.Module, name: str, modifiers: str, kept: Container[str],
 def _step(current: Any, part: str, hidden: dict[str, str]) -> tuple[Any, bool]:
     if part in hidden:
         current = getattr(current, hidden[part], current)
+    children = getattr(current, "_modules", {})
+    if part in children:
+        return children[part], True
     if part != EXTRA_STATE and hasattr(current, part):
         return getattr(current, part), True
     return current, False

@@ -54,12 +54,15 @@ def load_optimizers(
         return
     # FSDP1 sends whole state around by itself, whenever one rank alone was to keep it.
     from_first = info.broadcast_from_rank0 or bool(info.fsdp_modules and info.full_state_dict and info.cpu_offload)
+    saved = Saved()
+
+    def told() -> Saved:
+        nonlocal saved
+        saved = _read(optimizers, state_dict, info)
+        return skeleton(saved)
+
     if from_first and dist.is_initialized():
-        mine = dist.get_rank() == 0
-        saved = Saved()
-        known = from_rank0(lambda: skeleton(_read(optimizers, state_dict, info)))
-        if mine:
-            saved = _read(optimizers, state_dict, info)
+        known = from_rank0(told)
     else:
         if not state_dict:
             raise BadState(

@@ -19,8 +19,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 from torch.distributed.tensor import DTensor
 
 from shardkeep.state.training import fsdp1
-from shardkeep.state.training.live import live_state
-from shardkeep.state.training.names import FQN_MODIFIERS, canonical_key, parameter_names
+from shardkeep.state.training.live import LiveItem, live_state, names_of_parameters
+from shardkeep.state.training.names import FQN_MODIFIERS, canonical_key
 from shardkeep.state.training.problems import BadOptions, BadState
 
 STATE = "state"
@@ -73,6 +73,8 @@ class StateDictInfo(StateDictOptions):
     fsdp_modules: list[nn.Module] = field(default_factory=list)
     param_names: dict[nn.Parameter, tuple[str, ...]] = field(default_factory=dict)
     """Each parameter to its canonical names, the usual one first."""
+    live: list[LiveItem] = field(default_factory=list)
+    """All that the model holds."""
 
 
 def checked_options(
@@ -106,7 +108,8 @@ def checked_options(
             hint="pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
         )
     modifiers = options.dsd_fqn_modifiers
-    named, shared = _name_tables(model, modifiers)
+    live = list(live_state(model, modifiers))
+    named, shared = _name_tables(live)
     wrappers = fsdp1.fsdp_modules(model)
     return StateDictInfo(
         **{one.name: getattr(options, one.name) for one in fields(StateDictOptions)},
@@ -124,15 +127,16 @@ def checked_options(
         if wrappers
         else nullcontext,
         fsdp_modules=wrappers,
-        param_names=parameter_names(model, fqn_modifiers=modifiers),
+        param_names=names_of_parameters(live),
+        live=live,
     )
 
 
 def _name_tables(
-    model: nn.Module, modifiers: str
+    live: Iterable[LiveItem],
 ) -> tuple[dict[str | torch.Tensor, set[str] | torch.Tensor], dict[str | torch.Tensor, set[str] | torch.Tensor]]:
     names: dict[torch.Tensor, set[str]] = {}
-    for item in live_state(model, modifiers):
+    for item in live:
         if isinstance(item.value, torch.Tensor):
             names.setdefault(item.value, set()).add(item.name)
     named: dict[str | torch.Tensor, set[str] | torch.Tensor] = {}
