@@ -39,7 +39,7 @@ def made(wrapper: str, flags: dict[str, Any], seed: int) -> tuple[Any, torch.opt
     if wrapper == "fsdp2":
         fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
     if wrapper == "fsdp1":
-        model.norm = quietly(FullyShardedDataParallel, model.norm)
+        model.norm = quietly(FullyShardedDataParallel, model.norm, use_orig_params=True)
         model = quietly(FullyShardedDataParallel, model, use_orig_params=True)
     if "lr" in flags:
         flags = {"lr": torch.tensor(0.01, device=device), "capturable": True}

@@ -242,17 +242,20 @@ def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torc
         )
     if devices:
         return next(iter(devices)), on_meta
-    return _device_of_group(given), on_meta
+    return _device_to_be(local, given), on_meta
 
 
-def _device_of_group(given: Mapping[str, Any]) -> torch.device:
-    """Return where a model that is nowhere yet should be: where its ranks talk, or where its state is."""
-    if not dist.is_initialized():
+def _device_to_be(local: Mapping[str, Any], given: Mapping[str, Any]) -> torch.device:
+    """Return where a model that is nowhere yet should be: where it is sharded, its ranks talk, or its state is."""
+    kinds = {value.device_mesh.device_type for value in local.values() if isinstance(value, DTensor)}
+    if not kinds and not dist.is_initialized():
         found = (value.device for value in given.values() if isinstance(value, torch.Tensor))
         return next(found, torch.device("cpu"))
-    talking = {str(torch.device(one).type) for one in dist.group.WORLD._device_types}  # type: ignore[union-attr]
-    if torch.accelerator.is_available():
-        current = torch.accelerator.current_accelerator()
-        if current is not None and current.type in talking:
-            return torch.device(current.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    if not kinds:
+        talking = dist.group.WORLD._device_types  # type: ignore[union-attr]  # it is initialised
+        kinds = {torch.device(one).type for one in talking}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # A group that can talk from the CPU does so, as with torch.
+    if accelerator is None or "cpu" in kinds or accelerator.type not in kinds:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
