@@ -16,7 +16,7 @@ LAYERS = [
     {"manage"},
     {"saving", "loading", "opening"},
     {"run"},
-    {"plan", "stage", "layout"},
+    {"plan", "stage", "layout", "protocol"},
     {"state", "store", "codec"},
     {"format", "ranks"},
     {"options", "errors", "_version"},
