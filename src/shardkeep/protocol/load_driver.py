@@ -1,0 +1,186 @@
+"""
+A load, step by step: any planner, any storage reader.
+
+    all ranks       read_metadata, set_up_planner, set_up_storage_reader, create_local_plan, prepare_local_plan
+    coordinator     create_global_plan, prepare_global_plan
+    all ranks       finish_plan, read_data
+
+Both steps are made by all ranks together, also where each rank has metadata of its own. A planner or a reader may be
+torch's: what passes between it and one of ours is translated on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import deprecated
+
+from shardkeep.errors import RanksDisagree
+from shardkeep.protocol.calls import _api_bc_check, _profile, _storage_setup, is_stateful, takes, without_ranks
+from shardkeep.protocol.foreign import in_words_of, translator
+from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.protocol.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from shardkeep.protocol.metadata import Metadata
+from shardkeep.protocol.planners import LoadPlanner
+from shardkeep.protocol.plans import LoadPlan
+from shardkeep.protocol.problems import NoMetadata
+from shardkeep.protocol.storage import StorageReader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("shardkeep")
+
+
+@_api_bc_check
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """
+    Fill a state that is spread over ranks, each of which reads its own part.
+
+    Tensors are filled in place and other values replaced. Top-level values with `state_dict` and `load_state_dict` are
+    asked for their state, and given it once it is filled. All ranks must pass the same keys.
+
+    Args:
+        state_dict: This rank's part of the state.
+        checkpoint_id: Where to load from, in the terms of the storage.
+        storage_reader: Reads the data.
+        planner: Decides what is read; by default every value of the state.
+        process_group: The ranks that load; all of them by default.
+        no_dist: Load on this process alone.
+
+    Raises:
+        CheckpointException: a rank failed; on all ranks, with what each one raised.
+
+    """
+    no_dist = without_ranks(no_dist, "loads")
+    with _profile():
+        reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
+        # Sorted, as objects that communicate when asked for their state must be asked in one order on all ranks.
+        keys = sorted(state_dict)
+        filled = {
+            key: state_dict[key].state_dict() if is_stateful(state_dict[key]) else state_dict[key] for key in keys
+        }
+        _load_state_dict(filled, reader, process_group, no_dist=no_dist, planner=planner)
+        for key in keys:
+            if is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(filled[key])
+            else:
+                state_dict[key] = filled[key]
+
+
+@deprecated("`load_state_dict` is deprecated: use `load`", category=FutureWarning)
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Fill a state as it is, without asking its values for theirs; `load` is what to use."""
+    storage_reader.reset()
+    with _profile():
+        _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """
+    Return what a checkpoint holds, whole and on the CPU: all of it, or what is under some keys.
+
+    A key is a flat name or the first parts of one: "model" stands for "model.weight" and "model.bias".
+    """
+    no_dist = without_ranks(no_dist=False, verb="loads")
+    reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
+    _load_state_dict(state, reader, process_group, no_dist=no_dist, planner=planner)
+    return state
+
+
+def _load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
+    call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
+    plan = ranks.reduce_scatter("plan", lambda: call.plan(state_dict), call.decide)
+    ranks.all_gather("read", lambda: call.read(plan))
+
+
+class _Load:
+    """The steps of one load."""
+
+    def __init__(self, ranks: _DistWrapper, planner: LoadPlanner, storage_reader: StorageReader) -> None:
+        self._ranks = ranks
+        self._planner = planner
+        self._reader = storage_reader
+        self._to_reader = translator(planner, storage_reader)
+        self._to_planner = translator(storage_reader, planner)
+
+    def plan(self, state_dict: dict[str, Any]) -> tuple[bool, LoadPlan]:
+        """Return whether the metadata are those of all ranks, and this rank's plan."""
+        leads = self._ranks.is_coordinator
+        metadata, common = self._read_metadata()
+        self._planner.set_up_planner(state_dict, in_words_of(self._planner, metadata), leads)
+        if takes(self._reader.set_up_storage_reader, "rank", "use_collectives"):
+            self._reader.set_up_storage_reader(metadata, leads, rank=self._ranks.rank, use_collectives=common)
+        else:
+            self._reader.set_up_storage_reader(metadata, leads)
+        plan = self._to_reader(self._planner.create_local_plan())
+        return common, self._reader.prepare_local_plan(plan)
+
+    def decide(self, said: list[tuple[bool, LoadPlan]]) -> list[LoadPlan]:
+        """Return the plan of each rank."""
+        found = [rank for rank, (common, _) in enumerate(said) if common]
+        if 0 < len(found) < len(said):
+            raise RanksDisagree(
+                f"only ranks {found} of {len(said)} found the checkpoint's metadata, the others only their own",
+                hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
+            )
+        plans = self._planner.create_global_plan(self._to_planner([plan for _, plan in said]))
+        return self._reader.prepare_global_plan(self._to_reader(list(plans)))
+
+    def read(self, plan: LoadPlan) -> None:
+        """Carry out this rank's plan."""
+        final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
+        reads = self._reader.read_data(final, self._planner)
+        reads.wait()
+        # A reader that fails in the background says so only in its future.
+        reads.value()
+
+    def _read_metadata(self) -> tuple[Metadata, bool]:
+        """Return the checkpoint's metadata, or else those that this rank alone wrote; and which of them it is."""
+        said = ["metadata is None"]
+        try:
+            if (metadata := self._reader.read_metadata()) is not None:
+                return metadata, True
+        except Exception as error:  # noqa: BLE001 - the storage is foreign code; told below
+            said.append(f"global metadata read failed: {error}")
+        if takes(self._reader.read_metadata, "rank"):
+            try:
+                if (metadata := self._reader.read_metadata(rank=self._ranks.rank)) is not None:
+                    logger.warning("there are no metadata of the whole checkpoint; this rank's own are used")
+                    return metadata, False
+            except Exception as error:  # noqa: BLE001 - as above
+                said.append(f"rank local metadata read failed: {error}")
+        raise NoMetadata("; ".join(said), hint="is there a complete checkpoint at this place?")

@@ -1,0 +1,173 @@
+"""
+A save, step by step: any planner, any storage writer.
+
+    all ranks       storage_meta, set_up_planner, set_up_storage_writer, create_local_plan, prepare_local_plan
+    coordinator     create_global_plan, prepare_global_plan
+    all ranks       finish_plan, write_data
+    coordinator     finish
+
+Nothing here looks at the state or at the data. A planner or a writer may be torch's: what passes between it and one of
+ours is translated on the way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import deprecated
+
+from shardkeep.protocol.calls import _api_bc_check, _profile, _storage_setup, is_stateful, takes, without_ranks
+from shardkeep.protocol.foreign import ours, translator
+from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
+from shardkeep.protocol.planners import SavePlanner
+from shardkeep.protocol.plans import SavePlan
+from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.protocol.save_planner import DefaultSavePlanner
+from shardkeep.protocol.storage import StorageWriter, WriteResult
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@_api_bc_check
+def save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """
+    Save a state that is spread over ranks, each of which writes its own part.
+
+    Top-level values with `state_dict` and `load_state_dict` are saved as what their `state_dict` returns.
+
+    Args:
+        state_dict: This rank's part of the state.
+        checkpoint_id: Where to save, in the terms of the storage.
+        storage_writer: Writes the data.
+        planner: Decides what is written; by default everything, replicated values once.
+        process_group: The ranks that save; all of them by default.
+        no_dist: Save on this process alone.
+        use_collectives: False to have each rank write a checkpoint of its own, with its own metadata.
+
+    Returns:
+        What was saved; on every rank.
+
+    Raises:
+        CheckpointException: a rank failed; on all ranks, with what each one raised.
+
+    """
+    no_dist = without_ranks(no_dist, "saves")
+    with _profile():
+        writer = _storage_setup(storage_writer, checkpoint_id)
+        state = _stateful_to_state_dict(state_dict)
+        return _save_state_dict(state, writer, process_group, 0, no_dist, planner, use_collectives)
+
+
+@deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
+def save_state_dict(
+    state_dict: STATE_DICT_TYPE,
+    storage_writer: StorageWriter,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """Save a state as it is, without asking its values for theirs; `save` is what to use."""
+    storage_writer.reset()
+    with _profile():
+        return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
+
+
+def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """Return the state with the values that have a state of their own replaced by it."""
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+
+
+def _save_state_dict(
+    state_dict: STATE_DICT_TYPE,
+    storage_writer: StorageWriter,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+    use_collectives: bool = True,
+) -> Metadata:
+    ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
+    call = _Save(ranks, DefaultSavePlanner() if planner is None else planner, storage_writer, use_collectives)
+    if not use_collectives:
+        # One step for all of it: ranks need nothing of each other, but each must learn when another one fails.
+        mine: list[Metadata] = []
+
+        def alone() -> None:
+            [plan] = call.decide([call.plan(state_dict)])
+            mine.append(call.finish([call.write(plan)]))
+
+        ranks.all_gather("write", alone)
+        return mine[0]
+    plan = ranks.reduce_scatter("plan", lambda: call.plan(state_dict), call.decide)
+    return ranks.all_reduce("write", lambda: call.write(plan), call.finish)
+
+
+class _Save:
+    """The steps of one save."""
+
+    def __init__(
+        self, ranks: _DistWrapper, planner: SavePlanner, storage_writer: StorageWriter, use_collectives: bool
+    ) -> None:
+        self._ranks = ranks
+        self._planner = planner
+        self._writer = storage_writer
+        self._use_collectives = use_collectives
+        self._to_writer = translator(planner, storage_writer)
+        self._to_planner = translator(storage_writer, planner)
+        self._metadata: Any = None
+
+    def plan(self, state_dict: STATE_DICT_TYPE) -> SavePlan:
+        """Return this rank's plan."""
+        leads = self._ranks.is_coordinator
+        storage_meta = self._to_planner(self._writer.storage_meta())
+        if "storage_meta" in inspect.signature(self._planner.set_up_planner).parameters:
+            self._planner.set_up_planner(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=leads)
+        else:
+            warnings.warn(
+                f"{type(self._planner).__qualname__}.set_up_planner should take storage_meta as its second argument",
+                stacklevel=2,
+            )
+            self._planner.set_up_planner(state_dict, leads)  # type: ignore[arg-type]  # as planners once were
+        if takes(self._writer.set_up_storage_writer, "rank", "use_collectives"):
+            self._writer.set_up_storage_writer(leads, rank=self._ranks.rank, use_collectives=self._use_collectives)
+        else:
+            self._writer.set_up_storage_writer(leads)
+        plan = self._to_writer(self._planner.create_local_plan())
+        return self._writer.prepare_local_plan(plan)
+
+    def decide(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plan of each rank, and keep the metadata."""
+        decided, self._metadata = self._planner.create_global_plan(self._to_planner(plans))
+        return self._writer.prepare_global_plan(self._to_writer(list(decided)))
+
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        """Carry out this rank's plan."""
+        final = self._to_writer(self._planner.finish_plan(self._to_planner(plan)))
+        writes = self._writer.write_data(final, self._planner)
+        writes.wait()
+        return writes.value()
+
+    def finish(self, results: list[list[WriteResult]]) -> Metadata:
+        """Make the checkpoint complete, and return what is in it."""
+        if self._metadata is None:
+            raise BrokenProtocol("create_global_plan gave no metadata", hint="return the plans and the metadata")
+        # In the writer's classes, index by index: it may pickle them.
+        metadata = self._to_writer(self._metadata)
+        self._writer.finish(metadata=metadata, results=self._to_writer(results))
+        finished: Metadata = ours(metadata)
+        return finished
