@@ -1,0 +1,5 @@
+"""The names of `torch.distributed.checkpoint._dedup_tensors`."""
+
+from shardkeep.protocol.dedupe import dedup_tensors
+
+__all__ = ["dedup_tensors"]

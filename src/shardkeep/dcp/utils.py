@@ -1,0 +1,30 @@
+"""The names of `torch.distributed.checkpoint.utils`."""
+
+from shardkeep.protocol.calls import _api_bc_check, _profile
+from shardkeep.protocol.failures import _get_failure_dict
+from shardkeep.protocol.file_view import (
+    _create_file_view,
+    _element_wise_add,
+    _element_wise_sub,
+    _normalize_device_info,
+    _ReaderView,
+)
+from shardkeep.protocol.gatherings import _all_gather_keys, _assert_same_keys, _DistWrapper
+from shardkeep.protocol.lookup import _find_shard, find_state_dict_object, find_tensor_shard
+
+__all__ = [
+    "_DistWrapper",
+    "_ReaderView",
+    "_all_gather_keys",
+    "_api_bc_check",
+    "_assert_same_keys",
+    "_create_file_view",
+    "_element_wise_add",
+    "_element_wise_sub",
+    "_find_shard",
+    "_get_failure_dict",
+    "_normalize_device_info",
+    "_profile",
+    "find_state_dict_object",
+    "find_tensor_shard",
+]
