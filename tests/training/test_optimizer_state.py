@@ -380,8 +380,10 @@ def test_moments_are_never_dropped_because_another_optimizer_has_some():
     state = get_optimizer_state_dict(model, source)
     state["param_groups"].append({"params": ["head.weight", "head.bias"], "lr": 0.5})
 
+    fine, bad = adamw(model.first.parameters()), adamw(model.head.parameters())
     with pytest.raises(RuntimeError, match=r"'head\.weight'"):
-        set_optimizer_state_dict(model, adamw(model.head.parameters()), state)
+        set_optimizer_state_dict(model, [fine, bad], state)
+    assert not fine.state  # nothing is changed where one of them cannot be set
     stateless = torch.optim.SGD(model.head.parameters(), lr=0.1)
     set_optimizer_state_dict(model, stateless, state)
     assert stateless.param_groups[0]["lr"] == 0.5

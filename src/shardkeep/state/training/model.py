@@ -133,8 +133,8 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictI
         given, assign = _spread(given, items, present, info)
     with info.fsdp_context():
         result = own_method(model, "load_state_dict")(state_dict=given, strict=info.strict, assign=assign)
-    names = {key: name for name, key in keys.items()}
-    return _IncompatibleKeys(*([names.get(key, key) for key in found] for found in result))
+    told = ([canonical_key(model, key, fqn_modifiers=modifiers) for key in found] for found in result)
+    return _IncompatibleKeys(*told)
 
 
 def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -190,7 +190,7 @@ def _of_submodules(state: Mapping[str, Any], prefixes: Iterable[str], *, keep_pr
 
 def _present(given: Mapping[str, Any], items: list[LiveItem], info: StateDictInfo) -> list[str]:
     """Return the keys that are given; refuse to go on where a wrapped module would miss one."""
-    missing = [item.name for item in items if item.key != item.name and given.get(item.key) is None]
+    missing = [item.name for item in items if item.key != item.name and item.key not in given]
     if missing and info.strict:
         raise BadState(
             f"Missing key{'s' if len(missing) > 1 else ''}: {', '.join(missing)}.",

@@ -8,7 +8,7 @@ not the parameter's) is an optimizer without state asked, by `fresh.rehearsed`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,23 @@ class Place:
     parameter: torch.Tensor
     names: tuple[str, ...]
     """One name; several for a flat parameter of FSDP1, which holds several parameters."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one optimizer is to get."""
+
+    optimizer: Optimizer
+    places: list[list[Place]]
+    """Its parameters, by group."""
+    templates: Templates
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The hyper-parameters of each group."""
+
+    @property
+    def flat_places(self) -> list[Place]:
+        """Its parameters in their order, which is what numbers them in a state dict of its own."""
+        return [place for row in self.places for place in row]
 
 
 @torch.no_grad()
@@ -70,18 +87,23 @@ def load_optimizers(
                 hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
             )
         known = saved = _read(optimizers, state_dict, info)
-    for optimizer in optimizers:
-        places = [[_place(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
-        templates = Templates(optimizer)
-        _check_complete(optimizer, places, known, templates, info)
-        groups = [
-            group_for_load(group, [name for place in row for name in place.names], known, optimizer, strict=info.strict)
-            for group, row in zip(optimizer.param_groups, places, strict=True)
-        ]
+    # All are looked at before the first is changed.
+    plans = [_plan(optimizer, known, info) for optimizer in optimizers]
+    for plan in plans:
         if info.fsdp_modules:
-            _load_by_fsdp1(model, optimizer, places, groups, saved, info)
+            _load_by_fsdp1(model, plan, saved, info)
         else:
-            _load(optimizer, places, groups, known, saved, templates, info)
+            _load(plan, known, saved, info)
+
+
+def _plan(optimizer: Optimizer, known: Saved, info: StateDictInfo) -> Plan:
+    places = [[_place(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
+    plan = Plan(optimizer, places, Templates(optimizer))
+    _check_complete(plan, known, info)
+    for group, row in zip(optimizer.param_groups, places, strict=True):
+        names = [name for place in row for name in place.names]
+        plan.groups.append(group_for_load(group, names, known, optimizer, strict=info.strict))
+    return plan
 
 
 def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo) -> Saved:
@@ -110,19 +132,18 @@ def _place(parameter: torch.Tensor, saved: Saved, info: StateDictInfo) -> Place:
     return Place(parameter, (used,))
 
 
-def _check_complete(
-    optimizer: Optimizer, places: list[list[Place]], saved: Saved, templates: Templates, info: StateDictInfo
-) -> None:
+def _check_complete(plan: Plan, saved: Saved, info: StateDictInfo) -> None:
     """Refuse to go on where a parameter that is trained would lose its state."""
     if not info.strict or not saved.state:
         return
-    trained = [place for row in places for place in row if place.parameter.requires_grad]
+    state = plan.optimizer.state
+    trained = [place for place in plan.flat_places if place.parameter.requires_grad]
     found = any(name in saved.state for place in trained for name in place.names)
     for place in trained:
         missing = [name for name in place.names if name not in saved.state]
-        if not missing or (optimizer.state and place.parameter not in optimizer.state):
+        if not missing or (state and place.parameter not in state):
             continue
-        if not found and not templates.of(place.parameter):
+        if not found and not plan.templates.of(place.parameter):
             return  # an optimizer that keeps no state, beside others that do
         raise BadState(
             f"Missing optimizer state for parameter {missing[0]!r}"
@@ -133,17 +154,9 @@ def _check_complete(
         )
 
 
-def _load(
-    optimizer: Optimizer,
-    places: list[list[Place]],
-    groups: list[dict[str, Any]],
-    known: Saved,
-    saved: Saved,
-    templates: Templates,
-    info: StateDictInfo,
-) -> None:
+def _load(plan: Plan, known: Saved, saved: Saved, info: StateDictInfo) -> None:
     """Load into an optimizer that holds parameters as they are in the model."""
-    flat = [place for row in places for place in row]
+    optimizer, templates, flat = plan.optimizer, plan.templates, plan.flat_places
     trees: dict[int, dict[Any, Any]] = {}
     for number, place in enumerate(flat):
         if place.names[0] in known.state:
@@ -154,7 +167,7 @@ def _load(
     packed = {
         STATE: dict(trees),
         PARAM_GROUPS: [
-            {**group, PARAMS: [next(numbers) for _ in row]} for group, row in zip(groups, places, strict=True)
+            {**group, PARAMS: [next(numbers) for _ in row]} for group, row in zip(plan.groups, plan.places, strict=True)
         ],
     }
     own_method(optimizer, "load_state_dict")(state_dict=packed)
@@ -210,27 +223,20 @@ def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mappin
     return result
 
 
-def _load_by_fsdp1(
-    model: nn.Module,
-    optimizer: Optimizer,
-    places: list[list[Place]],
-    groups: list[dict[str, Any]],
-    saved: Saved,
-    info: StateDictInfo,
-) -> None:
+def _load_by_fsdp1(model: nn.Module, plan: Plan, saved: Saved, info: StateDictInfo) -> None:
     """Load into an optimizer that holds flat parameters, or parts of them, which FSDP1 alone can cut state for."""
 
     def key(name: str) -> str:
         return state_dict_key(model, name, fqn_modifiers=info.dsd_fqn_modifiers)
 
-    named = [[name for place in row for name in place.names] for row in places]
+    named = [[name for place in row for name in place.names] for row in plan.places]
     state = {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state}
     packed = {
         STATE: state,
         PARAM_GROUPS: [
-            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(groups, named, strict=True)
+            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(plan.groups, named, strict=True)
         ],
     }
     with info.fsdp_context():
-        converted = fsdp1.optimizer_state_to_load(model, optimizer, packed)
-    own_method(optimizer, "load_state_dict")(state_dict=converted)
+        converted = fsdp1.optimizer_state_to_load(model, plan.optimizer, packed)
+    own_method(plan.optimizer, "load_state_dict")(state_dict=converted)

@@ -147,14 +147,23 @@ def with_keys_of(tree: Mapping[str, Any], template: Mapping[Any, Any]) -> dict[A
 
 
 def skeleton(saved: Saved) -> Saved:
-    """Return the same with a stand-in for each tensor that is more than one number."""
+    """Return the same with a stand-in for each tensor that is more than one number, and all else on the CPU."""
 
     def stand_in(_: Path, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return WholeTensor(tuple(value.shape), value.dtype) if value.dim() else value.cpu()
+        if isinstance(value, torch.Tensor) and value.dim():
+            return WholeTensor(tuple(value.shape), value.dtype)
+        return on_cpu(_, value)
 
-    return replace(saved, state={name: mapped(tree, stand_in) for name, tree in saved.state.items()})
+    def on_cpu(_: Path, value: Any) -> Any:
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+    hyper = {id(group): mapped(group, on_cpu) for group in saved.groups.values()}  # one dict for a group, as before
+    return replace(
+        saved,
+        state={name: mapped(tree, stand_in) for name, tree in saved.state.items()},
+        groups={name: hyper[id(group)] for name, group in saved.groups.items()},
+        empty_groups=[mapped(group, on_cpu) for group in saved.empty_groups],
+    )
 
 
 def _read_nested(state_dict: Mapping[str, Any], in_order: Sequence[str]) -> Saved:
