@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -26,6 +28,21 @@ GET_OPTIONS: list[dict[str, bool]] = [
     {"flatten_optimizer_state_dict": True},
     {"flatten_optimizer_state_dict": True, "full_state_dict": True},
 ]
+
+
+def test_the_names_and_arguments_are_those_of_torch():
+    """Everything torch lists exists here, its functions take the same arguments, and options have the same defaults."""
+    private = [name for name in ours.__all__ if name.startswith("_")]
+    for name in [*theirs.__all__, *private]:
+        assert hasattr(theirs, name)
+        if callable(getattr(theirs, name)) and name.startswith(
+            ("get_", "set_", "_get_fqns", "_init", "_patch", "_load")
+        ):
+            its, mine = (inspect.signature(getattr(one, name)).parameters.values() for one in (theirs, ours))
+            assert [(one.kind, one.default) for one in mine] == [(one.kind, one.default) for one in its], name
+            if not name.startswith("_load"):
+                assert [one.name for one in mine] == [one.name for one in its], name
+    assert asdict(ours.StateDictOptions()) == asdict(theirs.StateDictOptions())
 
 
 def made(wrapper: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -100,7 +117,8 @@ def same_when_set(wrapper: str, optimizer: str) -> list[str]:
         label = f"{wrapper} {optimizer} {options}"
         found += [f"{label}: {keys}"] * bool(keys.missing_keys or keys.unexpected_keys)
         found += [f"{label}: input changed{line}" for line in differences(plain([model_state, optim_state]), before)]
-        if not options and optimizer != "odd":  # of which torch turns whole numbers into others
+        # Torch turns whole numbers in state into others, and loses names where FSDP1 and checkpointing meet.
+        if not options and optimizer != "odd" and wrapper != "fsdp1_checkpointed":
             its_model, its_optim = made(wrapper, optimizer, 3)
             quietly(
                 theirs.set_state_dict,

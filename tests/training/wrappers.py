@@ -124,6 +124,13 @@ def forget_meshes() -> None:
             one.cache_clear()
 
 
+def fsdp1_checkpointed(model: Net) -> nn.Module:
+    model.first.up = checkpoint_wrapper(model.first.up)
+    wrapped = fsdp1_flat(model)
+    model.second = checkpoint_wrapper(model.second)
+    return wrapped
+
+
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
     function.__name__: function
     for function in (
@@ -142,6 +149,7 @@ WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
         compiled_in_place,
         checkpointed,
         checkpointed_fsdp2,
+        fsdp1_checkpointed,
     )
 }
 FOR_FOUR = ("fsdp1_hybrid", "hsdp", "fsdp2_tp", "hsdp_tp")

@@ -5,11 +5,18 @@ from shardkeep.state.training.both import patch_model_state_dict as _patch_model
 from shardkeep.state.training.both import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from shardkeep.state.training.calls import check_states as _verify_state_dict
 from shardkeep.state.training.calls import collector_paused as _gc_context
+from shardkeep.state.training.calls import gathered_or_offloaded as _maybe_full_or_cpu_state_dict
+from shardkeep.state.training.calls import own_method as _state_dict_fn
 from shardkeep.state.training.fresh import init_optim_state as _init_optim_state
+from shardkeep.state.training.model import by_submodule as _unflatten_model_state_dict
 from shardkeep.state.training.model import get_model_state_dict, set_model_state_dict
+from shardkeep.state.training.model import model_state as _get_model_state_dict
+from shardkeep.state.training.model import set_model_state as _load_model_state_dict
 from shardkeep.state.training.names import FLAT_PARAM as _FLAT_PARAM
 from shardkeep.state.training.names import get_fqns as _get_fqns
 from shardkeep.state.training.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
+from shardkeep.state.training.optimizer import optimizer_state as _get_optim_state_dict
+from shardkeep.state.training.optimizer_load import load_optimizers as _load_optim_state_dict
 from shardkeep.state.training.options import (
     FQNS_T,
     DictValueType,
@@ -42,9 +49,16 @@ __all__ = [
     "_flatten_optim_state_dict",
     "_gc_context",
     "_get_fqns",
+    "_get_model_state_dict",
+    "_get_optim_state_dict",
     "_init_optim_state",
+    "_load_model_state_dict",
+    "_load_optim_state_dict",
+    "_maybe_full_or_cpu_state_dict",
     "_patch_model_state_dict",
     "_patch_optimizer_state_dict",
+    "_state_dict_fn",
+    "_unflatten_model_state_dict",
     "_verify_options",
     "_verify_state_dict",
     "get_model_state_dict",
