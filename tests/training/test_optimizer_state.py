@@ -110,6 +110,27 @@ def test_initialising_gives_the_state_torch_gives():
     assert not differences(plain(mine.state_dict()), before)
 
 
+class Choosy(torch.optim.Optimizer):
+    """Keeps what a mark on the parameter says, as optimizers that treat some layers apart do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rank"] = p.rank if isinstance(p, nn.Parameter) else None
+
+
+def test_marks_on_parameters_are_seen():
+    """An optimizer that asks parameters what they are gets the same answers when its first state is made."""
+    model = nn.Linear(2, 2)
+    model.weight.rank, model.bias.rank = 4, 0
+
+    state = get_optimizer_state_dict(model, Choosy(model.parameters()))["state"]
+
+    assert state == {"weight": {"rank": 4}, "bias": {"rank": 0}}
+
+
 class Strange(torch.optim.Optimizer):
     """State of types that are not the parameter's: whole numbers, double precision, strings, pairs and lists."""
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizers
 
@@ -111,7 +112,12 @@ def _install(optimizer: Optimizer, state: dict[torch.Tensor, Any], groups: list[
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
-    copied = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    copied = parameter.detach().clone()
+    if isinstance(parameter, nn.Parameter):
+        copied = nn.Parameter(copied, requires_grad=parameter.requires_grad)
+    # Marks that users put on parameters tell some optimizers what to do; what makes a tensor is its own already.
+    copied.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(copied)})
+    copied.requires_grad_(parameter.requires_grad)
     if parameter.requires_grad:
         copied.grad = torch.zeros_like(parameter)
     return copied
