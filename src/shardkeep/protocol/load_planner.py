@@ -115,7 +115,8 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict:
             set_element(self.original_state_dict, _as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
         else:
-            self.state_dict[fqn] = loaded
+            # Where nested ShardedTensors are flattened, the state that is filled is another dict than the caller's.
+            self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the memory of the state that an item fills."""

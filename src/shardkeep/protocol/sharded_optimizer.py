@@ -121,13 +121,14 @@ def _cut_by_rows(
 
     whole = Properties(dtype=properties.dtype, layout=properties.layout, memory_format=properties.memory_format)
     metadata = _create_colwise_spec(group).build_metadata(torch.Size(size), whole)
-    # Of the ranks past the last row nothing is known to the tensors that FSDP makes.
-    metadata.shards_metadata = [each for each in metadata.shards_metadata if each.shard_sizes[0] > 0]
+    if group is None:
+        # As FSDP makes them: ranks past the last row have no shard.
+        metadata.shards_metadata = [each for each in metadata.shards_metadata if each.shard_sizes[0] > 0]
     plain = dataclasses.replace(properties, requires_grad=False)
     mine = [
         Shard(tensor=_alloc_tensor(plain, each.shard_sizes, device_type), metadata=each)
         for each in metadata.shards_metadata
-        if _rank_of(each) == dist.get_rank(group)
+        if _rank_of(each) == dist.get_rank()
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=group)
 
@@ -188,7 +189,11 @@ def _gen_rank_device(global_rank: int, device_type: str = "cuda") -> str:
 
 
 def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
-    """Return how a tensor is cut along its first axis over the ranks of a group."""
+    """
+    Return how a tensor is cut along its first axis over the ranks of a group.
+
+    Ranks are those of the default group, as ShardedTensors have them in any group.
+    """
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
     from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec  # noqa: PLC0415
 
@@ -196,7 +201,7 @@ def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
     placements: list[Any] = []
     for rank in range(dist.get_world_size(pg)):
         everywhere = rank if pg is None else dist.get_global_rank(pg, rank)
-        placements.append(f"rank:{rank}/{_gen_rank_device(everywhere, device_type)}")
+        placements.append(f"rank:{everywhere}/{_gen_rank_device(everywhere, device_type)}")
     return ChunkShardingSpec(dim=0, placements=placements)
 
 
