@@ -1,0 +1,571 @@
+"""The default planners' plans and metadata next to torch's, and where ours must not do as torch does."""
+
+import dataclasses
+import inspect
+import io
+import logging
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint import default_planner as their_planners
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
+
+from shardkeep.dcp._dedup_save_plans import dedup_save_plans
+from shardkeep.dcp._dedup_tensors import dedup_tensors
+from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _create_default_local_metadata,
+    _EmptyStateDictLoadPlanner,
+    _validate_global_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+)
+from shardkeep.dcp.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from shardkeep.dcp.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from shardkeep.dcp.planner_helpers import _init_state_dict
+from shardkeep.dcp.state_dict_loader import load
+from shardkeep.dcp.state_dict_saver import save
+from shardkeep.errors import InvalidShards, StateMismatch
+from shardkeep.protocol.foreign import ours
+from tests.protocol.samples import quietly, state_of_ranks
+from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
+
+RANKS = [1, 2, 4]
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    left: object
+    right: object
+
+
+def state_to_plan():
+    state = state_of_ranks()
+    # Torch forgets the key of a ShardedTensor on ranks without a shard, and that of an empty dict.
+    del state["few rows"], state["empty"]
+    return {**state, "counter": state["counter"].state_dict()}
+
+
+def local_plans(options):
+    planners = DefaultSavePlanner(**options), theirs.DefaultSavePlanner(**options)
+    for planner in planners:
+        planner.set_up_planner(state_to_plan(), None, dist.get_rank() == 0)
+    return [planner.create_local_plan() for planner in planners]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}, {"flatten_sharded_tensors": False}])
+def test_saves_are_planned_as_torch_plans_them(rank_pool, ranks, options):
+    """
+    The same items on each rank; with replicated values on the first rank, the same global plan and metadata.
+    """
+    mine, other = zip(*rank_pool.run(ranks, local_plans, options), strict=True)
+    assert list(mine) == ours(list(other))
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+    torchs = theirs.DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+    plans, metadata = planner.create_global_plan(list(mine))
+    their_plans, their_metadata = torchs.create_global_plan(list(other))
+    assert plans == ours(their_plans)
+    assert metadata == ours(their_metadata)
+    hints = [[item.index.index for item in plan.items] for plan in plans]
+    assert hints == [[item.index.index for item in plan.items] for plan in their_plans]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicated_values_are_spread_by_what_they_weigh(rank_pool, ranks):
+    """
+    Each item is in one plan, the metadata are torch's but for the order of chunks, and the ranks' loads are closer.
+    """
+    mine, other = zip(*rank_pool.run(ranks, local_plans, {}), strict=True)
+    plans, metadata = DefaultSavePlanner().create_global_plan(list(mine))
+    their_plans, their_metadata = theirs.DefaultSavePlanner().create_global_plan(list(other))
+    assert sorted(repr(i.index.fqn) + repr(i.index.offset) for p in plans for i in p.items) == sorted(
+        repr(i.index.fqn) + repr(i.index.offset) for p in their_plans for i in p.items
+    )
+    assert in_order(metadata) == in_order(ours(their_metadata))
+
+
+def in_order(metadata):
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+    return metadata
+
+
+def item(name, rows, whole=None, at=0):
+    chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([rows]))
+    data = TensorWriteData(chunk, TensorProperties(torch.int8), torch.Size([whole or rows]))
+    return WriteItem(MetadataIndex(name, [at]), WriteItemType.SHARD, tensor_data=data)
+
+
+def weight(plan):
+    return sum(each.tensor_data.chunk.sizes[0] for each in plan.items)
+
+
+def test_dedupe_balances_the_bytes_that_are_written():
+    """
+    Small chunks of huge tensors count as small, and large items are placed first: the ranks write the same amount.
+    """
+    shared = [item("small 1", 10), item("small 2", 10), item("large", 80), item("middle", 60)]
+    plans = [SavePlan([item("mine", 1, whole=10**6), *shared]), SavePlan([item("yours", 1, whole=10, at=1), *shared])]
+    before = [list(plan.items) for plan in plans]
+    assert [weight(plan) for plan in dedup_save_plans(plans)] == [81, 81]
+    assert [plan.items for plan in plans] == before
+    lowest = dedup_save_plans(plans, save_to_lowest_rank=True)
+    assert [len(plan.items) for plan in lowest] == [5, 1]
+    assert dedup_tensors(plans) == lowest
+
+
+def test_dedupe_drops_nothing_and_doubles_nothing():
+    """
+    Of any plans each item stays in exactly one, of a rank that had it, in its order.
+    """
+    rng = random.Random(7)
+    for _ in range(50):
+        every = [item(f"k{n}", rng.randint(1, 50)) for n in range(20)]
+        plans = [SavePlan([each for each in every if rng.random() < 0.6]) for _ in range(4)]
+        kept = dedup_save_plans(plans)
+        names = [each.index for plan in kept for each in plan.items]
+        assert sorted(i.fqn for i in names) == sorted({each.index.fqn for plan in plans for each in plan.items})
+        for before, after in zip(plans, kept, strict=True):
+            assert [each for each in before.items if each in after.items] == after.items
+
+
+def test_a_key_written_twice_is_refused():
+    """
+    Two values that are no shards, or a shard and an object, under one name: an AssertionError that names it.
+    """
+    tensor = dataclasses.replace(item("w", 2), type=WriteItemType.TENSOR)
+    thing = WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)
+    for first, second in [(tensor, tensor), (thing, thing), (thing, item("w", 2))]:
+        with pytest.raises(AssertionError, match="'w'"):
+            create_default_global_save_plan([SavePlan([first]), SavePlan([second])])
+
+
+@pytest.mark.parametrize(
+    ("items", "fault"),
+    [
+        ([item("w", 3, whole=5), item("w", 3, whole=5, at=2)], "overlapping"),
+        ([item("w", 3, whole=5)], "invalid fill"),
+        ([item("w", 3, whole=5), item("w", 3, whole=5, at=3)], "out of bounds"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(items, fault):
+    """
+    Overlaps, holes and shards outside their tensor are ValueErrors that name the key, and torch finds them too.
+    """
+    plans = [SavePlan([each], planner_data={}) for each in items] + [SavePlan([], planner_data={})]
+    with pytest.raises(ValueError, match=f"Failed to validate global plan: key:w .*{fault}") as caught:
+        DefaultSavePlanner().create_global_plan(plans)
+    assert isinstance(caught.value, InvalidShards)
+    _, metadata = create_default_global_save_plan(plans)
+    assert len(_validate_global_plan(plans, metadata)) >= 1
+
+
+def test_a_long_list_of_faults_is_cut():
+    """
+    A thousand bad keys make a message that can be read, and says how many there are.
+    """
+    plans = [SavePlan([item(f"k{n}", 1, whole=2) for n in range(1000)], planner_data={}), SavePlan([], planner_data={})]
+    with pytest.raises(ValueError, match=r"\(1000 faults\)") as caught:
+        DefaultSavePlanner().create_global_plan(plans)
+    assert len(str(caught.value)) < 700
+
+
+def metadata_of_everything():
+    state = state_to_plan()
+    del state["few"]  # torch asks a rank outside the mesh for its part
+    flat, _ = _nested_dict.flatten_state_dict(state)
+    return _create_default_local_metadata(flat) == ours(their_planners._create_default_local_metadata(flat))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metadata_without_a_save(rank_pool, ranks):
+    """
+    What `_create_default_local_metadata` says of a state is what torch says.
+    """
+    assert rank_pool.run(ranks, metadata_of_everything) == [True] * ranks
+
+
+def load_plans(options):
+    state = state_to_plan()
+    saver = theirs.DefaultSavePlanner()
+    saver.set_up_planner(state, None, True)
+    plans = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, saver.create_local_plan())
+    _, metadata = saver.create_global_plan(plans)
+    planners = DefaultLoadPlanner(**options), theirs.DefaultLoadPlanner(**options)
+    found = []
+    for planner in planners:
+        planner.set_up_planner(state, metadata, dist.get_rank() == 0)
+        found.append(planner.create_local_plan())
+    mine, other = found[0], ours(found[1])
+    return sorted(map(repr, mine.items)) == sorted(map(repr, other.items)), len(mine.items)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("options", [{}, {"allow_partial_load": True}])
+def test_loads_are_planned_as_torch_plans_them(rank_pool, ranks, options):
+    """
+    The same reads for the same state, on each rank, from torch's own metadata.
+    """
+    for same, count in rank_pool.run(ranks, load_plans, options):
+        assert same
+        assert count > 20
+
+
+def saved(tmp_path, state, **options):
+    quietly(
+        theirs.save,
+        state,
+        storage_writer=theirs.FileSystemWriter(tmp_path),
+        planner=theirs.DefaultSavePlanner(**options),
+    )
+    return theirs.FileSystemReader(tmp_path)
+
+
+def test_all_missing_keys_are_named_at_once(tmp_path):
+    """
+    One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched.
+    """
+    reader = saved(tmp_path, {"a": numbered(2)})
+    state = {"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}}
+    with pytest.raises(CheckpointException) as caught:
+        quietly(load, state, storage_reader=reader)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, RuntimeError)
+    assert error.message == "Missing key in checkpoint state_dict: b, c.d."
+    assert seen(state) == seen({"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}})
+
+
+def test_all_wrong_sizes_are_named_at_once(tmp_path):
+    """
+    One ValueError with both sizes of each tensor.
+    """
+    reader = saved(tmp_path, {"a": numbered(2), "b": numbered(3, 3), "c": numbered(1)})
+    with pytest.raises(CheckpointException) as caught:
+        quietly(load, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)}, storage_reader=reader)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, StateMismatch)
+    assert isinstance(error, ValueError)
+    assert "torch.Size([2]) and current: torch.Size([3]) for a" in str(error)
+    assert "torch.Size([3, 3]) and current: torch.Size([3]) for b" in str(error)
+    assert len(error.mismatched) == 2
+
+
+def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
+    """
+    An int where the checkpoint has a tensor is a ValueError that names the key; a tensor may become an object.
+    """
+    reader = saved(tmp_path, {"a": numbered(2), "n": 5})
+    with pytest.raises(CheckpointException) as caught:
+        quietly(load, {"a": np.zeros(2)}, storage_reader=reader)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, ValueError)
+    assert "'a'" in str(error)
+    state = {"n": torch.zeros(1)}
+    quietly(load, state, storage_reader=reader)
+    assert state == {"n": 5}
+
+
+def test_a_partial_load_leaves_everything_else_alone(tmp_path):
+    """
+    Values that the checkpoint lacks are the same objects afterwards, whatever they are; torch makes them None.
+    """
+    reader = saved(tmp_path, {"w": numbered(2), "sub": {"n": 3}})
+    config = object()
+    kept = {"set": {1}, "array": np.ones(2), "config": config, "pair": Pair(1, {2}), "list": [{1}, np.zeros(1)]}
+    state = {"w": torch.zeros(2), "sub": {"n": 0, **kept}, **kept}
+    quietly(load, state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert seen(state["w"]) == seen(numbered(2))
+    assert state["sub"]["n"] == 3
+    for holder in (state, state["sub"]):
+        assert all(holder[key] is value for key, value in kept.items())
+    broken = {"w": torch.zeros(2), "set": {1}}
+    quietly(
+        theirs.load, broken, checkpoint_id=str(tmp_path), planner=theirs.DefaultLoadPlanner(allow_partial_load=True)
+    )
+    assert broken["set"] is None  # the defect this guards against
+
+
+def test_meta_tensors_get_memory_and_nothing_else_changes():
+    """
+    Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was.
+    """
+    on_meta = torch.empty(3, device="meta")
+    inner, same = [on_meta, 1], (1, {2})
+    state = {"w": on_meta, "list": inner, "pair": Pair(on_meta, "x"), "same": same, "tuple": (on_meta,)}
+    _init_state_dict(state)
+    assert state["list"] is inner
+    assert state["same"] is same
+    assert type(state["pair"]) is Pair
+    for tensor in (state["w"], inner[0], state["pair"].left, state["tuple"][0]):
+        assert (
+            tensor.device.type
+            == (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
+        )
+        assert tensor.shape == (3,)
+
+
+def load_onto_meta(folder):
+    mesh = mesh_of(dist.get_world_size())
+    state = {"w": spread_out(numbered(5, 2), mesh, Cut(0)), "b": numbered(3)}
+    quietly(save, state, storage_writer=theirs.FileSystemWriter(folder))
+    local = state["w"]._local_tensor.to("meta")
+    absent = DTensor.from_local(local, mesh, [Cut(0)], run_check=False, shape=(5, 2), stride=(2, 1))
+    into = {"w": absent, "b": torch.empty(3, device="meta")}
+    quietly(load, into, storage_reader=theirs.FileSystemReader(folder))
+    return seen(into) == seen(state)
+
+
+def test_loading_onto_meta(rank_pool, tmp_path):
+    """
+    DTensors cut unevenly and plain tensors on meta come back with memory and values.
+    """
+    assert rank_pool.run(2, load_onto_meta, str(tmp_path / "ck")) == [True, True]
+
+
+def test_a_cast_is_done_and_said(tmp_path, caplog):
+    """
+    As in torch the values are converted to the state's dtype; the log names the keys and both dtypes.
+    """
+    reader = saved(tmp_path, {"w": torch.tensor([1e5, 1.0]), "same": numbered(2)})
+    state = {"w": torch.zeros(2, dtype=torch.float16), "same": torch.zeros(2)}
+    with caplog.at_level(logging.WARNING, "shardkeep"):
+        quietly(load, state, storage_reader=reader)
+    assert state["w"].tolist() == [float("inf"), 1.0]
+    assert "w (torch.float32 to torch.float16)" in caplog.text
+    assert not any("same" in record.getMessage() for record in caplog.records if record.name == "shardkeep")
+
+
+def test_a_tensor_that_is_not_all_there_is_said(caplog):
+    """
+    Where the stored chunks leave a hole in what is loaded, the log names the key.
+    """
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))]
+    metadata = Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), chunks)})
+    with caplog.at_level(logging.WARNING, "shardkeep"):
+        plan = create_default_local_load_plan({"w": torch.zeros(4)}, metadata)
+    assert [tuple(each.lengths) for each in plan.items] == [(2,)]
+    assert "does not hold all of these tensors" in caplog.text
+    assert "w" in caplog.text.split()
+
+
+def test_objects_under_integers_come_back_under_integers(tmp_path):
+    """
+    Keys are strings in the checkpoint; in the state they stay what they are, and none appears twice.
+    """
+    state = {"state": {0: {"step": 4, "m": numbered(2)}, 1: {"step": 5}}, "list": [{3: "x"}]}
+    reader = saved(tmp_path, state)
+    into = {"state": {0: {"step": 0, "m": torch.zeros(2)}, 1: {"step": 0}}, "list": [{3: ""}]}
+    quietly(load, into, storage_reader=reader)
+    assert seen(into) == seen(state)
+
+
+def test_checkpoints_of_torch_2_3_are_read(tmp_path):
+    """
+    Dicts without tensors, which torch 2.3 stored as one object, are found as such; also in a partial load.
+    """
+    old = {"w": numbered(2), "groups": {"lr": 0.1, "sub": {"x": [1]}}, "nested": {"t": numbered(1), "none": {"a": 1}}}
+    flat = {
+        "w": old["w"],
+        "groups": old["groups"],
+        "nested.t": old["nested"]["t"],
+        "nested.none": old["nested"]["none"],
+    }
+    reader = saved(tmp_path, flat, flatten_state_dict=False)
+    for options in ({}, {"allow_partial_load": True}):
+        into = {
+            "w": torch.zeros(2),
+            "groups": {"lr": 0, "sub": {"x": []}},
+            "nested": {"t": torch.zeros(1), "none": {"a": 0}},
+        }
+        quietly(load, into, storage_reader=reader, planner=DefaultLoadPlanner(**options))
+        assert seen(into) == seen(old)
+
+
+def test_a_state_may_be_kept_as_it_is(tmp_path):
+    """
+    Without flattening, nested dicts are single objects, and come back whole.
+    """
+    state = {"w": numbered(2), "nested": {"t": numbered(1)}}
+    quietly(
+        save,
+        state,
+        storage_writer=theirs.FileSystemWriter(tmp_path),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
+    into = {"w": torch.zeros(2), "nested": None}
+    quietly(
+        load,
+        into,
+        storage_reader=theirs.FileSystemReader(tmp_path),
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+    )
+    assert seen(into) == seen(state)
+
+
+def test_the_state_must_be_empty_where_it_is_made():
+    """
+    `_EmptyStateDictLoadPlanner` refuses a state with something in it, and a load without metadata.
+    """
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({})
+    with pytest.raises(AssertionError, match="must be empty"):
+        _EmptyStateDictLoadPlanner().set_up_planner({"a": 1}, Metadata({}))
+    with pytest.raises(AssertionError, match="metadata"):
+        _EmptyStateDictLoadPlanner().set_up_planner({}, None)
+    with pytest.raises(AssertionError, match="metadata"):
+        planner.create_local_plan()
+
+
+def test_an_option_without_effect_is_said(caplog):
+    """
+    `dedup_replicated_tensors` is taken, and logged.
+    """
+    DefaultSavePlanner(dedup_replicated_tensors=True)
+    assert "dedup_replicated_tensors" in caplog.text
+
+
+# -- users' planners ---------------------------------------------------------------------------------------------------
+
+CALLS = (
+    "set_up_planner create_local_plan create_global_plan finish_plan resolve_data lookup_object transform_object "
+    "load_bytes resolve_tensor commit_tensor lookup_tensor transform_tensor"
+)
+
+
+def recording(base):
+    """A planner that notes each call of a hook, with the kind of what it is called with."""
+    calls = []
+
+    def noted(name):
+        def hook(self, *args, **kwargs):
+            calls.append((name, [type(each).__name__ for each in args], sorted(kwargs)))
+            return getattr(super(kind, self), name)(*args, **kwargs)
+
+        return hook
+
+    kind = type("Recording", (base,), {name: noted(name) for name in CALLS.split() if hasattr(base, name)})
+    # Drivers look at the parameters of this one.
+    kind.set_up_planner.__signature__ = inspect.signature(base.set_up_planner)
+    return kind(), calls
+
+
+def test_hooks_are_called_as_torch_calls_them(tmp_path):
+    """
+    A subclass of our planner under our driver sees the calls that a subclass of torch's sees under torch's.
+    """
+    state = {"w": numbered(2), "n": 1, "sub": {"x": numbered(3)}}
+    noted = {}
+    for who, saver, loader, save_base, load_base in [
+        ("ours", save, load, DefaultSavePlanner, DefaultLoadPlanner),
+        ("theirs", theirs.save, theirs.load, theirs.DefaultSavePlanner, theirs.DefaultLoadPlanner),
+    ]:
+        planner, saving = recording(save_base)
+        quietly(saver, state, storage_writer=theirs.FileSystemWriter(tmp_path / who), planner=planner)
+        planner, loading = recording(load_base)
+        into = {"w": torch.zeros(2), "n": 0, "sub": {"x": torch.zeros(3)}}
+        quietly(loader, into, storage_reader=theirs.FileSystemReader(tmp_path / who), planner=planner)
+        assert seen(into) == seen(state)
+        noted[who] = saving, loading
+    assert noted["ours"] == noted["theirs"]
+    assert len(noted["ours"][0]) > 8
+
+
+class HalfPrecision(DefaultSavePlanner):
+    """Stores tensors in half precision, under names with a prefix."""
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        super().set_up_planner(
+            {f"half_{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator
+        )
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        for each in plan.items:
+            if each.tensor_data is not None:
+                each.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def transform_object(self, write_item, object):  # noqa: A002 - torch's name
+        found = super().transform_object(write_item, object)
+        return found.half() if write_item.type == WriteItemType.TENSOR else found
+
+
+class FromHalf(DefaultLoadPlanner):
+    """Reads such a checkpoint: another name for each key, and a copy of each tensor."""
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        self.mine = state_dict
+        super().set_up_planner({f"half_{key}": value for key, value in state_dict.items()}, metadata, is_coordinator)
+
+    def load_bytes(self, read_item, value):
+        self.mine[read_item.dest_index.fqn.removeprefix("half_")] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item):
+        return torch.empty(read_item.lengths, dtype=torch.float16)
+
+    def commit_tensor(self, read_item, tensor):
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+def test_a_users_planners_decide(tmp_path):
+    """
+    Renamed keys and converted tensors, through overridden hooks, are what is stored and what is loaded.
+    """
+    state = {"w": numbered(4), "n": 2}
+    written = quietly(save, state, storage_writer=theirs.FileSystemWriter(tmp_path), planner=HalfPrecision())
+    assert written.state_dict_metadata["half_w"].properties.dtype == torch.float16
+    stored = {"half_w": torch.zeros(4, dtype=torch.float16), "half_n": 0}
+    quietly(theirs.load, stored, checkpoint_id=str(tmp_path))
+    assert seen(stored["half_w"]) == seen(numbered(4).half())
+    into = {"w": torch.zeros(4), "n": 0}
+    quietly(load, into, storage_reader=theirs.FileSystemReader(tmp_path), planner=FromHalf())
+    assert seen(into) == seen(state)
+
+
+class OldFashioned(DefaultSavePlanner):
+    """From before planners were told of the storage."""
+
+    def set_up_planner(self, state_dict, is_coordinator):
+        super().set_up_planner(state_dict, None, is_coordinator)
+
+
+def test_a_planner_of_old_is_told_less(tmp_path):
+    """
+    A `set_up_planner` of two arguments works, with a warning.
+    """
+    with pytest.warns(UserWarning, match="OldFashioned.set_up_planner|on its own"):
+        save({"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path), planner=OldFashioned())
+    into = {"w": torch.zeros(2)}
+    quietly(load, into, storage_reader=theirs.FileSystemReader(tmp_path))
+    assert seen(into["w"]) == seen(numbered(2))
+
+
+def test_what_cannot_be_found_is_named():
+    """
+    A plan that asks for what the state has not is a ValueError that names the key.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": numbered(4), "n": 1})
+    for index in (MetadataIndex("x"), MetadataIndex("w", [2]), MetadataIndex("n", [0])):
+        with pytest.raises(ValueError, match=f"'{index.fqn}'"):
+            planner.lookup_object(index)
+    assert isinstance(planner.resolve_data(WriteItem(MetadataIndex("n"), WriteItemType.BYTE_IO)), io.BytesIO)
