@@ -314,3 +314,39 @@ def test_what_a_wrapped_exception_is():
         assert not _is_wrapped_exception(other)
     assert _get_failure_dict([1, wrapped, None]) == {1: wrapped}
     assert not isinstance(CheckpointException("s", {}), Exception)
+
+
+class Stuck:
+    """An object that cannot give its state on one rank."""
+
+    def state_dict(self):
+        if not dist.is_initialized() or dist.get_rank() == 1:
+            raise LookupError("no state")
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+def ask_the_stuck(folder):
+    told = []
+    quietly(save, {"a": {"n": 1}}, storage_writer=theirs.FileSystemWriter(folder))
+    for call, storage in [
+        (save, {"storage_writer": theirs.FileSystemWriter(folder)}),
+        (load, {"storage_reader": theirs.FileSystemReader(folder)}),
+    ]:
+        with pytest.raises(CheckpointException) as caught:
+            quietly(call, {"a": Stuck()}, **storage)
+        told.append({rank: repr(error) for rank, (error, _) in caught.value.failures.items()})
+        if dist.get_rank() == 1:
+            assert isinstance(caught.value.__cause__, LookupError)
+    return told
+
+
+def test_an_object_that_fails_to_give_its_state_is_told(rank_pool, tmp_path):
+    """
+    Before anything is planned one rank fails: the others are told and do not wait. A process alone sees the error.
+    """
+    assert rank_pool.run(2, ask_the_stuck, str(tmp_path)) == [[{1: "LookupError('no state')"}] * 2] * 2
+    with pytest.raises(LookupError, match="no state"):
+        quietly(save, {"a": Stuck()}, storage_writer=theirs.FileSystemWriter(tmp_path))

@@ -99,3 +99,8 @@ def without_ranks(no_dist: bool, verb: str) -> bool:
 def is_stateful(value: object) -> bool:
     """Say whether an object gives and takes its own state."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the values that have a state of their own replaced by it."""
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}

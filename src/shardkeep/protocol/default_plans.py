@@ -13,12 +13,7 @@ import torch
 
 from shardkeep.errors import StateMismatch
 from shardkeep.protocol.chunks import boxes_overlap, clashes, within
-from shardkeep.protocol.items import (
-    _create_chunk_list,
-    _create_default_metadata_only_plan,
-    _create_read_items,
-    _create_write_items,
-)
+from shardkeep.protocol.items import _create_default_metadata_only_plan, _create_write_items, reads_of
 from shardkeep.protocol.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -114,10 +109,10 @@ def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadat
     thin: list[str] = []
     for fqn, value in wanted.items():
         if _has_part(value):
-            reads = _create_read_items(fqn, entries[fqn], value)
-            if is_tensor_entry(entries[fqn]) and _covers_too_little(reads, value):
-                thin.append(fqn)
+            reads, complete = reads_of(fqn, entries[fqn], value)
             items += reads
+            if not complete:
+                thin.append(fqn)
     if thin:
         logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", named(thin))
     _warn_of_casts(wanted, entries)
@@ -180,11 +175,6 @@ def _check_sizes(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
     ]
     if wrong:
         raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
-
-
-def _covers_too_little(reads: list[ReadItem], value: Any) -> bool:
-    wanted = sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(value))
-    return sum(math.prod(read.lengths) for read in reads) < wanted
 
 
 def _warn_of_casts(wanted: dict[str, Any], entries: dict[str, Any]) -> None:

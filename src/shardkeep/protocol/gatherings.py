@@ -139,21 +139,23 @@ class _DistWrapper:
                     return decide(results)
                 except BaseException as error:  # noqa: BLE001 - raised on all ranks
                     failures = {self.coordinator_rank: _wrap_exception(error)}
-            told = {rank: portable(failure) for rank, failure in failures.items()} if self._world.size > 1 else failures
-            return [CheckpointException(step, told)] * len(results)
+            if not self._world.solo:
+                failures = {rank: portable(failure) for rank, failure in failures.items()}
+            return [CheckpointException(step, failures)] * len(results)
 
         mine: Any
+        cause: BaseException | None = None
         try:
             mine = work()
         except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            failure = _wrap_exception(error)
-            mine = portable(failure) if self._world.size > 1 else failure
+            cause, failure = error, _wrap_exception(error)
+            mine = failure if self._world.solo else portable(failure)
         try:
             answer = self._exchange(step, mine, judge)
         except CheckpointError as error:  # ranks that are silent, gone, or elsewhere
-            raise CheckpointException(step, self._absent(error)) from error
+            raise CheckpointException(step, self._absent(error)) from (cause or error)
         if isinstance(answer, CheckpointException):
-            raise answer
+            raise answer from cause
         return answer
 
     def _absent(self, error: CheckpointError) -> dict[int, WRAPPED_EXCEPTION]:
@@ -181,6 +183,27 @@ class _DistWrapper:
 
         with meet(self._world, f"checkpoint step {step}") as meeting:
             return pickle.loads(meeting.agree(step, send, reply))
+
+
+def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
+    """
+    Do what comes before a step, and return what gives its result in the step.
+
+    Where it fails and there are other ranks, the failure is raised in the step, so that they learn of it there and do
+    not wait for this rank. A process alone raises it at once.
+    """
+    try:
+        prepared = prepare()
+    except Exception as error:
+        if ranks.get_world_size() == 1:
+            raise
+        failure = error  # the name in the except clause ends with it
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: prepared
 
 
 def _led_by(coordinator: int, world: World) -> World:

@@ -7,6 +7,7 @@ in torch's classes; what they say becomes ours here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +159,19 @@ def create_read_items_for_chunk_list(
 
 def _create_read_items(fqn: str, md: Any, obj: Any) -> list[ReadItem]:
     """Return what to read to fill this rank's part of a value; `md` is its entry in the checkpoint."""
+    return reads_of(fqn, md, obj)[0]
+
+
+def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[ReadItem], bool]:
+    """
+    Return what to read to fill this rank's part of a value, and whether that fills all of it.
+
+    Raises:
+        StateMismatch: (a ValueError) the checkpoint has a tensor there and the state has none.
+
+    """
     if not is_tensor_entry(md):
-        return [_create_read_item_for_byteio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)]
+        return [_create_read_item_for_byteio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)], True
     try:
         local_chunks = _create_chunk_list(obj)
     except StateMismatch as error:
@@ -168,7 +180,9 @@ def _create_read_items(fqn: str, md: Any, obj: Any) -> list[ReadItem]:
             hint="put a tensor of the saved size there, or take the key out of the state",
             key=fqn,
         ) from error
-    return create_read_items_for_chunk_list(fqn, md, local_chunks)
+    items = create_read_items_for_chunk_list(fqn, md, local_chunks)
+    wanted = sum(math.prod(chunk.sizes) for chunk in local_chunks)
+    return items, sum(math.prod(item.lengths) for item in items) >= wanted
 
 
 def _create_read_item_for_byteio(

@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
 from shardkeep.errors import RanksDisagree
-from shardkeep.protocol.calls import _api_bc_check, _profile, _storage_setup, is_stateful, takes, without_ranks
+from shardkeep.protocol.calls import (
+    _api_bc_check,
+    _profile,
+    _stateful_to_state_dict,
+    _storage_setup,
+    is_stateful,
+    takes,
+    without_ranks,
+)
 from shardkeep.protocol.foreign import in_words_of, translator
-from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.protocol.gatherings import _DistWrapper, in_step
 from shardkeep.protocol.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from shardkeep.protocol.metadata import Metadata
 from shardkeep.protocol.planners import LoadPlanner
@@ -67,10 +76,10 @@ def load(
         reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
         # Sorted, as objects that communicate when asked for their state must be asked in one order on all ranks.
         keys = sorted(state_dict)
-        filled = {
-            key: state_dict[key].state_dict() if is_stateful(state_dict[key]) else state_dict[key] for key in keys
-        }
-        _load_state_dict(filled, reader, process_group, no_dist=no_dist, planner=planner)
+        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+        state = in_step(ranks, lambda: _stateful_to_state_dict({key: state_dict[key] for key in keys}))
+        _run(ranks, state, reader, planner)
+        filled = state()
         for key in keys:
             if is_stateful(state_dict[key]):
                 state_dict[key].load_state_dict(filled[key])
@@ -121,9 +130,14 @@ def _load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
+    _run(_DistWrapper(process_group, not no_dist, coordinator_rank), lambda: state_dict, storage_reader, planner)
+
+
+def _run(
+    ranks: _DistWrapper, state: Callable[[], dict[str, Any]], storage_reader: StorageReader, planner: LoadPlanner | None
+) -> None:
     call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
-    plan = ranks.reduce_scatter("plan", lambda: call.plan(state_dict), call.decide)
+    plan = ranks.reduce_scatter("plan", lambda: call.plan(state()), call.decide)
     ranks.all_gather("read", lambda: call.read(plan))
 
 

@@ -15,13 +15,21 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
-from shardkeep.protocol.calls import _api_bc_check, _profile, _storage_setup, is_stateful, takes, without_ranks
+from shardkeep.protocol.calls import (
+    _api_bc_check,
+    _profile,
+    _stateful_to_state_dict,
+    _storage_setup,
+    takes,
+    without_ranks,
+)
 from shardkeep.protocol.foreign import ours, translator
-from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.protocol.gatherings import _DistWrapper, in_step
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
 from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.plans import SavePlan
@@ -68,8 +76,9 @@ def save(
     no_dist = without_ranks(no_dist, "saves")
     with _profile():
         writer = _storage_setup(storage_writer, checkpoint_id)
-        state = _stateful_to_state_dict(state_dict)
-        return _save_state_dict(state, writer, process_group, 0, no_dist, planner, use_collectives)
+        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+        state = in_step(ranks, lambda: _stateful_to_state_dict(state_dict))
+        return _run(ranks, state, writer, planner, use_collectives)
 
 
 @deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
@@ -87,11 +96,6 @@ def save_state_dict(
         return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
 
 
-def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """Return the state with the values that have a state of their own replaced by it."""
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
-
-
 def _save_state_dict(
     state_dict: STATE_DICT_TYPE,
     storage_writer: StorageWriter,
@@ -102,18 +106,28 @@ def _save_state_dict(
     use_collectives: bool = True,
 ) -> Metadata:
     ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
+    return _run(ranks, lambda: state_dict, storage_writer, planner, use_collectives)
+
+
+def _run(
+    ranks: _DistWrapper,
+    state: Callable[[], STATE_DICT_TYPE],
+    storage_writer: StorageWriter,
+    planner: SavePlanner | None,
+    use_collectives: bool,
+) -> Metadata:
     call = _Save(ranks, DefaultSavePlanner() if planner is None else planner, storage_writer, use_collectives)
     if not use_collectives:
         # One step for all of it: ranks need nothing of each other, but each must learn when another one fails.
         mine: list[Metadata] = []
 
         def alone() -> None:
-            [plan] = call.decide([call.plan(state_dict)])
+            [plan] = call.decide([call.plan(state())])
             mine.append(call.finish([call.write(plan)]))
 
         ranks.all_gather("write", alone)
         return mine[0]
-    plan = ranks.reduce_scatter("plan", lambda: call.plan(state_dict), call.decide)
+    plan = ranks.reduce_scatter("plan", lambda: call.plan(state()), call.decide)
     return ranks.all_reduce("write", lambda: call.write(plan), call.finish)
 
 
