@@ -42,7 +42,7 @@ _MODULES = {
     "storage": ("WriteResult",),
 }
 _HOMES = {"metadata": metadata, "planner": plans, "storage": storage}
-_PARTIES = {"SavePlanner", "LoadPlanner", "StorageWriter", "StorageReader"}
+_PARTIES = {"SavePlanner", "LoadPlanner", "StorageWriter", "StorageReader", "StorageMeta"}
 _LEAVES = {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "BytesIOWriteData"}
 """Classes whose fields hold nothing that needs to be translated."""
 _COMPLETE = _LEAVES | {"Metadata"}
@@ -59,7 +59,11 @@ def ours(value: Any) -> Any:
 
 
 def language_of(party: object) -> Classes:
-    """Return the classes that a planner or a storage expects: torch's if it derives from torch's, else ours."""
+    """
+    Return the classes that a planner or a storage expects: torch's if it derives from torch's, else ours.
+
+    A `StorageMeta` speaks for the storage it is from.
+    """
     for kind in type(party).__mro__:
         if kind.__name__ in _PARTIES and kind.__module__.startswith("torch.distributed.checkpoint."):
             return {
@@ -79,8 +83,14 @@ def translator(source: object, target: object) -> Callable[[Any], Any]:
 
 
 def in_words_of(party: object, value: Any) -> Any:
-    """Return a value in the classes that a party expects."""
+    """Return a value, that may be of either side, in the classes that a party expects."""
     return _translated(value, language_of(party))
+
+
+def from_ours(party: object) -> Callable[[Any], Any]:
+    """Return what turns values of ours into what a party expects; it does nothing where that is ours."""
+    classes = language_of(party)
+    return (lambda value: value) if classes is OURS else (lambda value: _translated(value, classes))
 
 
 def _translated(value: Any, classes: Classes) -> Any:
@@ -98,7 +108,8 @@ def _translated(value: Any, classes: Classes) -> Any:
         return target[value.name]
     if kind is target and name in _COMPLETE:
         return value
-    held = {each.name: getattr(value, each.name, None) for each in fields(target)}  # type: ignore[arg-type]  # all are dataclasses
+    names = [each.name for each in fields(target)]  # type: ignore[arg-type]  # all are dataclasses
+    held = {key: getattr(value, key, None) for key in names}
     if name not in _LEAVES:
         held = {key: each if _opaque(name, key) else _translated(each, classes) for key, each in held.items()}
     made = target(**held)

@@ -3,12 +3,14 @@ Plans of the previous save, used again where nothing changed.
 
 A rank whose plan is the one it sent before sends only word of that, and gets only word back where its part of the
 global plan is the one it has. The cache belongs to one planner, so that two states saved in turn by two planners never
-meet; plans are the same only if everything in them is, dtypes and planner data included. A round that did not reach
-its end on a rank is forgotten there: the rank sends its whole plan in the next one, and gets a whole plan back.
+meet, and it serves one group of ranks; plans are the same only if everything in them is, dtypes and planner data
+included. A round that did not reach its end on a rank is forgotten there: the rank sends its whole plan in the next
+one, and gets a whole plan back.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -70,23 +72,16 @@ class PlanCache:
             RanksDisagree: a rank sent word of a plan that this planner never saw.
 
         """
-        if not _contains_usable_plan(sent) and self._metadata is not None and len(sent) == len(self._all_global):
-            global_plan, metadata = self._all_global, self._metadata
-        else:
-            merged = self._merged(sent)
-            global_plan, metadata = make(merged)
-            previous, self._all_local = self._all_global, merged
-            # A rank that sent its plan may have lost the previous round: it gets the whole.
-            unchanged = [
-                not mine.usable and rank < len(previous) and _compare_save_plans(new, previous[rank])
-                for rank, (mine, new) in enumerate(zip(sent, global_plan, strict=True))
-            ]
-            self._all_global, self._metadata = global_plan, metadata
-            answers = [
-                _word(mine) if same else new for mine, new, same in zip(sent, global_plan, unchanged, strict=True)
-            ]
-            return answers, global_plan, _copied(metadata)
-        return [_word(mine) for mine in sent], global_plan, _copied(metadata)
+        if self._metadata is not None and not _contains_usable_plan(sent) and len(sent) == len(self._all_global):
+            return [_word(plan) for plan in sent], self._all_global, _copied(self._metadata)
+        merged = self._merged(sent)
+        global_plan, metadata = make(merged)
+        answers = [
+            _word(mine) if self._has_already(rank, mine, new) else new
+            for rank, (mine, new) in enumerate(zip(sent, global_plan, strict=True))
+        ]
+        self._all_local, self._all_global, self._metadata = merged, global_plan, metadata
+        return answers, global_plan, _copied(metadata)
 
     def accept(self, plan: SavePlan) -> SavePlan:
         """Return the plan to carry out, given what came back; ends the round."""
@@ -105,15 +100,21 @@ class PlanCache:
 
     def _merged(self, sent: list[SavePlan]) -> list[SavePlan]:
         known = self._all_local or []
-        if unknown := [rank for rank, plan in enumerate(sent) if not plan.usable and rank >= len(known)]:
+        silent = [rank for rank, plan in enumerate(sent) if not plan.usable]
+        if silent and len(known) != len(sent):
             raise RanksDisagree(
-                f"ranks {unknown} say that their plans have not changed, but this planner has not seen any of theirs",
-                hint="use one planner for all saves on each rank, or a new one on all of them",
+                f"ranks {silent} say that their plans have not changed, but this planner knows the plans of "
+                f"{len(known)} ranks, and these are {len(sent)}",
+                hint="use one planner for all saves of a group of ranks, on each of them, or a new one on all of them",
             )
         return [
             plan if plan.usable else dataclasses.replace(known[rank], storage_data=plan.storage_data)
             for rank, plan in enumerate(sent)
         ]
+
+    def _has_already(self, rank: int, sent: SavePlan, new: SavePlan) -> bool:
+        # A rank that sent its plan may have lost the previous round: it gets the whole.
+        return not sent.usable and rank < len(self._all_global) and _compare_save_plans(new, self._all_global[rank])
 
 
 def _word(sent: SavePlan) -> SavePlan:
@@ -128,4 +129,4 @@ def _copied(metadata: Metadata) -> Metadata:
         else entry
         for key, entry in metadata.state_dict_metadata.items()
     }
-    return dataclasses.replace(metadata, state_dict_metadata=entries)
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=copy.copy(metadata.planner_data))

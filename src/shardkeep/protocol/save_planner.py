@@ -18,6 +18,7 @@ from shardkeep.protocol.default_plans import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
+from shardkeep.protocol.foreign import from_ours
 from shardkeep.protocol.lookup import find_state_dict_object
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from shardkeep.protocol.plan_cache import PlanCache
@@ -69,12 +70,13 @@ class DefaultSavePlanner(SavePlanner):
             logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect any more; please leave it out")
         self._enable_plan_caching = enable_plan_caching
         self._plan_cache = PlanCache()
+        self._storage_meta: StorageMeta | None = None
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state, as far as asked for, and keep it."""
-        del storage_meta
+        self._storage_meta = storage_meta
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
         if self.flatten_sharded_tensors:
@@ -100,9 +102,12 @@ class DefaultSavePlanner(SavePlanner):
         """
         if self._enable_plan_caching:
             answers, self.global_plan, self.metadata = self._plan_cache.decide(all_plans, self._create_global_plan)
-            return answers, self.metadata
-        self.global_plan, self.metadata = self._create_global_plan(all_plans)
-        return self.global_plan, self.metadata
+        else:
+            self.global_plan, self.metadata = self._create_global_plan(all_plans)
+            answers = self.global_plan
+        # Our driver translates for torch's storages. Torch's does not; whose storage it is can be told by what it says.
+        in_its_words = from_ours(self._storage_meta)
+        return in_its_words(answers), in_its_words(self.metadata)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         return dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
