@@ -4,12 +4,13 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.toolkit.samples import in_chunks, numbered, seen, sharded_tree, spread_out
 
-__all__ = ["Counter", "blank", "holds", "on_few_ranks", "quietly", "state_of_ranks"]
+__all__ = ["Counter", "blank", "holds", "on_few_ranks", "quietly", "state_of_ranks", "torch_fills_metadata"]
 
 
 class Counter:
@@ -91,6 +92,12 @@ def holds(state):
         key: ("counter", value.count, seen(value.log)) if isinstance(value, Counter) else seen(value)
         for key, value in state.items()
     }
+
+
+def torch_fills_metadata(folder):
+    """Say whether torch's writer fills the metadata it is given (2.13), or a copy that nobody else sees (2.11)."""
+    returned = quietly(theirs.save, {"x": 1}, storage_writer=theirs.FileSystemWriter(folder), no_dist=True)
+    return returned.version is not None
 
 
 def quietly(function, *args, **kwargs):

@@ -15,7 +15,7 @@ from shardkeep.dcp.planner_helpers import _compare_save_plans, _contains_usable_
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import RanksDisagree
-from tests.protocol.samples import quietly
+from tests.protocol.samples import quietly, torch_fills_metadata
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
 
@@ -109,7 +109,8 @@ def test_metadata_are_never_shared(tmp_path):
     assert second is not first
     assert list(second.state_dict_metadata) == ["w"]
     assert len(second.state_dict_metadata["w"].chunks) == 1
-    assert str(second.storage_meta.checkpoint_id).endswith("b")
+    if torch_fills_metadata(tmp_path / "c"):
+        assert str(second.storage_meta.checkpoint_id).endswith("b")
     assert seen(read_like(state, tmp_path / "b")) == seen(state)
 
 

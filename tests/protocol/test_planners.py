@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import io
 import logging
+import pickle
 import random
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from shardkeep.dcp.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -569,3 +571,22 @@ def test_what_cannot_be_found_is_named():
         with pytest.raises(ValueError, match=f"'{index.fqn}'"):
             planner.lookup_object(index)
     assert isinstance(planner.resolve_data(WriteItem(MetadataIndex("n"), WriteItemType.BYTE_IO)), io.BytesIO)
+
+
+def test_planners_can_be_sent_to_another_process():
+    """
+    The default planners survive a pickle, fresh and in use, as saves in another process need it.
+    """
+    for planner in (
+        DefaultSavePlanner(enable_plan_caching=True),
+        DefaultLoadPlanner(),
+        _EmptyStateDictLoadPlanner({"a"}),
+    ):
+        assert type(pickle.loads(pickle.dumps(planner))) is type(planner)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner.set_up_planner({"w": numbered(2)}, StorageMeta("here"), is_coordinator=True)
+    [plan], _ = planner.create_global_plan([planner.create_local_plan()])
+    planner.finish_plan(plan)
+    again = pickle.loads(pickle.dumps(planner))
+    again.set_up_planner({"w": numbered(2)}, StorageMeta("there"), is_coordinator=True)
+    assert again.create_local_plan().usable is False

@@ -12,7 +12,7 @@ from shardkeep.dcp import default_planner as our_planners
 from shardkeep.dcp import state_dict_loader, state_dict_saver
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.metadata import Metadata
-from tests.protocol.samples import blank, holds, quietly, state_of_ranks
+from tests.protocol.samples import blank, holds, quietly, state_of_ranks, torch_fills_metadata
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
 RANKS = [1, 2, 4]
@@ -53,16 +53,18 @@ def save_and_load(folder, saver, save_planner, loader, load_planner):
         ("theirs", "theirs", "ours", "ours"),
         ("ours", "theirs", "ours", "theirs"),
         ("theirs", "theirs", "theirs", "ours"),
+        ("theirs", "ours", "theirs", "theirs"),
     ],
 )
 def test_what_one_saves_the_other_loads(rank_pool, tmp_path, ranks, saver, save_planner, loader, load_planner):
     """
     Each driver with each planner, over torch's files: every value comes back bit for bit, on every rank.
     """
+    filled = torch_fills_metadata(tmp_path / "other")
     outcome = rank_pool.run(ranks, save_and_load, str(tmp_path / "ck"), saver, save_planner, loader, load_planner)
     for wrong, kind, keys, version in outcome:
         assert wrong == []
-        assert version == "1.0.0"
+        assert version == ("1.0.0" if filled else None)
         assert keys == outcome[0][2]
         assert (kind is Metadata) == (saver == "ours")
     assert b"shardkeep" not in (tmp_path / "ck" / ".metadata").read_bytes()
@@ -237,5 +239,6 @@ def test_the_metadata_returned_can_be_pickled(tmp_path):
     """
     metadata = quietly(state_dict_saver.save, {"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path))
     assert pickle.loads(pickle.dumps(metadata)) == metadata
-    assert {type(index).__module__ for index in metadata.storage_data} == {"shardkeep.protocol.metadata"}
-    assert metadata.storage_meta.checkpoint_id == tmp_path
+    if torch_fills_metadata(tmp_path / "other"):
+        assert {type(index).__module__ for index in metadata.storage_data} == {"shardkeep.protocol.metadata"}
+        assert metadata.storage_meta.checkpoint_id == tmp_path
