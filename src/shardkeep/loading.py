@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 import torch
 
+from shardkeep.errors import RanksDisagree
+from shardkeep.format.index import Index
 from shardkeep.format.record import RECORD_NAME, Record, decode_record, encode_record
 from shardkeep.format.values import decode_value
 from shardkeep.layout import native
@@ -136,9 +138,10 @@ def load(
     store = open_store(where, direct=options.direct_io)
     wishes = Wishes(include, exclude, rename, cast)
     with meet(world, f"load from {store.url}") as meeting:
-        told = meeting.agree("open", bytes, lambda _: [encode_record(native.read_record(store))] * world.size)
-        record = decode_record(told, f"{store.url}/{RECORD_NAME}")
-        filling = _Filling(store, record, wishes, world, allow_pickle=allow_pickle)
+        filling = _Filling(store, wishes, world, allow_pickle=allow_pickle)
+        filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
+        if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
+            meeting.agree("prepare", filling.prepare, lambda done: done)
         verdict = msgspec.msgpack.decode(
             meeting.agree(
                 "match",
@@ -163,9 +166,9 @@ def load(
             meeting.agree("place", place, lambda done: done)
     report = LoadReport(
         where=store.url,
-        save_id=record.save_id,
-        step=record.step,
-        meta=record.meta,
+        save_id=filling.record.save_id,
+        step=filling.record.step,
+        meta=filling.record.meta,
         missing=verdict.missing,
         unexpected=verdict.unexpected,
         cast=filling.matched.cast,
@@ -186,27 +189,61 @@ def load(
 class _Filling:
     """One rank's part of a load."""
 
-    description: Description
-    matched: Match
-
-    def __init__(self, store: Store, record: Record, wishes: Wishes, world: World, *, allow_pickle: bool) -> None:
+    def __init__(self, store: Store, wishes: Wishes, world: World, *, allow_pickle: bool) -> None:
         self.store = store
-        self.record = record
         self.wishes = wishes
         self.world = world
         self.allow_pickle = allow_pickle
         self.in_place_of: dict[str, Any] = {}
         self.new_leaves: dict[str, Any] = {}
         self.bytes_read = 0
+        # Known after `look`, `open`, `prepare` and `match`.
+        self.objects: Objects
+        self.record: Record
+        self.communicates: bool
+        self.stored: Stored | None = None
+        self.index: Index
+        self.description: Description
+        self.matched: Match
+
+    def look(self, state: MutableMapping[str, Any]) -> bytes:
+        """Find the objects in this rank's state."""
+        self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
+        return _encode((self.objects.names, self.objects.communicates))
+
+    def tell(self, payloads: list[bytes]) -> list[bytes]:
+        """On rank 0: give everyone the commit record, if all ranks have the same objects."""
+        seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool]) for payload in payloads]
+        for rank, (names, _) in enumerate(seen):
+            if odd := sorted({*names} ^ {*seen[0][0]}):
+                raise RanksDisagree(
+                    f"ranks 0 and {rank} do not have the same objects in the state: {', '.join(map(repr, odd))}",
+                    hint="pass the same modules, optimizers and other objects on every rank",
+                )
+        record = encode_record(native.read_record(self.store))
+        return [_encode((record, any(talks for _, talks in seen)))] * len(payloads)
+
+    def open(self, told: bytes) -> None:
+        """Take the commit record from rank 0."""
+        record, self.communicates = msgspec.msgpack.decode(told, type=tuple[bytes, bool])
+        self.record = decode_record(record, f"{self.store.url}/{RECORD_NAME}")
+
+    def prepare(self) -> bytes:
+        """Read the index, and ask those objects what they need that ask no other rank."""
+        self.wishes = self.wishes.checked()
+        self.index = native.read_index(self.store, self.record)
+        if self.objects:
+            self.stored = Stored(self.index, *self.wishes.names(self.index), self.wishes.renamed)
+            self.in_place_of = self.objects.templates(self.stored, self.wishes.selects(), communicating=False)
+        return b""
 
     def match(self, state: MutableMapping[str, Any]) -> bytes:
         """Compare this rank's state with the index."""
-        self.wishes = self.wishes.checked()
-        self.index = native.read_index(self.store, self.record)
+        if not self.communicates:
+            self.prepare()
         selected = self.wishes.selects()
-        self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
-        if self.objects:
-            self.in_place_of = self.objects.templates(Stored(self.index, *self.wishes.names(self.index)), selected)
+        if self.stored is not None:
+            self.in_place_of = self.objects.templates(self.stored, selected, communicating=True)
         self.description = describe(
             state, rank=self.world.rank, in_place_of=self.in_place_of, filling=True, selected=selected
         )

@@ -143,10 +143,20 @@ def save(
     with leftovers.claiming(coordinator.save_id), meet(world, f"save to {store.url}") as meeting:
         description: Description
 
+        in_place_of: dict[str, Any] = {}
+
+        def prepare() -> bytes:
+            coordinator.label(step, meta)
+            in_place_of.update(objects.give(differing, communicating=False))
+            return b""
+
         def draft() -> bytes:
             nonlocal description
-            coordinator.label(step, meta)
-            description = describe(state, rank=world.rank, in_place_of=objects.give(differing))
+            if not objects.communicates:
+                prepare()
+            else:
+                in_place_of.update(objects.give(differing, communicating=True))
+            description = describe(state, rank=world.rank, in_place_of=in_place_of)
             return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
         def write() -> bytes:
@@ -158,6 +168,8 @@ def save(
         try:
             objects = Objects(state, rank=world.rank, world_size=world.size)
             differing = differing_state(objects, meeting, world.size, allow_pickle=allow_pickle)
+            if objects.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
+                meeting.agree("prepare", prepare, lambda done: done)
             orders = msgspec.msgpack.decode(meeting.agree("plan", draft, coordinator.plan), type=Orders)
             meeting.agree("write", write, coordinator.collect)
             # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.

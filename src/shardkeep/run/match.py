@@ -120,6 +120,10 @@ class Wishes:
             renamed.append(table)
         return renamed[0], renamed[1]
 
+    def renamed(self, name: str) -> str | None:
+        """Return what a name of the checkpoint is in the state; None where it is dropped."""
+        return name if self.rename is None else renamer(self.rename)(name)
+
     def selects(self) -> Callable[[str], bool]:
         """Make the test for names that are to be loaded."""
         return selector(self.include, self.exclude)

@@ -111,14 +111,14 @@ def materialize(key: str, obj: Any) -> Any:
         pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
         return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
     if _is_a(obj, "torch.distributed.tensor", "DTensor"):
-        return _dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
+        return dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
     ask = _Ask(key, allow_meta=True, writable=True)
     if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
         ask.refuse("is a ShardedTensor on the meta device", "give its shards memory before loading into it")
     plain = _unwrap(ask, obj)
     device = torch.get_default_device()
     # Under `with torch.device("meta")` the default is no place to load to.
-    return _dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+    return dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
 
 
 def needs_memory(obj: Any) -> bool:
@@ -144,7 +144,7 @@ def _on_meta(obj: Any) -> bool:
         return isinstance(obj, torch.Tensor) and obj.is_meta
 
 
-def _dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+def dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """Give a fresh tensor the class, attributes and `requires_grad` of another."""
     kind: Any = type(model)
     if kind is torch.nn.Parameter:

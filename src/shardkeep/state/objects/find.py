@@ -28,6 +28,8 @@ class Adapter(Protocol):
     """How one object's state is had, and how it is put back."""
 
     name: str
+    communicates: bool
+    """Whether giving, asking and taking talk to other ranks, which must then all be there."""
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return, by name, digests of state that may be one for all ranks, or each rank's own: none can say alone."""
@@ -86,23 +88,39 @@ class Objects:
             digests |= adapter.unsure(allow_pickle=allow_pickle)
         return digests
 
-    def give(self, differing: Collection[str]) -> dict[str, Any]:
-        """Return, by flat name, what is saved in place of each."""
-        return {adapter.name: adapter.give(differing) for adapter in self._adapters}
+    @property
+    def communicates(self) -> bool:
+        """Say whether any of them talks to other ranks."""
+        return any(adapter.communicates for adapter in self._adapters)
 
-    def templates(self, stored: Stored, selected: Selected) -> dict[str, Any]:
-        """Return, by flat name, what is filled in place of each of which anything is selected."""
-        wanted = [
-            adapter
-            for adapter in self._adapters
-            if selected(adapter.name) or any(selected(leaf.name) for _, leaf in stored.below(adapter.name))
-        ]
-        self._standing = {adapter.name: adapter.template(stored, selected) for adapter in wanted}
+    @property
+    def names(self) -> list[str]:
+        """Their flat names, the same on all ranks for those inside a `PerRank`."""
+        own = f"@{self._rank}"
+        parts = ([("@" if part == own else part) for part in adapter.name.split(".")] for adapter in self._adapters)
+        return sorted(".".join(each) for each in parts)
+
+    def give(self, differing: Collection[str], *, communicating: bool) -> dict[str, Any]:
+        """Return, by flat name, what is saved in place of those that do, or do not, talk to other ranks."""
+        chosen = [adapter for adapter in self._adapters if adapter.communicates == communicating]
+        return {adapter.name: adapter.give(differing) for adapter in chosen}
+
+    def templates(self, stored: Stored, selected: Selected, *, communicating: bool) -> dict[str, Any]:
+        """Return, by flat name, what is filled in place of those that do, or do not, talk, if anything is selected."""
+        for adapter in self._adapters:
+            if adapter.communicates != communicating:
+                continue
+            if selected(adapter.name) or any(selected(leaf.name) for _, leaf in stored.below(adapter.name)):
+                self._standing[adapter.name] = adapter.template(stored, selected)
         return self._standing
 
     def take(self, filled: set[str]) -> None:
-        """Give every object what was filled of its state, if anything was."""
-        for adapter in self._adapters:
+        """
+        Give every object what was filled of its state, if anything was.
+
+        Those that talk to other ranks come first: one that fails alone must not leave them waiting.
+        """
+        for adapter in sorted(self._adapters, key=lambda adapter: not adapter.communicates):
             state = self._standing.get(adapter.name, UNFILLED)
             kept = UNFILLED if state is UNFILLED else _filled_part(state, adapter.name, filled, self._rank)
             if kept is not UNFILLED:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkeep.state.objects.groups import SavedGroups, groups_by_first, set_hyper_parameters
-from shardkeep.state.objects.stateful import place_for
 from shardkeep.state.objects.stored import UNFILLED, Selected, Stored
+from shardkeep.state.training.fresh import is_fresh
 from shardkeep.state.training.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
+from shardkeep.state.training.options import StateDictOptions
 
 
 class FlatOptimizerObject:
@@ -24,19 +25,24 @@ class FlatOptimizerObject:
 
     def __init__(self, name: str, optimizer: Optimizer, module: nn.Module) -> None:
         self.name = name
+        self.communicates = True
         self._optimizer = optimizer
         self._module = module
-        self._groups: list[dict[str, Any]] = []
+        # Known after `template`.
+        self._groups: list[dict[str, Any]]
+        self._saved: SavedGroups
+        self._empty = False
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
         """Return nothing: FSDP1 says what is whose."""
         return {}
 
     def give(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
-        """Return its state by parameter name."""
+        """Return its state by parameter name; none for one that has made no step."""
+        fresh = is_fresh(self._optimizer)
         state: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
         groups = ((list(group["params"]), group) for group in state["param_groups"])
-        return {"state": _parted(state["state"]), "param_groups": groups_by_first(groups)}
+        return {"state": {} if fresh else _parted(state["state"]), "param_groups": groups_by_first(groups)}
 
     def template(self, stored: Stored, selected: Selected) -> Any:
         """Return the state that is there, or would be after a step; `UNFILLED` where the checkpoint has none."""
@@ -44,18 +50,31 @@ class FlatOptimizerObject:
             return UNFILLED
         present: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
         self._groups = present["param_groups"]
-        saved = SavedGroups(self.name, stored, selected)
+        self._saved = SavedGroups(self.name, stored, selected)
         for group in self._groups:
-            saved.check((name,) for name in group["params"])
-        groups = stored.nest(f"{self.name}.param_groups", lambda leaf: place_for(stored, leaf, None))
-        return {"state": _parted(present["state"]), "param_groups": groups}
+            self._saved.check((name,) for name in group["params"])
+        state = {
+            name: kept
+            for name, kept in _parted(present["state"]).items()
+            if stored.has(f"{self.name}.state.{name}") or self._saved.of([name]) is None
+        }
+        self._empty = not state and selected(f"{self.name}.state")
+        return {"state": state, "param_groups": self._saved.places(stored)}
 
     def take(self, state: dict[str, Any]) -> None:
         """Give the optimizer what was loaded."""
-        for group in self._groups:
-            set_hyper_parameters(group, group["params"], state.get("param_groups", {}))
-        loaded: Any = {"state": state.get("state", {}), "param_groups": self._groups}
-        set_optimizer_state_dict(self._module, self._optimizer, loaded)
+        filled = state.get("param_groups", {})
+        hyper = [self._saved.hyper_parameters([(name,) for name in group["params"]], filled) for group in self._groups]
+        if state.get("state"):
+            for group, values in zip(self._groups, hyper, strict=True):
+                set_hyper_parameters(self._groups, group, values)
+            loaded: Any = {"state": state["state"], "param_groups": self._groups}
+            set_optimizer_state_dict(self._module, self._optimizer, loaded, options=StateDictOptions(strict=False))
+            return
+        if self._empty:
+            self._optimizer.state.clear()
+        for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+            set_hyper_parameters(self._optimizer.param_groups, group, values)
 
 
 def _parted(state: dict[str, Any]) -> dict[str, Any]:

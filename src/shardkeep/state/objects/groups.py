@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from shardkeep.errors import StateMismatch
-from shardkeep.state.objects.stored import UNFILLED, Selected, Stored
+from shardkeep.format.tree import part_name
+from shardkeep.state.objects.stateful import place_for
+from shardkeep.state.objects.stored import UNFILLED, Selected, Step, Stored, StoredLeaf, nested
 
 OF_THIS_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """What a group holds and a checkpoint does not decide: how a step is carried out here, not what it does."""
+_PART = "param_groups"
 
 
 def groups_by_first(groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> dict[str, Any]:
@@ -28,48 +31,47 @@ def groups_by_first(groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> di
     return saved
 
 
-def set_hyper_parameters(
-    group: dict[str, Any], names: Sequence[str], saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-) -> None:
-    """
-    Give a group what was saved for the first of these parameters that any saved group has.
-
-    Groups in a list are those of a state dict by parameter names, saved as such.
-    """
-    groups = saved.values() if isinstance(saved, Mapping) else saved
-    of = {name: hyper for hyper in groups for name in hyper.get("params", ())}
-    for key, value in next((of[name] for name in names if name in of), {}).items():
-        if key in OF_THIS_MACHINE or value is UNFILLED:
-            continue
-        present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            present.copy_(torch.as_tensor(value))
-        else:
-            group[key] = value
-
-
 class SavedGroups:
-    """The parameter groups that were saved."""
+    """
+    The parameter groups that were saved.
+
+    Which parameters were in which group is read from the index at once, whatever is selected; names of parameters are
+    those that the load gives them. Groups in a list, as a state dict by names has them, are understood too.
+    """
 
     def __init__(self, name: str, stored: Stored, selected: Selected) -> None:
         self._name = name
-        self._of: dict[str, str] = {}
-        """Parameter -> its group, named by its first parameter."""
-        self._hyper: dict[str, dict[str, bytes]] = {}
-        for tail, leaf in stored.below(f"{name}.param_groups"):
-            first, key = tail[0][1], ".".join(str(part) for _, part in tail[1:])
+        self._leaves: dict[str, tuple[Any, tuple[Step, ...], StoredLeaf]] = {}
+        """By what comes behind the prefix: the group, the path inside it, and the leaf."""
+        self._of: dict[str, Any] = {}
+        """Parameter -> its group."""
+        self._hyper: dict[Any, dict[str, bytes]] = {}
+        prefix = f"{name}.{_PART}."
+        for _, leaf in stored.below(f"{name}.{_PART}"):
+            parts = [part for _, part in leaf.path]
+            if _PART not in parts[:-2]:
+                continue
+            at = parts.index(_PART)
+            group, path = parts[at + 1], leaf.path[at + 2 :]
+            self._leaves[leaf.name[len(prefix) :]] = (group, path, leaf)
+            key = str(path[0][1])
             if key == "params":
-                self._of |= dict.fromkeys(stored.value(leaf), first)
+                former = ".".join(part_name(kind, part) for kind, part in leaf.path[:at])
+                self._of |= {_new_name(stored, former, name, one): group for one in stored.value(leaf)}
             elif key not in OF_THIS_MACHINE and not leaf.is_tensor and not leaf.empty and selected(leaf.name):
-                self._hyper.setdefault(first, {})[key] = stored.raw(leaf)
+                self._hyper.setdefault(group, {})[".".join(str(part) for _, part in path)] = stored.raw(leaf)
 
-    def of(self, names: tuple[str, ...]) -> str | None:
-        """Return the group a parameter was saved in."""
+    def places(self, stored: Stored) -> dict[str, Any]:
+        """Return places for all of it, flat: names may have been changed in the middle of keys."""
+        return {rest: place_for(stored, leaf) for rest, (_, _, leaf) in self._leaves.items() if not leaf.empty}
+
+    def of(self, names: Iterable[str]) -> Any:
+        """Return the group a parameter was saved in; None if it was in none."""
         return next((self._of[name] for name in names if name in self._of), None)
 
     def check(self, group: Iterable[tuple[str, ...]]) -> None:
         """Refuse to give one group, told by all names of each of its parameters, the hyper-parameters of two."""
-        first: tuple[str, str] | None = None
+        first: tuple[str, Any] | None = None
         for names in group:
             saved = self.of(names)
             if saved is None:
@@ -79,10 +81,58 @@ class SavedGroups:
             mine, other = self._hyper.get(first[1], {}), self._hyper.get(saved, {})
             if mine != other:
                 keys = sorted(key for key in {*mine, *other} if mine.get(key) != other.get(key))
-                raise StateMismatch(
-                    f"{self._name!r}: {first[0]!r} and {names[0]!r} are in one parameter group here, and were"
-                    f" saved in two with different {', '.join(keys)}",
-                    hint="build the optimizer with the groups it was saved with, or exclude"
-                    f" '{self._name}.param_groups' and set hyper-parameters yourself",
-                    key=self._name,
-                )
+                self._refuse(first[0], names[0], keys)
+
+    def _refuse(self, one: str, other: str, keys: list[str]) -> None:
+        raise StateMismatch(
+            f"{self._name!r}: {one!r} and {other!r} are in one parameter group here, and were saved in two with different"
+            f" {', '.join(keys)}",
+            hint=f"build the optimizer with the groups it was saved with, or exclude '{self._name}.{_PART}' and set"
+            " hyper-parameters yourself",
+            key=self._name,
+        )
+
+    def hyper_parameters(self, group: Sequence[tuple[str, ...]], filled: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was filled for a group of these parameters."""
+        by_group: dict[Any, dict[str, Any]] = {}
+        for names in group:
+            saved = self.of(names)
+            if saved is None or saved in by_group:
+                continue
+            items = [
+                (path, filled[rest])
+                for rest, (own, path, _) in self._leaves.items()
+                if own == saved and rest in filled and filled[rest] is not UNFILLED
+            ]
+            found = nested(items) if items else {}
+            by_group[saved] = {key: value for key, value in found.items() if key not in OF_THIS_MACHINE}
+            first = next(iter(by_group.values()))
+            tensors = [key for key, value in first.items() if isinstance(value, torch.Tensor)]
+            if different := [key for key in tensors if not _equal(first[key], by_group[saved].get(key))]:
+                self._refuse(group[0][0], names[0], different)
+        return next(iter(by_group.values()), {})
+
+
+def set_hyper_parameters(groups: Sequence[dict[str, Any]], group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
+    """Give one of the groups of an optimizer its hyper-parameters; a tensor keeps its memory, unless groups share it."""
+    for key, value in hyper.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            if sum(other.get(key) is present for other in groups) > 1:
+                group[key] = present = present.clone()
+            present.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value
+
+
+def _equal(one: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and torch.equal(one, other)
+
+
+def _new_name(stored: Stored, former: str, name: str, parameter: str) -> str:
+    """Return what a parameter is called after the load's renaming of what the optimizer keeps for it."""
+    renamed = stored.renamed(f"{former}.state.{parameter}.step")
+    prefix, suffix = f"{name}.state.", ".step"
+    if renamed is None or not (renamed.startswith(prefix) and renamed.endswith(suffix)):
+        return parameter
+    return renamed[len(prefix) : -len(suffix)]

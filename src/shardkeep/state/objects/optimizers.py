@@ -36,29 +36,33 @@ class OptimizerObject:
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
         self.name = name
+        self.communicates = False
         self._optimizer = optimizer
         self._modules = modules
         self._rank = rank
+        # Known after `template`.
+        self._groups: SavedGroups
         self._asked: dict[str, Any] = {}
-        """What `template` asked for, by parameter."""
+        self._without_state: list[Any] = []
+        self._shared: dict[int, Any] = {}
 
     @cached_property
     def _names(self) -> dict[Any, tuple[str, ...]]:
         """All names of each parameter, the one it is saved under first."""
-        return _names_of(self.name, self._optimizer, self._modules)
+        return _names_of(self.name, self._optimizer, self._modules, self._rank)
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """
-        Sum up plain tensors that are kept for a sharded parameter and have another shape than its shard.
+        Sum up plain tensors that are kept for a sharded parameter.
 
         They may be what the rank worked out for its shard alone (blocks of an 8-bit optimizer), or factors of the whole
-        parameter.
+        parameter, whatever their shape.
         """
         return {
             name: digest_of(name, value, allow_pickle=allow_pickle)
             for parameter, kept in self._kept()
             for name, value in _flat(kept, f"{self.name}.state.{self._names[parameter][0]}")
-            if _of_one_shard(value, parameter) and value.shape != parameter.to_local().shape
+            if _of_one_shard(value, parameter)
         }
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -82,23 +86,25 @@ class OptimizerObject:
         """Return what was saved for this rank's parameters, with places for it; `UNFILLED` where nothing was."""
         if not stored.has(self.name):
             return UNFILLED
-        groups = SavedGroups(self.name, stored, selected)
+        self._groups = SavedGroups(self.name, stored, selected)
         self._asked = state = {}
+        self._without_state = []
         for group in self._optimizer.param_groups:
+            self._groups.check(self._names[parameter] for parameter in group["params"])
             for parameter in group["params"]:
                 names = self._names[parameter]
                 saved = next((name for name in names if stored.has(f"{self.name}.state.{name}")), None)
                 if saved is not None:
-                    # Groups list their parameters by the names they were saved with.
-                    self._names[parameter] = names + stored.former_names(f"{self.name}.state.{saved}")
                     state[saved] = self._places(stored, saved, parameter, group)
-                elif groups.of(names) is None:
+                elif self._groups.of(names) is None:
                     state[names[0]] = UNFILLED
-            groups.check(self._names[parameter] for parameter in group["params"])
-        template: dict[str, Any] = {"state": state}
-        for part in ("param_groups", "other"):
-            if stored.below(f"{self.name}.{part}"):
-                template[part] = stored.nest(f"{self.name}.{part}", lambda leaf: place_for(stored, leaf, None))
+                elif selected(f"{self.name}.state.{names[0]}.step"):
+                    self._without_state.append(parameter)
+        if selected(f"{self.name}.other"):
+            self._without_state += [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]
+        template: dict[str, Any] = {"state": state, "param_groups": self._groups.places(stored)}
+        if stored.below(f"{self.name}.other"):
+            template["other"] = stored.nest(f"{self.name}.other", lambda leaf: place_for(stored, leaf))
         return template
 
     @cached_property
@@ -124,54 +130,84 @@ class OptimizerObject:
     def _places(self, stored: Stored, saved: str, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         base = f"{self.name}.state.{saved}"
         present = self._layout(parameter, base)
-        places = stored.nest(base, lambda leaf: _place(stored, leaf, parameter, group, present.get(leaf.name)))
+
+        def place(leaf: StoredLeaf) -> Any:
+            # What parameters shared when it was saved, a step counter of all of them, they share again.
+            if leaf.is_tensor and leaf.name not in present:
+                made = self._shared.get(stored.owner(leaf))
+                if made is not None and tuple(made.shape) == stored.shape(leaf):
+                    return made
+            made = _place(stored, leaf, parameter, group, present.get(leaf.name))
+            if leaf.is_tensor:
+                self._shared.setdefault(stored.owner(leaf), made)
+            return made
+
+        places = stored.nest(base, place)
         return _own_shards(places, stored, base, parameter, self._rank)
 
     def take(self, state: dict[str, Any]) -> None:
-        """Give the optimizer what was loaded. Its parameters, and what was not loaded, stay as they are."""
+        """Give the optimizer what was loaded. Its parameters, and what was left out of the load, stay as they are."""
+        optimizer = self._optimizer
         by_name = {name: kept for name, kept in state.get("state", {}).items() if kept is not UNFILLED}
-        for group in self._optimizer.param_groups:
+        groups = [[self._names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        hyper = [self._groups.hyper_parameters(names, state.get("param_groups", {})) for names in groups]
+        layouts = {
+            parameter: self._layout(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        for key in self._without_state:  # nor had it any when it was saved
+            optimizer.state.pop(key, None)
+        for group, values in zip(optimizer.param_groups, hyper, strict=True):
             for parameter in group["params"]:
-                for name in self._names[parameter]:
-                    if name in by_name:
-                        # What was left out of the load stays; what the checkpoint never had goes.
-                        left = {} if by_name[name] is self._asked[name] else self._optimizer.state.get(parameter, {})
-                        self._optimizer.state[parameter] = {
-                            **left,
-                            **_local_form(by_name[name], self._layout(parameter)),
-                        }
-                        break
-            names = [name for parameter in group["params"] for name in self._names[parameter]]
-            set_hyper_parameters(group, names, state.get("param_groups", {}))
-        for key, value in state.get("other", {}).items():
-            self._optimizer.state[key] = value
-        for hook in self._optimizer._optimizer_load_state_dict_post_hooks.values():
-            hook(self._optimizer)
+                name = next((name for name in self._names[parameter] if name in by_name), None)
+                if name is not None:
+                    # What was left out of the load stays; what the checkpoint never had goes.
+                    left = {} if by_name[name] is self._asked[name] else optimizer.state.get(parameter, {})
+                    optimizer.state[parameter] = {**left, **_local_form(by_name[name], layouts[parameter])}
+            set_hyper_parameters(optimizer.param_groups, group, values)
+        optimizer.state.update(state.get("other", {}))
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
 
 
-def _names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> dict[Any, tuple[str, ...]]:
-    """Name every parameter: as its module does; with the module's own name in front where there are several."""
+def _names_of(
+    name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
+) -> dict[Any, tuple[str, ...]]:
+    """
+    Name every parameter, first as it is saved, then as it may have been.
+
+    As its module does, if that is the only one in the state; with the module's own name in front if there are several,
+    on every rank alike: which of them a rank's optimizer has parameters of is that rank's affair.
+    """
     tables = {own: parameter_names(module) for own, module in modules.items()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    homes = {p: next((own for own, table in tables.items() if p in table), None) for p in parameters}
-    several = len({home for home in homes.values() if home is not None}) > 1
     given = _given_names(optimizer)
     names: dict[Any, tuple[str, ...]] = {}
-    for parameter, home in homes.items():
-        if home is not None:
-            own = tables[home][parameter]
-            names[parameter] = tuple(f"{home}.{one}" for one in own) if several else own
-        elif parameter in given:
-            names[parameter] = (given[parameter],)
-        else:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        homes = [own for own, table in tables.items() if parameter in table]
+        if any(_each_ranks_own(home, rank) for home in homes) and not _each_ranks_own(name, rank):
+            raise StateError(
+                f"{name!r} optimizes parameters of {homes[0]!r}, which is inside a PerRank, and is not itself",
+                hint="put the optimizer into a PerRank too",
+                key=name,
+            )
+        short = [one for home in homes for one in tables[home][parameter]]
+        long = [f"{home}.{one}" for home in homes for one in tables[home][parameter]]
+        found = [*long, *short] if len(modules) > 1 else [*short, *long]
+        if parameter in given:
+            found.append(given[parameter])
+        if not found:
             raise StateError(
                 f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"
                 " has no name to be saved under",
                 hint="put the module into the same state, or build the optimizer from named_parameters()",
                 key=name,
             )
+        names[parameter] = tuple(dict.fromkeys(found))
     _refuse_equal_names(name, names)
     return names
+
+
+def _each_ranks_own(name: str, rank: int) -> bool:
+    return f"@{rank}" in name.split(".")
 
 
 def _given_names(optimizer: Optimizer) -> dict[Any, str]:
@@ -218,18 +254,33 @@ def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
 
 
 def _place(stored: Stored, leaf: StoredLeaf, parameter: torch.Tensor, group: dict[str, Any], present: Any) -> Any:
-    """Make room for one piece of state: as it is there already, or laid out as its parameter, or plain."""
+    """Make room for one piece of state: where it is already, or laid out as its parameter, or plain."""
     if not leaf.is_tensor:
         return UNFILLED
     shape, dtype = stored.shape(leaf), stored.dtype(leaf)
     whole = shape == tuple(parameter.shape)
-    # A plain tensor that is this rank's shard was saved as a part of the whole, and is loaded as one.
-    if is_tensor(present) and not (whole and _of_one_shard(present, parameter) and tuple(present.shape) != shape):
-        return place_for(stored, leaf, present)
+    if is_tensor(present):
+        here = describe_leaf(leaf.name, present, allow_meta=True)
+        if here.shape == shape:
+            return present  # of another dtype: the load says so, or casts
+        # A plain tensor that is this rank's shard was saved as a part of the whole, and is loaded as one.
+        if not (whole and _of_one_shard(present, parameter)):
+            _refuse_other_shape(leaf, shape, here.shape, parameter)
     if whole:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    here = shape or group.get("capturable") or group.get("fused")  # a step counter is kept where a step reads it
-    return torch.empty(shape, dtype=dtype, device=parameter.device if here else "cpu")
+    with_parameter = shape or group.get("capturable") or group.get("fused")  # a counter is kept where a step reads it
+    return torch.empty(shape, dtype=dtype, device=parameter.device if with_parameter else "cpu")
+
+
+def _refuse_other_shape(leaf: StoredLeaf, saved: Any, here: Any, parameter: torch.Tensor) -> None:
+    """State that a sharded parameter's optimizer would make in another shape was made for another shard."""
+    if "@" not in leaf.name and _shard_of(parameter) is not None:
+        raise StateMismatch(
+            f"{leaf.name!r} was saved with shape {tuple(saved)}, and this optimizer keeps {tuple(here)} there: it was made"
+            " for another sharding and cannot be cut anew",
+            hint="load it on the same number of ranks and the same mesh, or exclude it",
+            key=leaf.name,
+        )
 
 
 def _of_one_shard(value: Any, parameter: torch.Tensor) -> bool:
@@ -241,11 +292,11 @@ def _portable(kept: Any, name: str, parameter: Any, differing: Collection[str]) 
     """Say of plain tensors in a sharded parameter's state which shard they are of."""
 
     def change(value: Any, own: str) -> Any:
-        if not _of_one_shard(value, parameter):
+        if own not in differing:
             return value
         if value.shape == parameter.to_local().shape:
             return _like_parameter(value, parameter)
-        return PerRank({"boxes": _shard_of(parameter), "tensor": value}) if own in differing else value
+        return PerRank({"boxes": _shard_of(parameter), "tensor": value})
 
     return _mapped(kept, name, change)
 

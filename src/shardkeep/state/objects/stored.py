@@ -62,9 +62,16 @@ class StoredLeaf:
 class Stored:
     """The leaves of a checkpoint by name."""
 
-    def __init__(self, index: Index, tensor_rows: Mapping[str, int], value_rows: Mapping[str, int]) -> None:
-        """Take an index, and the names that its tensors and values are to have."""
+    def __init__(
+        self,
+        index: Index,
+        tensor_rows: Mapping[str, int],
+        value_rows: Mapping[str, int],
+        rename: Callable[[str], str | None],
+    ) -> None:
+        """Take an index, the names that its tensors and values are to have, and what gave them these."""
         self._index = index
+        self.renamed = rename
         names = {(True, row): name for name, row in tensor_rows.items()}
         names |= {(False, row): name for name, row in value_rows.items()}
         found = []
@@ -98,11 +105,6 @@ class Stored:
         at = bisect_left(self._names, name)
         return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
 
-    def former_names(self, name: str) -> tuple[str, ...]:
-        """Return what the keys were called, before the load renamed them, that are now the last part of this name."""
-        found = {leaf.path[-len(tail) - 1][1] for tail, leaf in self.below(name) if len(leaf.path) > len(tail)}
-        return tuple(sorted(part for part in found if isinstance(part, str) and not name.endswith(f".{part}")))
-
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
         return self._index.shape(leaf.row)
@@ -110,6 +112,10 @@ class Stored:
     def dtype(self, leaf: StoredLeaf) -> torch.dtype:
         """Return the dtype of a tensor."""
         return to_torch(self._index.dtype(leaf.row))
+
+    def owner(self, leaf: StoredLeaf) -> int:
+        """Return the row that a tensor's bytes are stored under: equal for tied tensors."""
+        return int(self._index.tensors.alias[leaf.row])
 
     def from_numpy(self, leaf: StoredLeaf) -> bool:
         """Say whether a tensor was a numpy array."""
@@ -132,16 +138,17 @@ class Stored:
         own = self.find(name)
         items = [((), own)] if own is not None else self.below(name)
         made = [(tail, _CONTAINERS[leaf.empty]([]) if leaf.empty else make(leaf)) for tail, leaf in items]
-        return made[0][1] if own is not None else _nested(made, 0)
+        return made[0][1] if own is not None else nested(made)
 
 
-def _nested(leaves: list[tuple[tuple[Step, ...], Any]], depth: int) -> Any:
+def nested(leaves: list[tuple[tuple[Step, ...], Any]], depth: int = 0) -> Any:
+    """Build containers from the paths of their leaves, which are in order."""
     kind = leaves[0][0][depth][0]
     groups: dict[Part, list[tuple[tuple[Step, ...], Any]]] = {}
     for path, leaf in leaves:
         groups.setdefault(path[depth][1], []).append((path, leaf))
     made = {
-        part: group[0][1] if len(group[0][0]) == depth + 1 else _nested(group, depth + 1)
+        part: group[0][1] if len(group[0][0]) == depth + 1 else nested(group, depth + 1)
         for part, group in groups.items()
     }
     if kind in ("list", "tuple"):
