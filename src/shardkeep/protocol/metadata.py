@@ -144,7 +144,7 @@ class MetadataIndex:
         object.__setattr__(self, "fqn", fqn)
         object.__setattr__(self, "index", index)
         if offset is not None:
-            object.__setattr__(self, "offset", torch.Size(offset))
+            object.__setattr__(self, "offset", offset if type(offset) is torch.Size else torch.Size(offset))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MetadataIndex) and not is_torchs(other, "MetadataIndex"):

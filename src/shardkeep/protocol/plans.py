@@ -21,8 +21,8 @@ class _ItemType(Enum):
     """Members equal to those of torch's enum with the name of ours."""
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
+        if type(other) is type(self):
+            return self is other
         if isinstance(other, Enum) and is_torchs(other, type(self).__name__):
             return self.name == other.name
         return NotImplemented
