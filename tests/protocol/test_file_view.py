@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.dcp import utils
@@ -23,6 +23,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), steps)
 def test_a_view_reads_as_a_stream_of_its_own(offset, length, actions):
     """
