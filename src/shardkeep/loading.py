@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.errors import RanksDisagree
 from shardkeep.format.index import Index
 from shardkeep.format.record import RECORD_NAME, Record, decode_record, encode_record
 from shardkeep.format.values import decode_value
@@ -27,6 +26,7 @@ from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
+from shardkeep.run.deciding import insist_on_same_objects
 from shardkeep.run.fetch import fetch
 from shardkeep.run.match import (
     Findings,
@@ -214,12 +214,7 @@ class _Filling:
     def tell(self, payloads: list[bytes]) -> list[bytes]:
         """On rank 0: give everyone the commit record, if all ranks have the same objects."""
         seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool]) for payload in payloads]
-        for rank, (names, _) in enumerate(seen):
-            if odd := sorted({*names} ^ {*seen[0][0]}):
-                raise RanksDisagree(
-                    f"ranks 0 and {rank} do not have the same objects in the state: {', '.join(map(repr, odd))}",
-                    hint="pass the same modules, optimizers and other objects on every rank",
-                )
+        insist_on_same_objects([names for names, _ in seen])
         record = encode_record(native.read_record(self.store))
         return [_encode((record, any(talks for _, talks in seen)))] * len(payloads)
 

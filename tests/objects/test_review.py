@@ -494,3 +494,119 @@ def test_fsdp1_does_not_wait_for_a_rank_that_failed(rank_pool, tmp_path):
         assert "not on this rank" in told[0]
         assert "meta" in told[1]
         assert count == 0
+
+
+def test_a_parameter_takes_nobody_elses_state(tmp_path):
+    """
+    A frozen head inside the model, a trained head beside it: each has what is its own, and a new module has nothing.
+    """
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+    model, head = Model(), nn.Linear(2, 2)
+    model.requires_grad_(False)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.1)
+    step(head, optimizer)
+    state = {"model": model, "head": head, "o": optimizer}
+    sk.save(state, tmp_path / "c")
+    sk.load(state, tmp_path / "c")
+    assert set(optimizer.state) == set(head.parameters())
+
+    sk.save({"g": head, "o": torch.optim.Adam(head.parameters())}, tmp_path / "d")
+    grown = {"g": head, "h": nn.Linear(2, 2)}
+    both = torch.optim.Adam([*grown["g"].parameters(), *grown["h"].parameters()])
+    with pytest.raises(sk.StateMismatch, match=r"o\.state\.h\.weight"):
+        sk.load({**grown, "o": both}, tmp_path / "d", exclude="h")
+
+
+def test_step_counters_are_not_shared_because_they_were(tmp_path):
+    """
+    Parameters that shared one counter when they were saved count for themselves.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    step(model, optimizer, 3)
+    shared = optimizer.state[model.weight]["step"]
+    optimizer.state[model.bias]["step"] = shared
+    sk.save({"m": model, "o": optimizer}, tmp_path / "c")
+    fresh = torch.optim.Adam(model.parameters(), foreach=False)
+    sk.load({"m": model, "o": fresh}, tmp_path / "c")
+    step(model, fresh)
+    assert [kept["step"].item() for kept in fresh.state.values()] == [4.0, 4.0]
+
+
+def test_a_modules_own_ways_are_gone(tmp_path):
+    """
+    Overridden methods, pre-hooks and renaming hooks have their part in a load, in memory and on meta.
+    """
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+            self.ready = False
+
+        def state_dict(self, *args, **kwargs):
+            return {key: value.float() * 2 for key, value in super().state_dict(*args, **kwargs).items()}
+
+        def load_state_dict(self, state_dict, **kwargs):
+            self.ready = True
+            return super().load_state_dict({key: value / 2 for key, value in state_dict.items()}, **kwargs)
+
+    sk.save({"m": Own()}, tmp_path / "c")
+    with torch.device("meta"):
+        on_meta = Own()
+    for other in (Own(), on_meta):
+        sk.load({"m": other}, tmp_path / "c")
+        assert other.ready
+        assert torch.equal(other.w, torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_names_that_are_dropped_leave_state_alone(tmp_path):
+    """
+    `rename` to None is as good as `exclude`: live state stays.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    state = {"m": model, "o": optimizer}
+    sk.save(state, tmp_path / "c")
+    sk.load(state, tmp_path / "c", rename=lambda name: None if ".state." in name else name)
+    assert len(optimizer.state) == 2
+
+
+def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
+    """
+    Into another dtype: an error, or cast with the parameter. Into another shape: an error, also without the module.
+    """
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    sk.save({"m": model, "o": optimizer}, tmp_path / "c")
+    wide = nn.Linear(2, 2)
+    fresh = torch.optim.Adam(wide.parameters())
+    with pytest.raises(sk.StateMismatch, match=r"o\.state\.weight\.exp_avg"):
+        sk.load({"m": wide, "o": fresh}, tmp_path / "c")
+    sk.load({"m": wide, "o": fresh}, tmp_path / "c", cast=True)
+    assert fresh.state[wide.weight]["exp_avg"].dtype is torch.float32
+    large = nn.Linear(3, 3, dtype=torch.bfloat16)
+    with pytest.raises(sk.StateMismatch, match=r"exp_avg.*shape"):
+        sk.load({"m": large, "o": torch.optim.Adam(large.parameters())}, tmp_path / "c", include="o")
+
+
+def test_ranks_with_other_objects_are_refused_at_save(tmp_path):
+    """
+    Modules under different keys on different ranks: told to all, before their moments could be mixed up.
+    """
+
+    def save(world):
+        model = nn.Linear(2, 2)
+        state = {f"stage{world.rank}": model, "o": torch.optim.SGD(model.parameters())}
+        sk.save(state, tmp_path / "c", group=world)
+
+    for outcome in thread_outcomes(2, save):
+        assert isinstance(outcome, sk.RanksDisagree)
+        assert "'stage0'" in str(outcome)

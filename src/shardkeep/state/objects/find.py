@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardkeep.errors import StateMismatch
 from shardkeep.format.tree import join
 from shardkeep.state.flatten import flatten
 from shardkeep.state.kinds import EveryRank, PerRank
@@ -68,18 +69,24 @@ class Objects:
         leaves, _ = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         found = {name: leaf for name, leaf in leaves.items() if is_object(leaf)}
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
-        self._adapters: list[Adapter] = [
-            _adapter(name, leaf, modules, rank=rank, world_size=world_size) for name, leaf in found.items()
-        ]
+        self._memory: dict[int, Any] = {}
+        self._adapters: list[Adapter] = [self._adapter(name, leaf, modules, world_size) for name, leaf in found.items()]
         self._standing: dict[str, Any] = {}
+
+    def _adapter(self, name: str, leaf: Any, modules: Mapping[str, nn.Module], world_size: int) -> Adapter:
+        if isinstance(leaf, nn.Module):
+            return ModuleObject(name, leaf, self._memory)
+        # An optimizer with its own idea of a state dict is taken at its word.
+        cls: Any = type(leaf)
+        if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _ORDINARY:
+            home = _flat_module_of(leaf, modules)
+            if home is None:
+                return OptimizerObject(name, leaf, modules, rank=self._rank)
+            return FlatOptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
+        return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)
 
     def __bool__(self) -> bool:
         return bool(self._adapters)
-
-    @property
-    def may_be_unsure(self) -> bool:
-        """Say whether ranks must compare; the same on all ranks that hold the same objects."""
-        return any(not isinstance(adapter, ModuleObject) for adapter in self._adapters)
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests of what may be one for all ranks, or each rank's own, by flat name."""
@@ -127,25 +134,12 @@ class Objects:
                 adapter.take(kept)
 
 
-def _adapter(name: str, leaf: Any, modules: Mapping[str, nn.Module], *, rank: int, world_size: int) -> Adapter:
-    if isinstance(leaf, nn.Module):
-        return ModuleObject(name, leaf)
-    # An optimizer with its own idea of a state dict is taken at its word.
-    cls: Any = type(leaf)
-    if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _ORDINARY:
-        flat = _flat_module_of(leaf, modules)
-        return (
-            OptimizerObject(name, leaf, modules, rank=rank) if flat is None else FlatOptimizerObject(name, leaf, flat)
-        )
-    return StatefulObject(name, leaf, rank=rank, world_size=world_size)
-
-
-def _flat_module_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return the FSDP1 module whose parameters an optimizer has, if that is so."""
+def _flat_module_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the name of the FSDP1 module whose parameters an optimizer has, if that is so."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for module in modules.values():
+    for name, module in modules.items():
         if fsdp_modules(module) and any(id(parameter) in parameters for parameter in module.parameters()):
-            return module
+            return name
     return None
 
 
@@ -172,4 +166,10 @@ def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
         return EveryRank(kept)
     if isinstance(value, PerRank):
         return PerRank(kept[rank])
-    return kept if kind == "dict" else list(kept.values())
+    if kind == "list":
+        raise StateMismatch(
+            f"only a part of the list {name!r} is to be loaded, and an object would take it for all of it",
+            hint="include or exclude the list as a whole",
+            key=name,
+        )
+    return kept

@@ -6,6 +6,7 @@ Positions in a list would not do: ranks of a pipeline have different groups, and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class SavedGroups:
         """By what comes behind the prefix: the group, the path inside it, and the leaf."""
         self._of: dict[str, Any] = {}
         """Parameter -> its group."""
+        self._former: dict[str, str] = {}
+        """Parameter -> what its state was saved under."""
         self._hyper: dict[Any, dict[str, bytes]] = {}
         prefix = f"{name}.{_PART}."
         for _, leaf in stored.below(f"{name}.{_PART}"):
@@ -57,13 +60,23 @@ class SavedGroups:
             key = str(path[0][1])
             if key == "params":
                 former = ".".join(part_name(kind, part) for kind, part in leaf.path[:at])
-                self._of |= {_new_name(stored, former, name, one): group for one in stored.value(leaf)}
+                for one in stored.value(leaf):
+                    new = _new_name(stored, former, name, one)
+                    self._of[new] = group
+                    self._former[new] = f"{former}.state.{one}"
             elif key not in OF_THIS_MACHINE and not leaf.is_tensor and not leaf.empty and selected(leaf.name):
                 self._hyper.setdefault(group, {})[".".join(str(part) for _, part in path)] = stored.raw(leaf)
 
     def places(self, stored: Stored) -> dict[str, Any]:
         """Return places for all of it, flat: names may have been changed in the middle of keys."""
         return {rest: place_for(stored, leaf) for rest, (_, _, leaf) in self._leaves.items() if not leaf.empty}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def had_state(self, name: str, stored: Stored) -> bool:
+        """Say whether state was saved for a parameter, also if the load drops it."""
+        return stored.was(self._former[name])
 
     def of(self, names: Iterable[str]) -> Any:
         """Return the group a parameter was saved in; None if it was in none."""
@@ -121,8 +134,8 @@ def set_hyper_parameters(groups: Sequence[dict[str, Any]], group: dict[str, Any]
             if sum(other.get(key) is present for other in groups) > 1:
                 group[key] = present = present.clone()
             present.copy_(torch.as_tensor(value))
-        else:
-            group[key] = value
+        else:  # a group that was cut in two has two of everything
+            group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _equal(one: torch.Tensor, other: Any) -> bool:

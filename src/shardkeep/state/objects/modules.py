@@ -28,10 +28,11 @@ from shardkeep.state.training.options import StateDictOptions
 class ModuleObject:
     """How a module is saved and loaded."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, memory: dict[int, Any]) -> None:
+        """Take the module, and where new memory for parameters is noted, so that one that is in two has one."""
         self.name = name
         self._module = module
-        self._memory: dict[int, Any] = {}
+        self._memory = memory
         self.communicates = bool(fsdp_modules(module))
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
@@ -42,7 +43,7 @@ class ModuleObject:
         """Return its state by canonical name, in its own memory."""
         return module_state(self._module)
 
-    def template(self, stored: Stored, selected: Selected) -> dict[str, Any]:  # noqa: ARG002 - it knows what it needs
+    def template(self, stored: Stored, selected: Selected) -> dict[str, Any]:
         """
         Return the same: that is what is filled.
 
@@ -50,12 +51,11 @@ class ModuleObject:
         state is what was saved, whatever the module would return now.
         """
         state = module_state(self._module)
-        self._memory = {}
         for item in live_state(self._module):
             if item.name == EXTRA_STATE or item.name.endswith(f".{EXTRA_STATE}"):
                 if stored.has(f"{self.name}.{item.name}"):
                     state[item.name] = stored.nest(f"{self.name}.{item.name}", lambda leaf: place_for(stored, leaf))
-            elif item.name in state and needs_memory(state[item.name]):
+            elif item.name in state and needs_memory(state[item.name]) and selected(f"{self.name}.{item.name}"):
                 _refuse_observed(f"{self.name}.{item.name}", item.value)
                 if id(item.value) not in self._memory:
                     self._memory[id(item.value)] = materialize(item.name, state[item.name])
@@ -66,34 +66,46 @@ class ModuleObject:
         """Put in what was not filled in place: tensors that had no memory, extra state, and what hooks made."""
         if not self.communicates:
             own = {item.name: item.value for item in live_state(self._module) if item.value is not None}
-            made = _changes_state(self._module)
+            through_itself = _has_own_ways(self._module)
             for name, tensor in own.items():
-                if name in state and tensor.is_meta:
-                    # Hooks may have given another form to what is saved: then memory alone, and load_state_dict.
-                    _become(tensor, materialize(name, tensor) if made else state[name])
+                if tensor.is_meta and (name in state or through_itself):
+                    # What is saved may have another form or name than the parameter: then memory alone comes from here.
+                    _become(tensor, materialize(name, tensor) if through_itself else state[name])
             filled = all(name in own and _same_memory(own[name], leaf) for name, leaf in state.items())
-            if filled and not any(part._load_state_dict_post_hooks for part in self._module.modules()):
+            if filled and not through_itself:
                 return
         # What state_dict() made for the occasion goes back the way it came, and hooks that wait for a load get theirs;
         # whether everything is there was settled before.
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=False))
 
 
-def _changes_state(module: nn.Module) -> bool:
-    """Say whether a module's own hooks or methods may give its state another form than its parameters have."""
+_WAYS = ("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict")
+_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def _has_own_ways(module: nn.Module) -> bool:
+    """Say whether hooks or methods that are not torch's have a part in giving or taking a module's state."""
     for part in module.modules():
-        hooks = (getattr(hook, "hook", hook) for hook in part._state_dict_hooks.values())
-        if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks):
-            return True
-        if not str(getattr(type(part)._save_to_state_dict, "__module__", "")).startswith("torch."):
+        ways = [part.__dict__.get(name, getattr(type(part), name)) for name in _WAYS]
+        hooks = [hook for name in _HOOKS for hook in getattr(part, name).values()]
+        if not all(map(_is_torchs, [*ways, *hooks])):
             return True
     return False
 
 
+def _is_torchs(function: Any) -> bool:
+    function = getattr(function, "hook", function)  # of a wrapper that torch puts around hooks
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith("torch.")
+
+
 def _refuse_observed(name: str, parameter: torch.Tensor) -> None:
-    if weakref.getweakrefs(parameter):
+    why = "something holds a weak reference to it" if weakref.getweakrefs(parameter) else ""
+    if parameter._is_view():
+        why = "it is a view of another tensor"
+    if why:
         raise StateError(
-            f"{name!r} is on the meta device and cannot be given memory: something holds a weak reference to it",
+            f"{name!r} is on the meta device and cannot be given memory: {why}",
             hint="give the module memory before the load: module.to_empty(device=...)",
             key=name,
         )

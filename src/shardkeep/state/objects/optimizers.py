@@ -25,10 +25,10 @@ from shardkeep.errors import StateError, StateMismatch
 from shardkeep.state.kinds import EveryRank, PerRank
 from shardkeep.state.leaves import describe_leaf, is_tensor
 from shardkeep.state.objects.groups import SavedGroups, groups_by_first, set_hyper_parameters
+from shardkeep.state.objects.naming import Names, names_of
 from shardkeep.state.objects.stateful import digest_of, place_for
 from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf
 from shardkeep.state.training.fresh import is_fresh, rehearsed
-from shardkeep.state.training.names import parameter_names
 
 
 class OptimizerObject:
@@ -44,12 +44,12 @@ class OptimizerObject:
         self._groups: SavedGroups
         self._asked: dict[str, Any] = {}
         self._without_state: list[Any] = []
-        self._shared: dict[int, Any] = {}
+        self._saved_as: dict[Any, str] = {}
 
     @cached_property
-    def _names(self) -> dict[Any, tuple[str, ...]]:
-        """All names of each parameter, the one it is saved under first."""
-        return _names_of(self.name, self._optimizer, self._modules, self._rank)
+    def _names(self) -> dict[Any, Names]:
+        """What each parameter is called."""
+        return names_of(self.name, self._optimizer, self._modules, self._rank)
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """
@@ -61,22 +61,22 @@ class OptimizerObject:
         return {
             name: digest_of(name, value, allow_pickle=allow_pickle)
             for parameter, kept in self._kept()
-            for name, value in _flat(kept, f"{self.name}.state.{self._names[parameter][0]}")
+            for name, value in _flat(kept, f"{self.name}.state.{self._names[parameter].first}")
             if _of_one_shard(value, parameter)
         }
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for parameter, kept in self._optimizer.state.items():
-            if isinstance(parameter, torch.Tensor) and kept:
+            if parameter in self._names and kept:
                 yield parameter, kept
 
     def give(self, differing: Collection[str]) -> dict[str, Any]:
         """Return its state by parameter name."""
         state = {}
         for parameter, kept in self._kept():
-            name = self._names[parameter][0]
+            name = self._names[parameter].first
             state[name] = _portable(kept, f"{self.name}.state.{name}", parameter, differing)
-        groups = [([self._names[p][0] for p in group["params"]], group) for group in self._optimizer.param_groups]
+        groups = [([self._names[p].first for p in group["params"]], group) for group in self._optimizer.param_groups]
         given: dict[str, Any] = {"state": state, "param_groups": groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             given["other"] = other
@@ -87,18 +87,18 @@ class OptimizerObject:
         if not stored.has(self.name):
             return UNFILLED
         self._groups = SavedGroups(self.name, stored, selected)
+        self._saved_as = self._resolve(stored)
         self._asked = state = {}
         self._without_state = []
         for group in self._optimizer.param_groups:
-            self._groups.check(self._names[parameter] for parameter in group["params"])
+            self._groups.check((self._saved_as[p],) for p in group["params"] if p in self._saved_as)
             for parameter in group["params"]:
-                names = self._names[parameter]
-                saved = next((name for name in names if stored.has(f"{self.name}.state.{name}")), None)
-                if saved is not None:
+                saved = self._saved_as.get(parameter)
+                if saved is None:
+                    state[self._names[parameter].first] = UNFILLED
+                elif stored.has(f"{self.name}.state.{saved}"):
                     state[saved] = self._places(stored, saved, parameter, group)
-                elif self._groups.of(names) is None:
-                    state[names[0]] = UNFILLED
-                elif selected(f"{self.name}.state.{names[0]}.step"):
+                elif selected(f"{self.name}.state.{saved}.step") and not self._groups.had_state(saved, stored):
                     self._without_state.append(parameter)
         if selected(f"{self.name}.other"):
             self._without_state += [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]
@@ -106,6 +106,27 @@ class OptimizerObject:
         if stored.below(f"{self.name}.other"):
             template["other"] = stored.nest(f"{self.name}.other", lambda leaf: place_for(stored, leaf))
         return template
+
+    def _resolve(self, stored: Stored) -> dict[Any, str]:
+        """
+        Find the name each parameter was saved under; those that were not saved are left out.
+
+        One form of names is taken for all: the one that most of them are found by, and of two the longer, which says
+        more. A name is one parameter's alone.
+        """
+        best: dict[Any, str] = {}
+        for form in ("in_state", "usual", "other", "given"):
+            found: dict[Any, str] = {}
+            taken: set[str] = set()
+            for parameter, names in self._names.items():
+                for name in getattr(names, form):
+                    if name not in taken and (name in self._groups or stored.has(f"{self.name}.state.{name}")):
+                        found[parameter] = name
+                        taken.add(name)
+                        break
+            if len(found) > len(best):
+                best = found
+        return best
 
     @cached_property
     def _present(self) -> Mapping[Any, Any]:
@@ -130,26 +151,16 @@ class OptimizerObject:
     def _places(self, stored: Stored, saved: str, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         base = f"{self.name}.state.{saved}"
         present = self._layout(parameter, base)
-
-        def place(leaf: StoredLeaf) -> Any:
-            # What parameters shared when it was saved, a step counter of all of them, they share again.
-            if leaf.is_tensor and leaf.name not in present:
-                made = self._shared.get(stored.owner(leaf))
-                if made is not None and tuple(made.shape) == stored.shape(leaf):
-                    return made
-            made = _place(stored, leaf, parameter, group, present.get(leaf.name))
-            if leaf.is_tensor:
-                self._shared.setdefault(stored.owner(leaf), made)
-            return made
-
-        places = stored.nest(base, place)
+        itself = next((leaf for name in self._names[parameter].in_state if (leaf := stored.find(name))), None)
+        places = stored.nest(base, lambda leaf: _place(stored, leaf, itself, parameter, group, present.get(leaf.name)))
         return _own_shards(places, stored, base, parameter, self._rank)
 
     def take(self, state: dict[str, Any]) -> None:
         """Give the optimizer what was loaded. Its parameters, and what was left out of the load, stay as they are."""
         optimizer = self._optimizer
         by_name = {name: kept for name, kept in state.get("state", {}).items() if kept is not UNFILLED}
-        groups = [[self._names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        saved_as = self._saved_as
+        groups = [[(saved_as[p],) for p in group["params"] if p in saved_as] for group in optimizer.param_groups]
         hyper = [self._groups.hyper_parameters(names, state.get("param_groups", {})) for names in groups]
         layouts = {
             parameter: self._layout(parameter) for group in optimizer.param_groups for parameter in group["params"]
@@ -158,8 +169,8 @@ class OptimizerObject:
             optimizer.state.pop(key, None)
         for group, values in zip(optimizer.param_groups, hyper, strict=True):
             for parameter in group["params"]:
-                name = next((name for name in self._names[parameter] if name in by_name), None)
-                if name is not None:
+                name = saved_as.get(parameter)
+                if name is not None and name in by_name:
                     # What was left out of the load stays; what the checkpoint never had goes.
                     left = {} if by_name[name] is self._asked[name] else optimizer.state.get(parameter, {})
                     optimizer.state[parameter] = {**left, **_local_form(by_name[name], layouts[parameter])}
@@ -167,64 +178,6 @@ class OptimizerObject:
         optimizer.state.update(state.get("other", {}))
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
-
-
-def _names_of(
-    name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
-) -> dict[Any, tuple[str, ...]]:
-    """
-    Name every parameter, first as it is saved, then as it may have been.
-
-    As its module does, if that is the only one in the state; with the module's own name in front if there are several,
-    on every rank alike: which of them a rank's optimizer has parameters of is that rank's affair.
-    """
-    tables = {own: parameter_names(module) for own, module in modules.items()}
-    given = _given_names(optimizer)
-    names: dict[Any, tuple[str, ...]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        homes = [own for own, table in tables.items() if parameter in table]
-        if any(_each_ranks_own(home, rank) for home in homes) and not _each_ranks_own(name, rank):
-            raise StateError(
-                f"{name!r} optimizes parameters of {homes[0]!r}, which is inside a PerRank, and is not itself",
-                hint="put the optimizer into a PerRank too",
-                key=name,
-            )
-        short = [one for home in homes for one in tables[home][parameter]]
-        long = [f"{home}.{one}" for home in homes for one in tables[home][parameter]]
-        found = [*long, *short] if len(modules) > 1 else [*short, *long]
-        if parameter in given:
-            found.append(given[parameter])
-        if not found:
-            raise StateError(
-                f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"
-                " has no name to be saved under",
-                hint="put the module into the same state, or build the optimizer from named_parameters()",
-                key=name,
-            )
-        names[parameter] = tuple(dict.fromkeys(found))
-    _refuse_equal_names(name, names)
-    return names
-
-
-def _each_ranks_own(name: str, rank: int) -> bool:
-    return f"@{rank}" in name.split(".")
-
-
-def _given_names(optimizer: Optimizer) -> dict[Any, str]:
-    """Return the names an optimizer was built with."""
-    return {
-        parameter: str(own)
-        for group in optimizer.param_groups
-        for parameter, own in zip(group["params"], group.get("param_names", ()), strict=False)
-    }
-
-
-def _refuse_equal_names(name: str, names: Mapping[Any, tuple[str, ...]]) -> None:
-    seen: set[str] = set()
-    for own in names.values():
-        if own[0] in seen:
-            raise StateError(f"{name!r} optimizes two parameters that are both called {own[0]!r}", key=name)
-        seen.add(own[0])
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -253,23 +206,47 @@ def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     return list(made.values()) if isinstance(value, list) else tuple(made.values())
 
 
-def _place(stored: Stored, leaf: StoredLeaf, parameter: torch.Tensor, group: dict[str, Any], present: Any) -> Any:
-    """Make room for one piece of state: where it is already, or laid out as its parameter, or plain."""
+def _place(
+    stored: Stored,
+    leaf: StoredLeaf,
+    itself: StoredLeaf | None,
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    present: Any,
+) -> Any:
+    """
+    Make room for one piece of state: where it is already, or laid out as its parameter, or plain.
+
+    `itself` is the parameter in the checkpoint: what had its shape and dtype then has the parameter's now, or does not
+    fit, which the load says.
+    """
     if not leaf.is_tensor:
         return UNFILLED
     shape, dtype = stored.shape(leaf), stored.dtype(leaf)
-    whole = shape == tuple(parameter.shape)
-    if is_tensor(present):
+    counter = leaf.path[-1][1] == "step" and not shape
+    like_it = not counter and shape == (tuple(parameter.shape) if itself is None else stored.shape(itself))
+    if is_tensor(present) and not _is_part_of(present, parameter):
         here = describe_leaf(leaf.name, present, allow_meta=True)
-        if here.shape == shape:
-            return present  # of another dtype: the load says so, or casts
         # A plain tensor that is this rank's shard was saved as a part of the whole, and is loaded as one.
-        if not (whole and _of_one_shard(present, parameter)):
-            _refuse_other_shape(leaf, shape, here.shape, parameter)
-    if whole:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    with_parameter = shape or group.get("capturable") or group.get("fused")  # a counter is kept where a step reads it
+        if not (like_it and _of_one_shard(present, parameter) and here.shape != shape):
+            if here.shape != shape and not like_it:
+                _refuse_other_shape(leaf, shape, here.shape, parameter)
+            if here.shape == shape or like_it:
+                return present  # of another shape or dtype: the load says so, or casts
+    if like_it:
+        same = itself is not None and dtype == stored.dtype(itself)
+        return torch.empty_like(parameter, dtype=parameter.dtype if same else dtype, requires_grad=False)
+    with_parameter = not counter or group.get("capturable") or group.get("fused")  # kept where a step reads it
     return torch.empty(shape, dtype=dtype, device=parameter.device if with_parameter else "cpu")
+
+
+def _is_part_of(present: Any, parameter: torch.Tensor) -> bool:
+    """Say whether state is the parameter's own memory, which is not the optimizer's to fill."""
+    tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in (present, parameter)]
+    if not all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors):
+        return False
+    one, other = (tensor.untyped_storage().data_ptr() for tensor in tensors)
+    return one == other != 0
 
 
 def _refuse_other_shape(leaf: StoredLeaf, saved: Any, here: Any, parameter: torch.Tensor) -> None:

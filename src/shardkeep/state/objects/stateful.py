@@ -106,12 +106,14 @@ class StatefulObject:
     def _own_parts(self, value: Any, name: str) -> Any:
         """Keep this rank's value of each `PerRank` that the state itself has."""
         if isinstance(value, EveryRank):
-            if self._rank not in value.values:
+            if set(value.values) != set(range(self._world_size)):
                 self._refuse(name, len(value.values))
             return PerRank(value.values[self._rank])
         if isinstance(value, dict):
             for key, child in value.items():
                 value[key] = self._own_parts(child, f"{name}.{key}")
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._own_parts(child, f"{name}.{at}") for at, child in enumerate(value))
         return value
 
     def _refuse(self, name: str, ranks: int) -> NoReturn:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -100,6 +101,15 @@ class Stored:
         """Say whether there is anything of this name or below it."""
         return self.find(name) is not None or bool(self.below(name))
 
+    @cached_property
+    def _former_names(self) -> list[str]:
+        return sorted([*self._index.tensor_rows, *self._index.value_rows])
+
+    def was(self, name: str) -> bool:
+        """Say whether the checkpoint has anything below a name of its own, before the load renames or drops it."""
+        at = bisect_left(self._former_names, f"{name}.")
+        return at < len(self._former_names) and self._former_names[at].startswith(f"{name}.")
+
     def find(self, name: str) -> StoredLeaf | None:
         """Return the leaf of exactly this name."""
         at = bisect_left(self._names, name)
@@ -112,10 +122,6 @@ class Stored:
     def dtype(self, leaf: StoredLeaf) -> torch.dtype:
         """Return the dtype of a tensor."""
         return to_torch(self._index.dtype(leaf.row))
-
-    def owner(self, leaf: StoredLeaf) -> int:
-        """Return the row that a tensor's bytes are stored under: equal for tied tensors."""
-        return int(self._index.tensors.alias[leaf.row])
 
     def from_numpy(self, leaf: StoredLeaf) -> bool:
         """Say whether a tensor was a numpy array."""

@@ -1,0 +1,83 @@
+"""What the parameters of an optimizer are called: by their modules in the state, or as the optimizer was told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardkeep.errors import StateError
+from shardkeep.state.training.names import parameter_names
+
+
+class Names(NamedTuple):
+    """All names of a parameter, in each of the forms in which optimizers are saved."""
+
+    usual: tuple[str, ...]
+    other: tuple[str, ...]
+    given: tuple[str, ...]
+    """Those the optimizer was built with."""
+    in_state: tuple[str, ...]
+    """Its flat names in the state, as a part of its modules."""
+
+    @property
+    def first(self) -> str:
+        """The one it is saved under."""
+        return (self.usual or self.given)[0]
+
+
+def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int) -> dict[Any, Names]:
+    """
+    Name every parameter.
+
+    As its module does, if that is the only one in the state; with the module's own name in front if there are several,
+    on every rank alike: which of them a rank's optimizer has parameters of is that rank's affair.
+    """
+    tables = {own: parameter_names(module) for own, module in modules.items()}
+    given = _given_names(optimizer)
+    names: dict[Any, Names] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        homes = [own for own, table in tables.items() if parameter in table]
+        if any(_each_ranks_own(home, rank) for home in homes) and not _each_ranks_own(name, rank):
+            raise StateError(
+                f"{name!r} optimizes parameters of {homes[0]!r}, which is inside a PerRank, and is not itself",
+                hint="put the optimizer into a PerRank too",
+                key=name,
+            )
+        short = tuple(dict.fromkeys(one for home in homes for one in tables[home][parameter]))
+        long = tuple(f"{home}.{one}" for home in homes for one in tables[home][parameter])
+        usual, other = (long, short) if len(modules) > 1 else (short, long)
+        own = (given[parameter],) if parameter in given else ()
+        if not usual and not own:
+            raise StateError(
+                f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"
+                " has no name to be saved under",
+                hint="put the module into the same state, or build the optimizer from named_parameters()",
+                key=name,
+            )
+        names[parameter] = Names(usual, other, own, long)
+    _refuse_equal_names(name, names)
+    return names
+
+
+def _each_ranks_own(name: str, rank: int) -> bool:
+    return f"@{rank}" in name.split(".")
+
+
+def _given_names(optimizer: Optimizer) -> dict[Any, str]:
+    """Return the names an optimizer was built with."""
+    return {
+        parameter: str(own)
+        for group in optimizer.param_groups
+        for parameter, own in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
+def _refuse_equal_names(name: str, names: Mapping[Any, Names]) -> None:
+    seen: set[str] = set()
+    for own in names.values():
+        if own.first in seen:
+            raise StateError(f"{name!r} optimizes two parameters that are both called {own.first!r}", key=name)
+        seen.add(own.first)
