@@ -2,8 +2,8 @@
 The load story: open -> match -> read -> place.
 
 Three meetings of the ranks: rank 0 reads the commit record, so that all load one and the same save; every rank
-compares its state with the index, before anything is changed; every rank reads its own boxes. A failure anywhere, on
-any rank, reaches all of them.
+compares its state with the index, before anything is changed; every rank reads its own boxes. Objects in the state are
+given what is theirs in a fourth, after all have read. A failure anywhere, on any rank, reaches all of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 The save story: describe -> plan -> write -> commit.
 
 Three meetings of the ranks: every rank sends what it holds and learns what it is to write; every rank writes; every
-rank gives its files out of its hands, and rank 0 publishes. A failure anywhere, on any rank, reaches all of them,
+rank gives its files out of its hands, and rank 0 publishes. Where objects stand in the state, ranks compare first what
+may differ between them. A failure anywhere, on any rank, reaches all of them,
 removes what was written, and leaves whatever checkpoint was there before as it was.
 """
 

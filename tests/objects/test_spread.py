@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
-from tests.objects.wrappers import WIDTH, Net, fsdp2, one_step, trainable
+from tests.objects.wrappers import WIDTH, Net, fsdp2, one_step, tensor_parallel, trainable
 
 
 def sharded_net(seed=0, *, meta=False):
@@ -220,3 +220,37 @@ def test_no_object_takes_anything_if_a_rank_fails_to_read(rank_pool, tmp_path):
         count, lr, message = outcome
         assert (count, lr) == (0, 0.5)
         assert "rank 1" in message
+
+
+def three_ways():
+    """Two replicas of two shards of two tensor-parallel halves."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    torch.manual_seed(0)
+    return fsdp2(tensor_parallel(Net(), mesh["tp"]), mesh["replicate", "shard"])
+
+
+def save_three_ways(where):
+    model = three_ways()
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, foreach=False)
+    trained(model, optimizer)
+    sk.save({"model": model, "optim": optimizer}, where)
+    return whole(model), trained(model, optimizer, seed=4)
+
+
+def load_three_ways(where):
+    model = three_ways()
+    optimizer = torch.optim.AdamW(trainable(model), lr=0.5, foreach=False)
+    sk.load({"model": model, "optim": optimizer}, where)
+    return whole(model), trained(model, optimizer, seed=4)
+
+
+def test_a_mesh_of_three_dimensions(rank_pool, tmp_path):
+    """
+    Eight ranks as 2x2x2: back onto the same mesh bit for bit, and onto three ranks of one dimension.
+    """
+    saved = rank_pool.run(8, save_three_ways, str(tmp_path / "c"), timeout_s=120)
+    assert rank_pool.run(8, load_three_ways, str(tmp_path / "c"), timeout_s=120) == saved
+    for as_asked, loaded, went_on in rank_pool.run(3, load_on_meta, str(tmp_path / "c")):
+        assert as_asked
+        assert loaded == saved[0][0]
+        assert went_on == pytest.approx(saved[0][1], rel=1e-5)
