@@ -254,3 +254,29 @@ def test_each_rank_gets_its_own_generators_back(rank_pool, tmp_path):
     assert len(set(more)) == 4
     assert rank_pool.run(4, load_rng, where) == more
     assert rank_pool.run(1, load_rng, where) == expected[:1]
+
+
+def test_large_tensors_that_differ_are_noticed(tmp_path):
+    """
+    Two megabytes that differ in one half: each rank gets its own; equal ones are stored once.
+    """
+
+    def tensor(rank):
+        data = torch.zeros(1 << 19)
+        data[1 << 18 :] = rank
+        return data
+
+    def save(world):
+        state = {"own": Counter(t=tensor(world.rank)), "same": Counter(t=tensor(7))}
+        return sk.save(state, tmp_path / "c", group=world)
+
+    def load(world):
+        state = {"own": Counter(), "same": Counter()}
+        sk.load(state, tmp_path / "c", group=world)
+        return torch.equal(state["own"].state["t"], tensor(world.rank)) and torch.equal(
+            state["same"].state["t"], tensor(7)
+        )
+
+    run_thread_ranks(2, save)
+    assert "same.t" in list(sk.open(tmp_path / "c").keys())
+    assert run_thread_ranks(2, load) == [True, True]

@@ -23,8 +23,9 @@ from shardkeep.state.kinds import EveryRank, PerRank, ShardedBox
 from shardkeep.state.leaves import describe_leaf, is_tensor
 from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf
 
-_LARGE_NBYTES = 1 << 20
-"""Larger tensors are taken for replicas, as they are everywhere in a state; to hash a model would take seconds."""
+_SAMPLES = 16
+_SAMPLE_NBYTES = 64 << 10
+"""Of tensors of more than 1 MiB so many pieces are compared, spread evenly; to hash a model would take seconds."""
 
 
 class StatefulObject:
@@ -179,12 +180,18 @@ def _is_sharded_tensor(leaf: Any) -> bool:
 
 
 def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
-    """Sum up a leaf: a plain value, or a tensor that is not large."""
+    """Sum up a leaf: a plain value or a tensor; of a large tensor, samples."""
     if not is_tensor(leaf):
         return xxhash.xxh3_128_digest(encode_value(leaf, key=key, allow_pickle=allow_pickle))
     described = describe_leaf(key, leaf)
     digest = xxhash.xxh3_128(f"{described.dtype} {described.shape}".encode())
     for _, tensor in described.pieces:
-        if 0 < tensor.nbytes <= _LARGE_NBYTES:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        data = tensor.detach().contiguous().reshape(-1)
+        if not data.numel():
+            continue
+        data = data.view(torch.uint8)
+        if len(data) > _SAMPLES * _SAMPLE_NBYTES:
+            starts = [at * (len(data) - _SAMPLE_NBYTES) // (_SAMPLES - 1) for at in range(_SAMPLES)]
+            data = torch.cat([data[at : at + _SAMPLE_NBYTES] for at in starts])
+        digest.update(data.cpu().numpy().data)
     return digest.digest()
