@@ -167,7 +167,7 @@ def save(
 
         given = False
         try:
-            objects = Objects(state, rank=world.rank, world_size=world.size)
+            objects = _objects_of(state, world)
             differing = differing_state(objects, meeting, world.size, allow_pickle=allow_pickle)
             if objects.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
                 meeting.agree("prepare", prepare, lambda done: done)
@@ -360,6 +360,14 @@ class _Coordinator:
             )
         # Before the first byte, or a job that dies in every save would fill the disk.
         self._sweep(found)
+
+
+def _objects_of(state: Mapping[str, Any], world: World) -> Objects:
+    """Find the objects in a state; none in one that cannot be walked, which describing it says to all ranks."""
+    try:
+        return Objects(state, rank=world.rank, world_size=world.size)
+    except CheckpointError:
+        return Objects({}, rank=world.rank, world_size=world.size)
 
 
 def _write(store: Store, jobs: list[FileJob], options: Options) -> list[FileEntry]:
