@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -52,18 +53,23 @@ class Survey:
     """Files of saves that gave up their claim: they were committed, and perhaps replaced since, or they failed."""
 
 
-# Saves of this process. A claim of ours that is not among them was left by a save that has failed since.
-_under_way: set[str] = set()
+class _Standing:
+    """Held by a save that is under way."""
+
+
+# Saves of this process. A claim of ours that is not among them was left by a save that has failed since. They are gone
+# with the frame that holds them: a Ctrl-C may come just before a line that would take them out.
+_under_way: WeakValueDictionary[str, _Standing] = WeakValueDictionary()
 
 
 @contextmanager
 def claiming(save_id: str) -> Iterator[None]:
     """Stand by a save's claim inside; afterwards nobody does, even if it could not be removed."""
-    _under_way.add(save_id)
+    _under_way[save_id] = standing = _Standing()
     try:
         yield
     finally:
-        _under_way.discard(save_id)
+        del standing
 
 
 def make_claim(store: Puts, save_id: str) -> None:
