@@ -42,8 +42,8 @@ def trained(model, optimizer, steps=2, seed=3):
     return losses
 
 
-def save_net(where):
-    model = sharded_net()
+def save_net(where, build=sharded_net):
+    model = build()
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, foreach=False)
     trained(model, optimizer)
     sk.save({"model": model, "optim": optimizer}, where)
@@ -229,14 +229,6 @@ def three_ways():
     return fsdp2(tensor_parallel(Net(), mesh["tp"]), mesh["replicate", "shard"])
 
 
-def save_three_ways(where):
-    model = three_ways()
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, foreach=False)
-    trained(model, optimizer)
-    sk.save({"model": model, "optim": optimizer}, where)
-    return whole(model), trained(model, optimizer, seed=4)
-
-
 def load_three_ways(where):
     model = three_ways()
     optimizer = torch.optim.AdamW(trainable(model), lr=0.5, foreach=False)
@@ -248,7 +240,7 @@ def test_a_mesh_of_three_dimensions(rank_pool, tmp_path):
     """
     Eight ranks as 2x2x2: back onto the same mesh bit for bit, and onto three ranks of one dimension.
     """
-    saved = rank_pool.run(8, save_three_ways, str(tmp_path / "c"), timeout_s=120)
+    saved = rank_pool.run(8, save_net, str(tmp_path / "c"), three_ways, timeout_s=120)
     assert rank_pool.run(8, load_three_ways, str(tmp_path / "c"), timeout_s=120) == saved
     for as_asked, loaded, went_on in rank_pool.run(3, load_on_meta, str(tmp_path / "c")):
         assert as_asked

@@ -9,7 +9,6 @@ form at all is refused by name.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +21,7 @@ from shardkeep.format.region import Ints, slices
 from shardkeep.state.kinds import ShardedBox
 from shardkeep.state.overlap import overlaps_itself
 from shardkeep.state.placement import dtensor_boxes
+from shardkeep.state.toolkit.recognise import is_dtensor, is_pending, is_sharded_tensor
 
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: a masked or a record array is more than its elements
 
@@ -91,9 +91,9 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
         return _describe_plain(ask, _from_numpy(ask, obj))
     if isinstance(obj, ShardedBox):
         return _describe_box(ask, obj)
-    if _is_a(obj, "torch.distributed.tensor", "DTensor"):
+    if is_dtensor(obj):
         return _describe_dtensor(ask, obj)
-    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+    if is_sharded_tensor(obj):
         return _describe_sharded_tensor(ask, obj)
     return _describe_plain(ask, _unwrap(ask, obj))
 
@@ -110,10 +110,10 @@ def materialize(key: str, obj: Any) -> Any:
     if isinstance(obj, ShardedBox):
         pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
         return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
-    if _is_a(obj, "torch.distributed.tensor", "DTensor"):
+    if is_dtensor(obj):
         return dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
     ask = _Ask(key, allow_meta=True, writable=True)
-    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+    if is_sharded_tensor(obj):
         ask.refuse("is a ShardedTensor on the meta device", "give its shards memory before loading into it")
     plain = _unwrap(ask, obj)
     device = torch.get_default_device()
@@ -138,7 +138,7 @@ def wanted_form(obj: Any) -> tuple[Any, ...]:
 
 
 def _on_meta(obj: Any) -> bool:
-    if _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+    if is_sharded_tensor(obj):
         return any(_on_meta(shard.tensor) for shard in obj.local_shards())
     with torch._C.DisableTorchFunctionSubclass():
         return isinstance(obj, torch.Tensor) and obj.is_meta
@@ -283,7 +283,7 @@ def _resolve(ask: _Ask, tensor: torch.Tensor) -> torch.Tensor:
 
 def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
     """Return the plain tensor inside a leaf or piece that is a `torch.Tensor` of any class."""
-    if _is_a(obj, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+    if is_pending(obj):
         obj = obj.trigger_wait()
     kind = type(obj)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
@@ -364,12 +364,6 @@ def _refuse_subclass(ask: _Ask, obj: torch.Tensor) -> NoReturn:
         if obj.is_nested:
             _refuse_layout(ask, obj)
     ask.refuse(f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts, each as a tensor")
-
-
-def _is_a(obj: Any, module: str, name: str) -> bool:
-    # Importing DTensor takes a second, and where it was never imported there is none.
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(obj, getattr(loaded, name))
 
 
 def _name(kind: type) -> str:

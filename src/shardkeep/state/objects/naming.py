@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkeep.errors import StateError
+from shardkeep.state.objects.stored import is_each_ranks_own
 from shardkeep.state.training.names import parameter_names
 
 
@@ -40,7 +41,7 @@ def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], 
     names: dict[Any, Names] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         homes = [own for own, table in tables.items() if parameter in table]
-        if any(_each_ranks_own(home, rank) for home in homes) and not _each_ranks_own(name, rank):
+        if any(is_each_ranks_own(home, rank) for home in homes) and not is_each_ranks_own(name, rank):
             raise StateError(
                 f"{name!r} optimizes parameters of {homes[0]!r}, which is inside a PerRank, and is not itself",
                 hint="put the optimizer into a PerRank too",
@@ -60,10 +61,6 @@ def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], 
         names[parameter] = Names(usual, other, own, long)
     _refuse_equal_names(name, names)
     return names
-
-
-def _each_ranks_own(name: str, rank: int) -> bool:
-    return f"@{rank}" in name.split(".")
 
 
 def _given_names(optimizer: Optimizer) -> dict[Any, str]:

@@ -28,6 +28,7 @@ from shardkeep.state.objects.groups import SavedGroups, groups_by_first, set_hyp
 from shardkeep.state.objects.naming import Names, names_of
 from shardkeep.state.objects.stateful import digest_of, place_for
 from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf
+from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.state.training.fresh import is_fresh, rehearsed
 
 
@@ -304,21 +305,21 @@ def _local_form(kept: Any, present: Mapping[str, Any]) -> Any:
         if isinstance(value, PerRank):
             return value.value["tensor"]
         plain = type(present.get(own)) is torch.Tensor
-        return value.to_local() if plain and hasattr(value, "to_local") else value
+        return value.to_local() if plain and is_dtensor(value) else value
 
     return _mapped(kept, "", change)
 
 
-def _shard_of(parameter: torch.Tensor) -> list[list[list[int]]] | None:
+def _shard_of(parameter: Any) -> list[list[list[int]]] | None:
     """Return the boxes of a sharded parameter that this rank holds; None for one that is here as a whole."""
-    if not hasattr(parameter, "placements") or all(placement.is_replicate() for placement in parameter.placements):
+    if not is_dtensor(parameter) or all(placement.is_replicate() for placement in parameter.placements):
         return None
     pieces = describe_leaf("", parameter, allow_meta=True).pieces
     return [[list(piece.offsets), list(piece.tensor.shape)] for piece in pieces]
 
 
 def _like_parameter(local: torch.Tensor, parameter: Any) -> Any:
-    # Of the parameter's class, a DTensor: to import that class takes long, and it is loaded where there is one.
+    # To import the class takes long, and it is loaded where there is a DTensor.
     return sys.modules["torch.distributed.tensor"].DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -21,7 +21,8 @@ from shardkeep.format.values import encode_value
 from shardkeep.state.flatten import flatten
 from shardkeep.state.kinds import EveryRank, PerRank, ShardedBox
 from shardkeep.state.leaves import describe_leaf, is_tensor
-from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf
+from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLeaf, is_each_ranks_own
+from shardkeep.state.toolkit.recognise import is_dtensor, is_sharded_tensor
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
@@ -38,7 +39,7 @@ class StatefulObject:
         self._rank = rank
         self._world_size = world_size
         self._present: Any = None
-        self._in_per_rank = f"@{rank}" in name.split(".")
+        self._in_per_rank = is_each_ranks_own(name, rank)
         # One that knows what to do with all ranks' states is to be given all ranks' states.
         self._per_rank = getattr(type(target), "__per_rank__", False) or hasattr(target, "load_rank_states")
 
@@ -59,7 +60,7 @@ class StatefulObject:
         own = {
             f"{self.name}.{key}": digest_of(f"{self.name}.{key}", leaf, allow_pickle=allow_pickle)
             for key, leaf in sorted(leaves.items())
-            if not _is_spread(leaf) and f"@{self._rank}" not in key.split(".")
+            if not _is_spread(leaf) and not is_each_ranks_own(key, self._rank)
         }
         if any(_is_spread(leaf) for leaf in leaves.values()):
             return own
@@ -141,7 +142,7 @@ def place_for(stored: Stored, leaf: StoredLeaf, present: Any = None) -> Any:
     shape, dtype = stored.shape(leaf), stored.dtype(leaf)
     if _is_spread(present) and describe_leaf(leaf.name, present, allow_meta=True).shape == shape:
         # Of a ShardedTensor or a ShardedBox, memory of its own has no other name.
-        return torch.empty_like(present, dtype=dtype) if hasattr(present, "placements") else present
+        return torch.empty_like(present, dtype=dtype) if is_dtensor(present) else present
     fresh = torch.empty(shape, dtype=dtype, device="cpu")
     return fresh.numpy() if stored.from_numpy(leaf) else fresh
 
@@ -172,11 +173,7 @@ def _state_of(name: str, target: Any) -> Mapping[Any, Any]:
 
 
 def _is_spread(leaf: Any) -> bool:
-    return is_tensor(leaf) and (isinstance(leaf, ShardedBox) or hasattr(leaf, "placements") or _is_sharded_tensor(leaf))
-
-
-def _is_sharded_tensor(leaf: Any) -> bool:
-    return callable(getattr(leaf, "local_shards", None))
+    return isinstance(leaf, ShardedBox) or is_dtensor(leaf) or is_sharded_tensor(leaf)
 
 
 def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:

@@ -27,6 +27,11 @@ Step = tuple[str, Part]
 """A kind of container, and the key in it."""
 
 
+def is_each_ranks_own(name: str, rank: int) -> bool:
+    """Say whether a flat name stands for something inside a `PerRank` of this rank."""
+    return part_name("ranks", rank) in name.split(".")
+
+
 class _Unfilled:
     """The one value that stands where a stored value will be put."""
 

@@ -40,10 +40,10 @@ def awaited(tensor: Any) -> Any:
     """
     if is_dtensor(tensor):
         local = tensor._local_tensor
-        if not _is_pending(local):
+        if not is_pending(local):
             return tensor
         return type(tensor)(local.trigger_wait(), tensor._spec, requires_grad=tensor.requires_grad)
-    return tensor.trigger_wait() if _is_pending(tensor) else tensor
+    return tensor.trigger_wait() if is_pending(tensor) else tensor
 
 
 def spell(path: Path) -> str:
@@ -51,7 +51,8 @@ def spell(path: Path) -> str:
     return ".".join(map(str, path)) if path else "the state dict itself"
 
 
-def _is_pending(obj: Any) -> bool:
+def is_pending(obj: Any) -> bool:
+    """Say whether this is a tensor that an asynchronous collective may still be writing."""
     return _is_a(obj, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 
