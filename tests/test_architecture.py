@@ -13,8 +13,8 @@ SRC = Path(shardkeep.__file__).parent
 LAYERS = [
     {"cli"},
     {"ui", "dcp", "integrations", "testing"},
-    {"manage"},
-    {"saving", "loading", "opening"},
+    {"manage", "compat"},
+    {"saving", "loading", "opening", "storages"},
     {"run"},
     {"plan", "stage", "layout", "protocol"},
     {"state", "store", "codec"},

@@ -101,7 +101,7 @@ def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """
     Nothing is printed by default; with the switch on, where the time went.
     """
-    from shardkeep.protocol import calls
+    from shardkeep.compat import calls
 
     with utils._profile():
         pass

@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint.optimizer`."""
 
-from shardkeep.protocol.sharded_optimizer import (
+from shardkeep.compat.sharded_optimizer import (
     STATE_DICT_2D_LAYOUT,
     _alloc_tensor,
     _create_colwise_spec,

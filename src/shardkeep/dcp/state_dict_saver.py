@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint.state_dict_saver`."""
 
-from shardkeep.protocol.calls import _stateful_to_state_dict
-from shardkeep.protocol.save_driver import _save_state_dict, save, save_state_dict
+from shardkeep.compat.calls import _stateful_to_state_dict
+from shardkeep.compat.save_driver import _save_state_dict, save, save_state_dict
 
 __all__ = ["_save_state_dict", "_stateful_to_state_dict", "save", "save_state_dict"]

@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint.utils`."""
 
-from shardkeep.protocol.calls import _api_bc_check, _profile
+from shardkeep.compat.calls import _api_bc_check, _profile
 from shardkeep.protocol.failures import _get_failure_dict
 from shardkeep.protocol.file_view import (
     _create_file_view,

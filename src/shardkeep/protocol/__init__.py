@@ -1,1 +1,1 @@
-"""The protocol of torch's distributed checkpoint: its values, planners and storages, and what calls them in order."""
+"""The protocol of torch's distributed checkpoint: its values, planners and storage interfaces."""

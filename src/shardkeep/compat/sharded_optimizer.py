@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkeep.compat.load_driver import _load_state_dict
 from shardkeep.errors import InvalidShards
 from shardkeep.protocol.file_view import _element_wise_add, _element_wise_sub, _normalize_device_info
 from shardkeep.protocol.items import _create_read_items, create_read_items_for_chunk_list
-from shardkeep.protocol.load_driver import _load_state_dict
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.materialise import current_device, device_of_group
 from shardkeep.protocol.metadata import (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
-from shardkeep.protocol.calls import (
+from shardkeep.compat.calls import (
     _api_bc_check,
     _profile,
     _stateful_to_state_dict,

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
-from shardkeep.errors import RanksDisagree
-from shardkeep.protocol.calls import (
+from shardkeep.compat.calls import (
     _api_bc_check,
     _profile,
     _stateful_to_state_dict,
@@ -28,6 +27,7 @@ from shardkeep.protocol.calls import (
     takes,
     without_ranks,
 )
+from shardkeep.errors import RanksDisagree
 from shardkeep.protocol.foreign import in_words_of, translator
 from shardkeep.protocol.gatherings import _DistWrapper, in_step
 from shardkeep.protocol.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
