@@ -1,0 +1,200 @@
+"""The zstd extension: over each module that knows zstd, with each other and with torch's own."""
+
+import io
+import itertools
+import pickle
+import tracemalloc
+
+import pytest
+
+from shardkeep.codec import zstd, zstd_engines
+from shardkeep.codec.problems import ExtensionUnavailable
+from shardkeep.codec.registry import ExtensionRegistry
+from shardkeep.codec.zstd import ZStandard
+from shardkeep.errors import CheckpointError, MalformedFile
+from tests.codec.samples import DATA, NOISE, Raw
+
+HERE = [name for name in zstd_engines.MODULES if zstd_engines.find_engine((name,))]
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Have one module, or none, be the only one there is."""
+    real = zstd_engines.find_engine
+
+    def only(*names):
+        monkeypatch.setattr(zstd, "find_engine", lambda: real(names))
+
+    return only
+
+
+def compressed(data, extension=None, piece=50_000):
+    held = Raw()
+    stream = (extension or ZStandard()).transform_to(held)
+    for start in range(0, len(data), piece):
+        stream.write(data[start : start + piece])
+    stream.close()
+    return held.getvalue()
+
+
+def decompressed(data, extension=None):
+    stream = (extension or ZStandard()).transform_from(io.BytesIO(data))
+    return b"".join(iter(lambda: stream.read(70_001), b""))
+
+
+def test_one_of_the_modules_is_here():
+    """
+    The rest of this file means something.
+    """
+    assert HERE
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(HERE, HERE)))
+@pytest.mark.parametrize("name", DATA)
+def test_any_module_reads_what_another_wrote(use, writer, reader, name):
+    """
+    Streams are the same whichever module is installed.
+    """
+    use(writer)
+    file = compressed(DATA[name])
+    if name == "zeros":
+        assert len(file) < 2000
+    use(reader)
+    assert decompressed(file) == DATA[name]
+
+
+@pytest.mark.parametrize("module", HERE)
+@pytest.mark.parametrize("name", DATA)
+def test_torch_reads_ours_and_we_read_torchs(use, module, name):
+    """
+    A stream written by either is read by the other.
+    """
+    from torch.distributed.checkpoint._extension import ZStandard as Theirs
+
+    if not Theirs.is_available():
+        pytest.skip("torch needs the module zstandard or pyzstd for its own")
+    use(module)
+    assert decompressed(compressed(DATA[name]), Theirs()) == DATA[name]
+    assert decompressed(compressed(DATA[name], Theirs())) == DATA[name]
+
+
+@pytest.mark.parametrize("module", HERE)
+def test_flushing_makes_everything_readable_in_one_frame(use, module):
+    """
+    After a flush all data are in the file; torch reads one frame only, so it is still one after several flushes.
+    """
+    use(module)
+    raw = Raw()
+    stream = ZStandard().transform_to(raw)
+    stream.write(b"abc" * 100)
+    stream.flush()
+    before = len(raw.getvalue())
+    stream.flush()
+    assert len(raw.getvalue()) == before
+    assert ZStandard().transform_from(Raw(raw.getvalue())).read(300) == b"abc" * 100
+    stream.write(b"def")
+    stream.flush()
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        stream.write(b"x")
+    frame = zstd_engines.find_engine((module,)).decompressor()
+    data = frame.decompress(raw.getvalue(), 1000)
+    while not frame.eof:
+        data += frame.decompress(b"", 1000)
+    assert (data, frame.unused_data) == (b"abc" * 100 + b"def", b"")
+
+
+@pytest.mark.parametrize("module", HERE)
+def test_frames_one_after_another_are_one_stream(use, module):
+    """
+    Torch's extension ends a frame at each flush with one of its modules; all of them are read.
+    """
+    use(module)
+    file = b"".join(compressed(data) for data in (b"abc", b"", NOISE[:200_000], b"z"))
+    assert decompressed(file) == b"abc" + NOISE[:200_000] + b"z"
+    assert decompressed(b"") == b""
+
+
+@pytest.mark.parametrize("module", HERE)
+@pytest.mark.parametrize("cut", [1, 5, 100, 150_000, -1])
+def test_a_stream_cut_short_is_an_error(use, module, cut):
+    """
+    A file that ends inside a frame is damaged, and is never taken for a shorter one.
+    """
+    use(module)
+    file = compressed(NOISE[:200_000])
+    with pytest.raises(MalformedFile, match="ends inside a frame"):
+        decompressed(file[:cut])
+
+
+@pytest.mark.parametrize("module", HERE)
+def test_what_is_not_zstd_is_an_error(use, module):
+    """
+    Other bytes, and bytes behind the last frame, are told as damage.
+    """
+    use(module)
+    for file in (b"not zstd at all", compressed(b"abc") + b"garbage behind it"):
+        with pytest.raises(MalformedFile, match="damaged, or is none"):
+            decompressed(file)
+
+
+@pytest.mark.parametrize("module", HERE)
+def test_zeros_do_not_fill_the_memory(use, module):
+    """
+    A gigabyte of zeros is 32 KiB of zstd; reading a little of it needs little memory.
+    """
+    use(module)
+    file = compressed(bytes(16 << 20), piece=1 << 20) * 64
+    tracemalloc.start()
+    try:
+        stream = ZStandard().transform_from(io.BytesIO(file))
+        assert sum(len(stream.read(1 << 20)) for _ in range(8)) == 8 << 20
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_where_no_module_is_installed(use):
+    """
+    It says so, and making or reading one is the ValueError that it is in torch.
+    """
+    use()
+    assert not ZStandard.is_available()
+    for make in (ZStandard, lambda: ZStandard.from_descriptor("1")):
+        with pytest.raises(ValueError, match="there is no module named") as caught:
+            make()
+        assert isinstance(caught.value, ExtensionUnavailable)
+        assert "pip install" in caught.value.hint
+    assert "stream.zstd" in ExtensionRegistry().extensions
+
+
+def test_descriptors():
+    """
+    The stored name is torch's; versions 1 and 1.x are read; an unknown name or version is torch's ValueError.
+    """
+    from torch.distributed.checkpoint._extension import ExtensionRegistry as TheirRegistry
+    from torch.distributed.checkpoint._extension import ZStandard as Theirs
+
+    assert ZStandard.is_available()
+    assert ZStandard.registry_name() == Theirs.registry_name()
+    assert ZStandard().get_descriptor() == Theirs.get_descriptor(ZStandard()) == "stream.zstd/1"
+    made = ExtensionRegistry().from_descriptor_list(["stream.zstd/1", "stream.zstd/1.9"])
+    assert [type(each) for each in made] == [ZStandard] * 2
+    for registry in (ExtensionRegistry(), TheirRegistry()):
+        for descriptor, words in {
+            "stream.zstd/2": "Unknown extension version='2'",
+            "stream.zstd": "Unknown extension version=''",
+            "stream.gzip/1": "Unknown extension name='stream.gzip'",
+            "stream.zstd@home/1": "Unknown extension name='stream.zstd@home'",
+        }.items():
+            with pytest.raises(ValueError, match=words) as caught:
+                registry.from_descriptor_list([descriptor])
+            assert isinstance(caught.value, CheckpointError) == isinstance(registry, ExtensionRegistry)
+
+
+def test_it_travels_to_other_processes():
+    """
+    A storage writer is pickled with its extensions for a save in another process.
+    """
+    again = pickle.loads(pickle.dumps(ZStandard()))
+    assert decompressed(compressed(b"abc", again)) == b"abc"
