@@ -1,0 +1,203 @@
+"""
+What tests of checkpoints need, under the names that torch's own tests use.
+
+An example of a stream extension, and decorators for test methods: a folder that all ranks share, and a logger's level.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+
+from shardkeep.codec.extensions import StreamTransformExtension
+from shardkeep.codec.problems import UnknownExtension
+from shardkeep.codec.registry import ExtensionRegistry
+from shardkeep.protocol.problems import BrokenProtocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CASE = 0x20
+_SWAPPED = bytes(byte ^ _CASE if chr(byte).isascii() and chr(byte).isalpha() else byte for byte in range(256))
+
+
+class Rot13Example(StreamTransformExtension):
+    """
+    An example of a stream extension, for tests: swaps the case of letters.
+
+    The name is torch's, and so is what it does: either one reads what the other wrote.
+    """
+
+    def __init__(self, chunk_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
+        super().__init__()
+        self._chunk_size = chunk_size
+
+    @staticmethod
+    def registry_name() -> str:
+        """Return the name that torch's example has too."""
+        return "stream.rot13"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Rot13Example:
+        """Make the extension for version 1 or 1.x."""
+        if version.partition(".")[0] != "1":
+            raise UnknownExtension(f"Unknown extension {version=} of {Rot13Example.registry_name()}; known is 1")
+        return Rot13Example()
+
+    def get_descriptor(self) -> str:
+        """Return what is stored with the data."""
+        return f"{self.registry_name()}/1"
+
+    @staticmethod
+    def _rot13bytes(b: Buffer, count: int) -> None:
+        """Change the first bytes of a buffer, in place."""
+        view = memoryview(b).cast("B")
+        view[:count] = bytes(view[:count]).translate(_SWAPPED)
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        """Return a stream that changes what is written to it."""
+        return cast("IO[bytes]", self.Writer(output))
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
+        """Return a stream that gives what was written."""
+        return cast("IO[bytes]", self.Reader(input))
+
+    class Writer(io.RawIOBase):
+        """Changes what is written to it; the data it is given stay as they are."""
+
+        def __init__(self, output: IO[bytes]) -> None:
+            self.output = output
+
+        def writable(self) -> bool:
+            """Say that this can be written to."""
+            return True
+
+        writeable = writable  # spelled so in torch
+
+        def write(self, b: Buffer, /) -> int | None:
+            """Write a changed copy."""
+            chunk = bytearray(b)
+            Rot13Example._rot13bytes(chunk, len(chunk))
+            return self.output.write(chunk)
+
+        def flush(self) -> None:
+            """Flush what is beneath."""
+            self.output.flush()
+
+    class Reader(io.RawIOBase):
+        """Gives what was written; goes to any place if what is beneath can."""
+
+        def __init__(self, input: IO[bytes]) -> None:  # noqa: A002 - torch's name
+            self.input = input
+
+        def readable(self) -> bool:
+            """Say that this can be read."""
+            return True
+
+        def readinto(self, b: Buffer, /) -> int | None:
+            """Fill a buffer as far as what is beneath does at once."""
+            view = memoryview(b).cast("B")
+            if hasattr(self.input, "readinto"):
+                count: int | None = self.input.readinto(view)
+            else:
+                data: bytes | None = self.input.read(len(view))
+                count = None if data is None else len(data)
+                view[: count or 0] = data or b""
+            if count:
+                Rot13Example._rot13bytes(view, count)
+            return count
+
+        def seekable(self) -> bool:
+            """Say whether what is beneath can go to any place."""
+            return self.input.seekable()
+
+        def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+            """Go to a place."""
+            return self.input.seek(offset, whence)
+
+        def tell(self) -> int:
+            """Return the place."""
+            return self.input.tell()
+
+
+def get_test_extension_registry() -> ExtensionRegistry:
+    """Return a registry that knows `Rot13Example`."""
+    registry = ExtensionRegistry()
+    registry.register(Rot13Example)
+    return registry
+
+
+def with_temp_dir(func: F | None = None) -> F | None:
+    """
+    Give a test method `self.temp_dir`: a new folder, the same one on all ranks, that is gone after the last of them.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) there is no function to decorate.
+
+    """
+    if func is None:
+        raise BrokenProtocol("with_temp_dir was given no function", hint="write @with_temp_dir, without brackets")
+
+    @functools.wraps(func)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist  # noqa: PLC0415 - takes seconds
+
+        spread = dist.is_available() and dist.is_initialized()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
+        root = [tempfile.mkdtemp(prefix="checkpoint-test-") if rank == 0 else ""]
+        if spread:
+            dist.broadcast_object_list(root)
+        self.temp_dir = os.path.join(root[0], "shared")
+        os.makedirs(self.temp_dir, exist_ok=True)
+        try:
+            return func(self, *args, **kwargs)
+        finally:
+            _leave(root[0], rank, ranks)
+
+    return cast("F", wrapper)
+
+
+def _leave(root: str, rank: int, ranks: int) -> None:
+    """Remove the folder if all other ranks have left it: no rank waits here for one that failed."""
+    left = os.path.join(root, "left")
+    os.makedirs(left, exist_ok=True)
+    with open(os.path.join(left, str(rank)), "w", encoding="ascii"):
+        pass
+    if len(os.listdir(left)) == ranks:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def with_checkpoint_logging(
+    func: F | None = None,
+    logger_name: str = "torch.distributed.checkpoint",
+    level: int = logging.INFO,
+) -> F | None:
+    """
+    Give a logger another level while a test method runs.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) there is no function to decorate.
+
+    """
+    if func is None:
+        raise BrokenProtocol("with_checkpoint_logging was given no function", hint="write it without brackets")
+
+    @functools.wraps(func)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logger = logging.getLogger(logger_name)
+        before = logger.level
+        logger.setLevel(level)
+        try:
+            return func(self, *args, **kwargs)
+        finally:
+            logger.setLevel(before)
+
+    return cast("F", wrapper)
