@@ -1,0 +1,199 @@
+"""
+Whole tensors from their shards: each output file in windows, filled from the shards that meet them, on several threads.
+
+A window is a run of elements in the order of the output file. What a shard has of it is a run of the shard as well, so
+every read is in one piece, whatever axis the tensor was cut along. Memory is two windows a thread, however large the
+tensors; several threads work on one file. Files are written under temporary names, durable on return; if anything
+fails, all of them are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkeep.errors import CheckpointError
+from shardkeep.format.columns import IntArray
+from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, intersect, relative, slices
+from shardkeep.run.workers import run_workers, window_for
+from shardkeep.storages.hugging_face_names import FORMAT_KEY, FORMAT_VALUE
+from shardkeep.storages.safetensors_catalog import Chunk, Stored
+from shardkeep.storages.safetensors_files import OpenFiles, alignment_of, build_header
+from shardkeep.storages.safetensors_publish import temporary
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import BlobWriter
+
+_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Bytes are moved as these, whatever they mean."""
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to make, with its tensors in order."""
+
+    name: str
+    header: bytes
+    tensors: Sequence[Stored]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes after the header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def output_file(name: str, tensors: Mapping[str, Stored]) -> OutputFile:
+    """Describe a file that holds these tensors, whole."""
+    inorder = dict(sorted(tensors.items(), key=lambda entry: -alignment_of(entry[1].nbytes)))
+    parts = {key: (tensor.dtype, tensor.shape) for key, tensor in inorder.items()}
+    return OutputFile(name, build_header(parts, {FORMAT_KEY: FORMAT_VALUE}, where=name), list(inorder.values()))
+
+
+class _Shards:
+    """The chunks of a tensor, found by the box they meet."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        table = len(stored.chunks), len(stored.shape)
+        self._low: IntArray = np.array([c.box.offsets for c in stored.chunks], np.int64).reshape(table)
+        self._high = self._low + np.array([c.box.sizes for c in stored.chunks], np.int64).reshape(table)
+
+    def meeting(self, box: Box) -> list[Chunk]:
+        if len(self.stored.chunks) == 1:
+            return self.stored.chunks
+        low = np.array(box.offsets, np.int64)
+        hit = np.all((self._low < low + np.array(box.sizes, np.int64)) & (self._high > low), axis=1)
+        return [self.stored.chunks[row] for row in np.flatnonzero(hit).tolist()]
+
+
+class _Span(NamedTuple):
+    """Some elements of a tensor in a window."""
+
+    shards: _Shards
+    first: int
+    last: int
+
+
+class _Window(NamedTuple):
+    file: _Output
+    start: int
+    """Where it begins in the data."""
+    nbytes: int
+    spans: list[_Span]
+
+
+@dataclass
+class _Output:
+    file: OutputFile
+    writer: BlobWriter
+    bytes_left: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def write_whole(
+    directory: str, files: Sequence[OutputFile], *, save_id: str, threads: int, budget_nbytes: int, direct: bool
+) -> None:
+    """Write files of whole tensors, under temporary names; durable on return."""
+    if not files:
+        return
+    threads, both = window_for(threads, budget_nbytes)
+    window = both // 2
+    store = LocalStore(directory, direct=direct)
+    with closing(OpenFiles(direct=direct)) as inputs, ExitStack() as undo:
+
+        def work(task: _Window, buffer: memoryview) -> bool:
+            output, start, nbytes, spans = task
+            at = 0
+            for span in spans:
+                at += _fill(span, buffer[at:window], buffer[window:], inputs)
+            if nbytes:
+                output.writer.write_at(len(output.file.header) + start, buffer[:nbytes])
+            with output.lock:
+                output.bytes_left -= nbytes
+                last = not output.bytes_left
+            if last:
+                output.writer.write_at(0, memoryview(output.file.header))
+                output.writer.finish()
+            return True
+
+        run_workers(_windows(store, files, save_id, window, undo), work, threads=threads, buffer_nbytes=both)
+        undo.pop_all()
+
+
+def _windows(
+    store: LocalStore, files: Sequence[OutputFile], save_id: str, window: int, undo: ExitStack
+) -> Iterator[_Window]:
+    """Open the files, one after the other, and cut their data into windows of whole elements."""
+    for file in files:
+        name = temporary(file.name, save_id)
+        writer = store.create(name, len(file.header) + file.data_nbytes)
+        undo.callback(_take_back, store, name, writer)
+        output = _Output(file, writer, file.data_nbytes)
+        if not file.data_nbytes:
+            yield _Window(output, 0, 0, [])
+        start = nbytes = 0
+        spans: list[_Span] = []
+        for stored in file.tensors:
+            size = stored.dtype.itemsize
+            first, count = 0, stored.nbytes // size
+            shards = _Shards(stored)
+            while first < count:
+                last = min(count, first + (window - nbytes) // size)
+                if last > first:
+                    spans.append(_Span(shards, first, last))
+                    nbytes += (last - first) * size
+                first = last
+                if first < count or nbytes == window:
+                    yield _Window(output, start, nbytes, spans)
+                    start, nbytes, spans = start + nbytes, 0, []
+        if spans:
+            yield _Window(output, start, nbytes, spans)
+
+
+def _take_back(store: LocalStore, name: str, writer: BlobWriter) -> None:
+    writer.abandon()
+    with contextlib.suppress(CheckpointError):
+        store.delete(name)  # one that was finished outlives its writer's abandon
+
+
+def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: OpenFiles) -> int:
+    """Read the elements of a span into the beginning of a window; return their bytes."""
+    stored = span.shards.stored
+    size = stored.dtype.itemsize
+    at = 0
+    for box in flat_range_to_boxes(stored.shape, span.first, span.last):
+        nbytes = box.volume * size
+        for chunk in span.shards.meeting(box):
+            common = intersect(box, chunk.box)
+            if common is not None:
+                _copy(chunk, common, box, size, window[at : at + nbytes], scratch, inputs)
+        at += nbytes
+    return at
+
+
+def _copy(
+    chunk: Chunk, common: Box, box: Box, size: int, window: memoryview, scratch: memoryview, inputs: OpenFiles
+) -> None:
+    """Read the common part of a chunk and of the window's box to where it belongs in the window."""
+    source = chunk.start + _run_of(chunk.box.sizes, relative(common, chunk.box)) * size
+    goal = relative(common, box)
+    run = contiguous_run(box.sizes, goal)
+    into = scratch[: common.volume * size] if run is None else window[run[0] * size :][: run[1] * size]
+    with inputs.reader(chunk.path) as reader:
+        reader.read_into(source, into)
+    if run is None:
+        whole = np.frombuffer(window, _RAW[size]).reshape(box.sizes)
+        whole[slices(goal)] = np.frombuffer(into, _RAW[size]).reshape(goal.sizes)
+
+
+def _run_of(shape: Ints, box: Box) -> int:
+    """Return where a box begins in a chunk, of which it is one run: it spans all axes after the one that cuts it."""
+    start = 0
+    for offset, full in zip(box.offsets, shape, strict=True):
+        start = start * full + offset
+    return start

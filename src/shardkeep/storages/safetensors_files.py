@@ -1,0 +1,290 @@
+"""
+Safetensors files of any origin: their headers, checked before anything is believed, and their bytes by range.
+
+A header is taken only if it says of every byte of the file which tensor it belongs to, once; all sizes are compared
+with that of the file before memory is made for anything. Files may be symbolic links, as in a Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardkeep.errors import MalformedFile, StateError, WrongSize
+from shardkeep.format.dtypes import TABLE, DType, Ints
+from shardkeep.format.header import MAX_HEADER_NBYTES
+from shardkeep.run.workers import run_workers
+from shardkeep.store.aligned import ScratchPool
+from shardkeep.store.files import open_files, read_at, storage_errors
+from shardkeep.store.local import _SCRATCH_BYTES, _LocalReader
+from shardkeep.store.protocol import BlobReader
+
+ALIGNMENT = 4096
+"""Where data begins in files written here: on a page, for direct I/O."""
+_FIRST_NBYTES = 64 << 10
+_MOST_OPEN = 128
+"""Files open at a time; a checkpoint may have more than a process may open."""
+_LARGEST = (1 << 63) - 1
+_BY_SAFETENSORS = {row.safetensors: row for row in TABLE if row.safetensors is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a file."""
+
+    dtype: DType
+    shape: Ints
+    """As torch counts: of a packed type, in bytes."""
+    start: int
+    """Where its bytes begin in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """What the header of a file says."""
+
+    path: str
+    tensors: dict[str, Part]
+    metadata: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Its name in its directory."""
+        return os.path.basename(self.path)
+
+
+# -- reading headers ---------------------------------------------------------------------------------------------------
+
+
+def read_headers(paths: Iterable[str], *, threads: int) -> list[SafetensorsFile]:
+    """Read the headers of files, and nothing else of them, several at a time; in the order of `paths`."""
+    wanted = list(dict.fromkeys(paths))
+    found: dict[str, SafetensorsFile] = {}
+
+    def work(path: str, _: memoryview) -> bool:
+        found[path] = read_header(path)
+        return True
+
+    run_workers(wanted, work, threads=max(1, min(threads, len(wanted))), buffer_nbytes=0)
+    return [found[path] for path in wanted]
+
+
+def read_header(path: str) -> SafetensorsFile:
+    """
+    Read and check the header of a file.
+
+    Raises:
+        BlobNotFound: there is no such file.
+        MalformedFile: what is there is no safetensors file.
+        WrongSize: the file is shorter or longer than its header says.
+
+    """
+    raw, total = _raw_header(path)
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{path}: the header is no JSON: {error}", file=path) from error
+    if not isinstance(header, dict):
+        raise MalformedFile(f"{path}: the header is no JSON object", file=path)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise MalformedFile(f"{path}: __metadata__ is not a map of texts", file=path)
+    data_start = 8 + len(raw)
+    parts = {key: _part(path, key, entry, data_start) for key, entry in header.items()}
+    _check_whole(path, parts, data_start, total)
+    return SafetensorsFile(path, parts, metadata)
+
+
+def _raw_header(path: str) -> tuple[bytes, int]:
+    """Return the text of a header and the size of the file."""
+    where, name = os.path.split(path)
+    with storage_errors("cannot read", where, name):
+        files = open_files(os.path.realpath(path), os.O_RDONLY, direct=False)
+        try:
+            first = _read(files.buffered, 0, min(_FIRST_NBYTES, files.nbytes))
+            length = int.from_bytes(first[:8], "little")
+            if len(first) < 8 or length > files.nbytes - 8:
+                raise WrongSize(
+                    f"{path}: {files.nbytes} bytes, too few for its header of {length}",
+                    hint="the file was cut short, or is no safetensors file",
+                    file=path,
+                )
+            if length > MAX_HEADER_NBYTES:
+                raise MalformedFile(
+                    f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
+                    file=path,
+                )
+            rest = _read(files.buffered, len(first), max(0, 8 + length - len(first)))
+            raw = (first + rest)[8 : 8 + length]
+        finally:
+            files.close()
+    if len(raw) != length:
+        raise WrongSize(f"{path}: became shorter while its header was read", file=path)
+    return raw, files.nbytes
+
+
+def _read(fd: int, offset: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    done = 0
+    while done < nbytes and (got := read_at(fd, memoryview(data)[done:], offset + done)):
+        done += got
+    return bytes(data[:done])
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _part(path: str, key: str, entry: Any, data_start: int) -> Part:
+    where = f"{path}: tensor {key!r}"
+    details = {"file": path, "key": key}
+    if not isinstance(entry, dict):
+        raise MalformedFile(f"{where} is described by {type(entry).__name__}, not by an object", **details)
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not _numbers(shape) or not _numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedFile(f"{where} has shape {shape!r} and data_offsets {offsets!r}", **details)
+    dtype = _BY_SAFETENSORS.get(str(entry.get("dtype")))
+    if dtype is None:
+        raise MalformedFile(
+            f"{where} is of dtype {entry.get('dtype')!r}, which torch has no type for",
+            hint="is the file newer than this shardkeep?",
+            **details,
+        )
+    if dtype.packed > 1:
+        if not shape or shape[-1] % dtype.packed:
+            raise MalformedFile(f"{where} of {dtype.safetensors} has shape {shape}: not in whole bytes", **details)
+        shape = [*shape[:-1], shape[-1] // dtype.packed]
+    part = Part(dtype, tuple(shape), data_start + offsets[0])
+    if part.nbytes != offsets[1] - offsets[0]:
+        raise MalformedFile(
+            f"{where}: shape {shape} of {dtype.name} takes {part.nbytes} bytes, "
+            f"and data_offsets {offsets} are {offsets[1] - offsets[0]}",
+            **details,
+        )
+    return part
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
+
+
+def _check_whole(path: str, parts: Mapping[str, Part], data_start: int, total: int) -> None:
+    """Make sure that the tensors follow each other without gap or overlap, and end where the file does."""
+    at, last = data_start, ""
+    for key, part in sorted(parts.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
+        if part.start != at:
+            wrong = "overlaps" if part.start < at else "does not follow"
+            raise MalformedFile(
+                f"{path}: tensor {key!r} at byte {part.start} {wrong} {repr(last) if last else 'the header'}, "
+                f"which ends at {at}",
+                file=path, key=key,
+            )  # fmt: skip
+        at, last = part.start + part.nbytes, key
+    if at != total:
+        raise WrongSize(
+            f"{path}: {total} bytes, and the header says {at}" + (f" (up to tensor {last!r})" if last else ""),
+            hint="the file was cut short or is not complete yet" if total < at else "",
+            file=path,
+        )
+
+
+# -- writing headers ---------------------------------------------------------------------------------------------------
+
+
+def alignment_of(nbytes: int) -> int:
+    """
+    Return the largest power of two, up to a page, that divides a size.
+
+    Tensors in falling order of it are each aligned to their own, and so to their elements, without gaps: safetensors
+    allows none, and readers refuse elements that are not aligned.
+    """
+    return min(nbytes & -nbytes, ALIGNMENT) if nbytes else ALIGNMENT
+
+
+def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
+    """Write the header of a file whose tensors follow each other in this order; data begins at `ALIGNMENT`s."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for key, (dtype, shape) in parts.items():
+        if dtype.safetensors is None or (dtype.packed > 1 and not shape):
+            raise StateError(f"{where}: {key!r} is of dtype {dtype.name}, which safetensors files cannot hold", key=key)
+        if key == "__metadata__":
+            raise StateError(f"{where}: a safetensors file cannot hold a tensor called '__metadata__'", key=key)
+        stop = at + math.prod(shape) * dtype.itemsize
+        name, spelled = dtype.in_safetensors(shape)
+        header[key] = {"dtype": name, "shape": list(spelled), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if total > MAX_HEADER_NBYTES:
+        raise StateError(
+            f"{where}: {len(parts)} tensors need a header of {total} bytes, more than safetensors allows",
+            hint="spread the tensors over more files (fqn_to_index_mapping)",
+        )
+    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+
+
+# -- reading bytes -----------------------------------------------------------------------------------------------------
+
+
+class OpenFiles:
+    """Files by path, opened when first read and kept open as long as there is room. Close it when done."""
+
+    def __init__(self, *, direct: bool) -> None:
+        self._direct = direct
+        self._scratch = ScratchPool(_SCRATCH_BYTES)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, BlobReader] = OrderedDict()
+        self._users: dict[str, int] = {}
+
+    @contextmanager
+    def reader(self, path: str) -> Iterator[BlobReader]:
+        """Lend a reader of a file."""
+        with self._lock:
+            reader = self._open.get(path)
+            if reader is None:
+                self._make_room()
+                reader = self._open[path] = self._opened(path)
+            self._open.move_to_end(path)
+            self._users[path] = self._users.get(path, 0) + 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def _opened(self, path: str) -> BlobReader:
+        where, name = os.path.split(path)
+        with storage_errors("cannot open", where, name):
+            files = open_files(os.path.realpath(path), os.O_RDONLY, direct=self._direct)
+        return _LocalReader(where, name, files, self._scratch)
+
+    def _make_room(self) -> None:
+        idle = [path for path in self._open if not self._users.get(path)]
+        for path in idle[: max(0, len(self._open) - _MOST_OPEN + 1)]:
+            self._open.pop(path).close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for reader in self._open.values():
+                reader.close()
+            self._open.clear()

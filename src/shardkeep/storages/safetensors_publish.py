@@ -1,0 +1,172 @@
+"""
+From files under temporary names to a model in a directory, in one step.
+
+New files are written as `NAME.new-SAVE`. When all of them are durable, a small note says which files make up the
+directory from now on: from then on the new model is what `Folder` sees, and the old one was until then. Renaming to the
+final names follows, data first, the index file last; whoever writes to the directory next completes what an
+interrupted process left. Only files whose header shows that a checkpoint writer made them are ever removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from shardkeep.errors import CheckpointError, MalformedFile
+from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, SUFFIX, _metadata_fn
+from shardkeep.storages.safetensors_files import read_header
+from shardkeep.store.files import make_directory, storage_errors, sync_directory
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import is_name
+
+NOTE = "shardkeep-publish.json"
+"""There only while files are being renamed."""
+_MOST_NOTE_NBYTES = 1 << 30
+_MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
+_TEMPORARY = re.compile(r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json)\.new-[0-9a-f-]+")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What counts in a directory: files by the names they have, or will have."""
+
+    path: str
+    files: dict[str, str]
+    """Path of each safetensors file, by name."""
+    index: str | None
+    """Path of the index file."""
+
+
+def look(path: str | os.PathLike[str]) -> Folder:
+    """Say what a directory holds; writes nothing."""
+    where = os.fspath(path)
+    with storage_errors("cannot list", where):
+        names = sorted(os.listdir(where))
+    files = {name: os.path.join(where, name) for name in names if name.endswith(SUFFIX)}
+    index = os.path.join(where, _metadata_fn) if _metadata_fn in names else None
+    note = _read_note(where) if NOTE in names else None
+    if note is not None:
+        for name in note["files"]:
+            files[name] = _either(where, name, note["save_id"])
+        for name in note["remove"]:
+            files.pop(name, None)
+        index = _either(where, _metadata_fn, note["save_id"]) if note["index"] else None
+    return Folder(where, files, index)
+
+
+def temporary(name: str, save_id: str) -> str:
+    """Return the name that a file has until it is published."""
+    return f"{name}.new-{save_id}"
+
+
+def publish(
+    path: str,
+    save_id: str,
+    names: Sequence[str],
+    *,
+    weights: Mapping[str, str] | None,
+    total_nbytes: int = 0,
+    replaces_saves: bool,
+) -> None:
+    """
+    Make files that are complete, under their temporary names, the contents of a directory.
+
+    Args:
+        path: the directory.
+        save_id: the save they are of.
+        names: their final names.
+        weights: the file of each tensor, for the index file; None for a directory without one.
+        total_nbytes: the bytes of all tensors, for the index file.
+        replaces_saves: Whether files of earlier saves in the directory are to go.
+
+    """
+    store = LocalStore(path, direct=False)
+    stale = []
+    if replaces_saves:
+        present = look(path).files.items()
+        stale = [name for name, file in present if name not in set(names) and made_by_writer(file, name)]
+    if weights is not None:
+        index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weights)}
+        store.put(temporary(_metadata_fn, save_id), json.dumps(index, indent=2).encode(), replace=True)
+    note = {"save_id": save_id, "files": list(names), "remove": stale, "index": weights is not None}
+    store.put(NOTE, json.dumps(note).encode(), replace=True)
+    _carry_out(path, note)
+
+
+def made_by_writer(path: str, name: str) -> bool:
+    """Say whether a file is a part of a checkpoint that was saved, and no model that came from elsewhere."""
+    if not _MADE_BY_WRITERS.fullmatch(name):
+        return False
+    try:
+        return CUSTOM_METADATA_KEY in read_header(path).metadata
+    except CheckpointError:
+        return False  # what cannot be read is left for its owner to look at
+
+
+def prepare(path: str) -> Folder:
+    """Make a directory ready to be written to: complete what was interrupted, and remove what never will be."""
+    with storage_errors("cannot make", path):
+        make_directory(os.path.abspath(path))
+    note = _read_note(path)
+    if note is not None:
+        _carry_out(path, note)
+    with storage_errors("cannot clear", path):
+        for name in os.listdir(path):
+            if _TEMPORARY.fullmatch(name):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+    return look(path)
+
+
+def _carry_out(path: str, note: Mapping[str, Any]) -> None:
+    with storage_errors("cannot publish in", path):
+        for name in [*note["files"], *([_metadata_fn] if note["index"] else [])]:
+            # Missing: renamed already, by whoever was interrupted.
+            with suppress(FileNotFoundError):
+                os.replace(os.path.join(path, temporary(name, note["save_id"])), os.path.join(path, name))
+        for name in [*note["remove"], *([] if note["index"] else [_metadata_fn])]:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
+        sync_directory(path)
+        os.unlink(os.path.join(path, NOTE))
+        sync_directory(path)
+
+
+def _read_note(path: str) -> dict[str, Any] | None:
+    where = os.path.join(path, NOTE)
+    with storage_errors("cannot read", path, NOTE):
+        try:
+            with open(where, "rb") as stream:
+                raw = stream.read(_MOST_NOTE_NBYTES)
+        except FileNotFoundError:
+            return None
+    checks: dict[str, Callable[[Any], bool]] = {
+        "save_id": lambda value: isinstance(value, str) and is_name(value),
+        "files": _names,
+        "remove": _names,
+        "index": lambda value: isinstance(value, bool),
+    }
+    try:
+        note = json.loads(raw)
+    except (ValueError, RecursionError):
+        note = None
+    if not isinstance(note, dict) or not all(key in note and check(note[key]) for key, check in checks.items()):
+        raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
+    return note
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(name, str) and is_name(name) and name.endswith(SUFFIX) for name in value
+    )
+
+
+def _either(path: str, name: str, save_id: str) -> str:
+    """Return where a file of a noted save is: under its temporary name, or its final one."""
+    new = os.path.join(path, temporary(name, save_id))
+    return new if os.path.exists(new) else os.path.join(path, name)
