@@ -1,0 +1,252 @@
+"""
+State dicts sent from rank to rank over a process group.
+
+What a peer sends is data: it is checked against itself and against what it is received into before any memory is
+made or changed, and nothing of it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+
+from shardkeep.compat.transport_meta import (
+    _DTensorMeta,
+    _prepare_state_dict,
+    _ShardedTensorMeta,
+    _StateDictMeta,
+    _TensorMeta,
+    bytes_of,
+    is_dense,
+    take_apart,
+)
+from shardkeep.compat.transport_wire import BadLetter, decode_meta, encode_meta
+from shardkeep.errors import RanksSilent
+from shardkeep.format.tree import unflatten
+from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.state.toolkit.bits import copy_bits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+logger = logging.getLogger("shardkeep")
+
+_LONGEST: Final = 1 << 30
+"""Bytes that the description of a state dict may have."""
+_LENGTH, _META, _FIRST_TENSOR = 1, 2, 3  # tags
+
+
+@contextmanager
+def _timeit(name: str) -> Iterator[None]:
+    """Log how long something took."""
+    began = time.perf_counter()
+    yield
+    logger.info("%s took %.3f s", name, time.perf_counter() - began)
+
+
+class PGTransport:
+    """
+    Sends and receives state dicts: tensors, DTensors and ShardedTensors by their local parts, and plain values.
+
+    Args:
+        pg: the group; ranks are counted in it.
+        timeout: how long a single message may take.
+        device: where its backend sends from and receives to.
+        state_dict: returns a state into whose tensors what arrives is written, where it fits. Without it new tensors
+            are made, on the CPU.
+
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        timeout: timedelta,
+        device: torch.device,
+        state_dict: Callable[[], object] | None = None,
+    ) -> None:
+        self._pg = pg
+        self._timeout = timeout
+        self._device = torch.device(device)
+        self._state_dict = state_dict
+
+    def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
+        """
+        Send a state to some ranks, each of which calls `recv_checkpoint`. Returns when it has been handed over.
+
+        Raises:
+            UnsupportedLeaf: a value that is neither a tensor nor plain data; nothing has been sent.
+            RanksSilent: a rank did not take it within the timeout.
+
+        """
+        with _timeit("preparing the state dict"):
+            meta, tensors = _prepare_state_dict(state_dict, self._device)
+            letter = bytearray(encode_meta(meta))
+        with _timeit("sending the state dict"):
+            self._send(dst_ranks, torch.tensor([len(letter)], dtype=torch.int64), _LENGTH)
+            self._send(dst_ranks, torch.frombuffer(letter, dtype=torch.uint8), _META)
+            for index, tensor in enumerate(tensors):
+                self._send(dst_ranks, tensor, _FIRST_TENSOR + index)
+
+    def recv_checkpoint(self, src_rank: int) -> object:
+        """
+        Receive the state that a rank sends.
+
+        Returns:
+            The state. Its tensors are those of the `state_dict` function where that has one of the same name.
+
+        Raises:
+            BadLetter: what arrived is no state dict.
+            BrokenProtocol: (an AssertionError) a tensor to receive into has another shape or dtype; none has changed.
+            RanksSilent: the rank did not send within the timeout.
+
+        """
+        targets = take_apart(self._state_dict())[0] if self._state_dict is not None else {}
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._recv(src_rank, length, _LENGTH)
+        if not 0 < int(length.item()) <= _LONGEST:
+            raise BadLetter(f"rank {src_rank} announced a description of {int(length.item())} bytes")
+        letter = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        self._recv(src_rank, letter, _META)
+        meta = decode_meta(letter.cpu().numpy().tobytes())
+        return _Arrival(self, src_rank, meta, targets).receive()
+
+    def receive_tensor(self, src_rank: int, index: int, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
+        """Receive the next tensor, into memory that fits it if there is any."""
+        here = into is not None and into.device.type == self._device.type and into.stride() == meta.stride
+        if into is not None and here and is_dense(into):
+            self._recv(src_rank, bytes_of(into.detach()), _FIRST_TENSOR + index)
+            return into
+        row = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
+        self._recv(src_rank, row, _FIRST_TENSOR + index)
+        made = row.view(meta.dtype).as_strided(meta.shape, meta.stride)
+        if into is None:
+            return made.cpu()
+        with torch.no_grad():
+            copy_bits(into, made)
+        return into
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return int(self._pg.rank())
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group."""
+        return self._pg
+
+    def _send(self, ranks: list[int], tensor: torch.Tensor, tag: int) -> None:
+        if tensor.numel():
+            there = tensor.to(self._device)
+            works = [(rank, self._pg.send([there], rank, tag)) for rank in ranks]
+            for rank, work in works:
+                self._wait(work, f"rank {rank} did not take message {tag} of a state dict", rank)
+
+    def _recv(self, rank: int, tensor: torch.Tensor, tag: int) -> None:
+        if tensor.numel():
+            work = self._pg.recv([tensor], rank, tag)
+            self._wait(work, f"rank {rank} did not send message {tag} of a state dict", rank)
+
+    def _wait(self, work: Work, what: str, rank: int) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:  # what backends raise, for a lost peer too
+            raise RanksSilent(f"{what} within {self._timeout}: {error!s:.200}", ranks=[rank]) from error
+
+
+class _Arrival:
+    """One state on its way in."""
+
+    def __init__(self, transport: PGTransport, src_rank: int, meta: _StateDictMeta, targets: dict[str, Any]) -> None:
+        self._transport = transport
+        self._source = src_rank
+        self._meta = meta
+        self._received = 0
+        leaves = zip(meta.paths, meta.non_tensor_leaves, strict=True)
+        # All of them before the first tensor is touched.
+        self._targets = {name: _memory_for(name, leaf, targets.get(name)) for name, leaf in leaves}
+
+    def receive(self) -> object:
+        """Receive all tensors and build the state."""
+        leaves = zip(self._meta.paths, self._meta.non_tensor_leaves, strict=True)
+        values = {name: self._value(leaf, self._targets[name]) for name, leaf in leaves}
+        state = unflatten(self._meta.treespec, values.__getitem__)
+        return state[""] if self._meta.bare else state
+
+    def _value(self, leaf: object, targets: list[torch.Tensor | None]) -> object:
+        if isinstance(leaf, _TensorMeta):
+            return self._next(leaf, targets[0])
+        if isinstance(leaf, _DTensorMeta):
+            local = self._next(leaf.local, targets[0])
+            kind: Any = DTensor
+            return kind(local, leaf.spec, requires_grad=False)
+        if isinstance(leaf, _ShardedTensorMeta):
+            metas = zip(leaf.local_shards_meta, targets, strict=True)
+            return self._sharded(leaf, [self._next(meta, target) for meta, target in metas])
+        return leaf
+
+    def _next(self, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
+        index = self._received
+        self._received += 1
+        return self._transport.receive_tensor(self._source, index, meta, into)
+
+    def _sharded(self, leaf: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> object:
+        """Build a ShardedTensor in which this rank and the sender have changed places."""
+        me, them = self._transport.rank, self._source
+        metadata = copy.deepcopy(leaf.sharded_tensor_metadata)
+        device = tensors[0].device.type if tensors else "cpu"
+        for shard in metadata.shards_metadata:
+            owner = None if shard.placement is None else shard.placement.rank()
+            placed = me if owner == them else them if owner == me else owner
+            shard.placement = ShardMetadata([], [], f"rank:{placed}/{device}").placement
+        shards = []
+        for tensor, each in zip(tensors, leaf.local_shards_shard_metadata, strict=True):
+            place = f"rank:{me}/{tensor.device.type}"
+            shards.append(Shard(tensor, ShardMetadata(each.shard_offsets, each.shard_sizes, place)))
+        try:
+            return ShardedTensor._init_from_local_shards_and_global_metadata(
+                shards, metadata, process_group=self._transport.group
+            )
+        except (ValueError, RuntimeError) as error:
+            raise BadLetter(f"rank {them} sent a ShardedTensor that is none: {error!s:.200}") from error
+
+
+def _memory_for(name: str, leaf: object, target: Any) -> list[torch.Tensor | None]:
+    """Return the tensors that a leaf is received into, None where one is to be made."""
+    if isinstance(leaf, _ShardedTensorMeta):
+        metas = leaf.local_shards_meta
+        boxes = [(list(each.shard_offsets), list(each.shard_sizes)) for each in leaf.local_shards_shard_metadata]
+        shards = target.local_shards() if isinstance(target, ShardedTensor) else []
+        if boxes != [(list(s.metadata.shard_offsets), list(s.metadata.shard_sizes)) for s in shards]:
+            return [None] * len(metas)
+        return [_fitting(name, meta, shard.tensor) for meta, shard in zip(metas, shards, strict=True)]
+    if not isinstance(leaf, (_TensorMeta, _DTensorMeta)):
+        return []
+    meta = leaf.local if isinstance(leaf, _DTensorMeta) else leaf
+    if isinstance(target, DTensor):
+        target = target._local_tensor
+    if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor):
+        return [None]
+    return [_fitting(name, meta, target)]
+
+
+def _fitting(name: str, meta: _TensorMeta, target: torch.Tensor) -> torch.Tensor:
+    if target.shape != meta.shape or target.dtype != meta.dtype or target.is_meta:
+        raise BrokenProtocol(
+            f"{name!r} arrives as {meta.dtype} of size {tuple(meta.shape)}, and would be received into a tensor of "
+            f"{target.dtype} of size {tuple(target.shape)} on {target.device}",
+            hint="let the state to receive into have the shapes and dtypes of the sender's",
+            key=name,
+        )
+    return target

@@ -1,0 +1,241 @@
+"""
+The description of a state dict as bytes, and back: msgpack that is checked when it is read, never pickle.
+
+A peer can say nothing that is more than data: what it describes must be of types and layouts that we know, and sizes
+must agree with each other before memory is made for them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardkeep.compat.transport_meta import _DTensorMeta, _ShardedTensorMeta, _StateDictMeta, _TensorMeta
+from shardkeep.errors import CheckpointError, UnsupportedLeaf
+from shardkeep.format.dtypes import by_name, of_torch, to_torch
+from shardkeep.format.tree import decode_tree, encode_tree, leaf_keys
+from shardkeep.format.values import decode_value, encode_value
+
+_PLACE: Final = re.compile(r"rank:\d{1,9}/[a-z]{1,16}(:\d{1,4})?")
+Ints = tuple[int, ...]
+
+
+class BadLetter(CheckpointError, ValueError):
+    """A peer sent what is no state dict, or one whose parts do not agree with each other."""
+
+
+class _Tensor(msgspec.Struct, frozen=True, tag="t"):
+    shape: Ints
+    dtype: str
+    stride: Ints
+
+
+class _DTensor(msgspec.Struct, frozen=True, tag="d"):
+    local: _Tensor
+    whole: _Tensor
+    device: str
+    mesh: Ints
+    mesh_shape: Ints
+    mesh_names: tuple[str, ...] | None
+    placements: list[tuple[str, int | str, int]]
+    owner: int
+    """The rank whose part this is; -1 where the sender was no part of the mesh."""
+
+
+class _Sharded(msgspec.Struct, frozen=True, tag="s"):
+    parts: list[_Tensor]
+    boxes: list[tuple[Ints, Ints, str]]
+    """Offsets, size and place of each part."""
+    whole: _Tensor
+    layout: list[tuple[Ints, Ints, str]]
+    """The same of all shards of all ranks."""
+
+
+class _Value(msgspec.Struct, frozen=True, tag="v"):
+    data: bytes
+
+
+class _Letter(msgspec.Struct, frozen=True):
+    tree: bytes
+    leaves: list[_Tensor | _DTensor | _Sharded | _Value]
+    bare: bool
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_Letter).decode
+
+
+def encode_meta(meta: _StateDictMeta) -> bytes:
+    """Encode the description of a state dict; UnsupportedLeaf, with its key, for what has no safe form."""
+    leaves = [_written(name, leaf) for name, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True)]
+    return _encode(_Letter(encode_tree(meta.treespec), leaves, meta.bare))
+
+
+def decode_meta(data: bytes) -> _StateDictMeta:
+    """
+    Decode and check the description of a state dict.
+
+    Raises:
+        BadLetter: it is none.
+        CheckpointError: a value of it is malformed.
+
+    """
+    try:
+        letter = _decode(data)
+        tree = decode_tree(letter.tree)
+        names = list(leaf_keys(tree))
+        if tree is None or len(names) != len(letter.leaves):
+            raise ValueError(f"{len(names)} names for {len(letter.leaves)} values")
+        leaves = [_read(name, leaf) for name, leaf in zip(names, letter.leaves, strict=True)]
+    except CheckpointError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, AssertionError) as error:
+        raise BadLetter(f"a peer sent what is no state dict: {error!s:.200}") from error
+    return _StateDictMeta(tree, names, leaves, letter.bare)
+
+
+# Encoding
+
+
+def _written(name: str, leaf: object) -> _Tensor | _DTensor | _Sharded | _Value:
+    if isinstance(leaf, _TensorMeta):
+        return _tensor(leaf)
+    if isinstance(leaf, _DTensorMeta):
+        return _dtensor(name, leaf)
+    if isinstance(leaf, _ShardedTensorMeta):
+        whole = leaf.sharded_tensor_metadata
+        size = tuple(whole.size)
+        return _Sharded(
+            [_tensor(part) for part in leaf.local_shards_meta],
+            [_box(shard) for shard in leaf.local_shards_shard_metadata],
+            _Tensor(size, of_torch(whole.tensor_properties.dtype).name, _contiguous(size)),
+            [_box(shard) for shard in whole.shards_metadata],
+        )
+    return _Value(encode_value(leaf, key=name))
+
+
+def _tensor(meta: _TensorMeta) -> _Tensor:
+    return _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
+
+
+def _dtensor(name: str, leaf: _DTensorMeta) -> _DTensor:
+    spec, mesh = leaf.spec, leaf.spec.mesh
+    meta = spec.tensor_meta
+    usual = DTensorSpec(mesh, spec.placements, meta)
+    if meta is None or getattr(spec, "shard_order", None) != getattr(usual, "shard_order", None):
+        raise UnsupportedLeaf(f"{name!r} is a DTensor that is cut in an unusual order, which cannot be sent")
+    whole = _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
+    ranks, here = mesh.mesh.flatten().tolist(), mesh.get_coordinate()
+    owner = -1 if here is None else int(mesh.mesh[tuple(here)])
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    placements = [_placement(name, each) for each in spec.placements]
+    shape = tuple(mesh.mesh.shape)
+    return _DTensor(_tensor(leaf.local), whole, mesh.device_type, tuple(ranks), shape, names, placements, owner)
+
+
+def _placement(name: str, placement: Any) -> tuple[str, int | str, int]:
+    kind = type(placement)
+    if kind is Shard:
+        return "shard", placement.dim, 0
+    if kind is Replicate:
+        return "replicate", 0, 0
+    if kind is _StridedShard:
+        return "strided", placement.dim, placement.split_factor
+    if kind is Partial and isinstance(placement.reduce_op, str):
+        return "partial", placement.reduce_op, 0
+    raise UnsupportedLeaf(f"{name!r} is a DTensor placed as {placement!r}, which cannot be sent")
+
+
+def _box(shard: ShardMetadata) -> tuple[Ints, Ints, str]:
+    return tuple(shard.shard_offsets), tuple(shard.shard_sizes), str(shard.placement)
+
+
+# Decoding
+
+
+def _read(name: str, leaf: _Tensor | _DTensor | _Sharded | _Value) -> object:
+    if isinstance(leaf, _Value):
+        return decode_value(leaf.data, key=name)
+    if isinstance(leaf, _Tensor):
+        return _checked(name, leaf)
+    if isinstance(leaf, _DTensor):
+        return _DTensorMeta(_checked(name, leaf.local), _spec(name, leaf))
+    if len(leaf.parts) != len(leaf.boxes):
+        raise ValueError(f"{name!r} has {len(leaf.parts)} shards in {len(leaf.boxes)} places")
+    for part, box in zip(leaf.parts, leaf.boxes, strict=True):
+        if part.shape != box[1] or part.dtype != leaf.whole.dtype:
+            raise ValueError(f"{name!r} has a shard of another size or type than its place")
+    whole = _checked(name, leaf.whole)
+    metadata = ShardedTensorMetadata(
+        [_shard(name, box) for box in leaf.layout], whole.shape, TensorProperties(dtype=whole.dtype)
+    )
+    parts = [_checked(name, part) for part in leaf.parts]
+    return _ShardedTensorMeta(parts, [_shard(name, box) for box in leaf.boxes], metadata)
+
+
+def _checked(name: str, tensor: _Tensor) -> _TensorMeta:
+    if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > 64 or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"{name!r} has no shape: {tensor.shape} by {tensor.stride}")
+    dtype = to_torch(by_name(tensor.dtype))
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    if nbytes >= 1 << 62:
+        raise ValueError(f"{name!r} would have {nbytes} bytes")
+    if nbytes:
+        expected = 1
+        for step, n in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+            if n > 1 and step != expected:
+                raise ValueError(f"{name!r} does not fill its memory: {tensor.shape} by {tensor.stride}")
+            expected *= n
+    elif tensor.stride and not 0 <= min(tensor.stride) <= max(tensor.stride) < 1 << 62:
+        raise ValueError(f"{name!r} has strides {tensor.stride}")
+    return _TensorMeta(torch.Size(tensor.shape), dtype, 0, tensor.stride, nbytes)
+
+
+def _spec(name: str, leaf: _DTensor) -> DTensorSpec:
+    if not leaf.mesh or math.prod(leaf.mesh_shape) != len(leaf.mesh) or len(leaf.placements) != len(leaf.mesh_shape):
+        raise ValueError(f"{name!r} is on no mesh")
+    whole = leaf.whole
+    if len(whole.shape) != len(whole.stride) or min((*whole.shape, *whole.stride), default=0) < 0:
+        raise ValueError(f"{name!r} has no shape: {whole.shape} by {whole.stride}")
+    mesh = DeviceMesh(
+        leaf.device,
+        torch.tensor(leaf.mesh, dtype=torch.int64).reshape(leaf.mesh_shape),
+        mesh_dim_names=leaf.mesh_names,
+        _init_backend=False,  # it says where parts are; nobody talks over it
+        _rank=leaf.owner if leaf.owner in leaf.mesh else None,
+    )
+    placements = tuple(_placed(name, each, len(whole.shape)) for each in leaf.placements)
+    meta = TensorMeta(torch.Size(whole.shape), whole.stride, to_torch(by_name(whole.dtype)))
+    return DTensorSpec(mesh, placements, meta)
+
+
+def _placed(name: str, placement: tuple[str, int | str, int], ndim: int) -> Any:
+    kind, detail, factor = placement
+    if kind == "replicate":
+        return Replicate()
+    if kind == "partial" and detail in ("sum", "avg", "min", "max", "product", "band", "bor", "bxor"):
+        return Partial(str(detail))
+    if kind in ("shard", "strided") and isinstance(detail, int) and 0 <= detail < ndim:
+        return Shard(detail) if kind == "shard" else _StridedShard(detail, split_factor=factor)
+    raise ValueError(f"{name!r} is placed as {placement}")
+
+
+def _shard(name: str, box: tuple[Ints, Ints, str]) -> ShardMetadata:
+    offsets, sizes, place = box
+    if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0 or not _PLACE.fullmatch(place):
+        raise ValueError(f"{name!r} has a shard at {box}")
+    return ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=place)
+
+
+def _contiguous(shape: Ints) -> Ints:
+    return tuple(torch.empty(shape, device="meta").stride())

@@ -1,0 +1,281 @@
+"""State dicts sent from rank to rank: every kind of value, into place or anew, and no code from a peer."""
+
+import contextlib
+import pickle
+from collections import OrderedDict
+from datetime import timedelta
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint._pg_transport as theirs
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from shardkeep.compat.transport_wire import BadLetter, decode_meta, encode_meta
+from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
+from shardkeep.dcp.staging import _ReplicationStager
+from shardkeep.errors import CheckpointError, PickleRefused, RanksDisagree, RanksSilent, UnsupportedLeaf
+from shardkeep.format.tree import Container, encode_tree
+from shardkeep.format.values import encode_value
+from tests.toolkit.samples import CPU, grid, in_chunks, mesh_of, numbered, seen, spread_out
+
+SOON = timedelta(seconds=20)
+
+
+def plain_state():
+    wide = numbered(40, 6)
+    return {
+        "matrix": numbered(3, 5),
+        "transposed": numbered(4, 6).t(),
+        "column": wide[:, 2],
+        "expanded": torch.ones(1).expand(3, 2),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "half": numbered(7, dtype=torch.bfloat16),
+        "eighth": numbered(9).to(torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "no elements": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(numbered(2)),
+        "nested": {"list": [numbered(2), {"x": 1}, ()], "pair": (numbered(1), "a"), 3: None},
+        "ordered": OrderedDict(a=1.5, b=b"bytes"),
+        "numbers": [1, 2, 3],
+    }
+
+
+def spread_state():
+    line, square = mesh_of(dist.get_world_size()), grid()
+    return {
+        "rows": spread_out(numbered(8, 3), line, Cut(0)),
+        "uneven": spread_out(numbered(5, 3), line, Cut(1)),
+        "both": spread_out(numbered(4, 6, dtype=torch.float64), square, Cut(0), Replicate()),
+        "chunks": in_chunks(numbered(8, 2)),
+    }
+
+
+def hand_over(make, target=None, kind=PGTransport):
+    """Rank 0 sends to all others; each returns what it got, and whether it is the target's own memory."""
+    into = None if target is None else target()
+    transport = kind(dist.group.WORLD, SOON, CPU, None if into is None else lambda: into)
+    if dist.get_rank() == 0:
+        transport.send_checkpoint(list(range(1, dist.get_world_size())), make())
+        return None
+    got = transport.recv_checkpoint(0)
+    same = None if into is None else got["matrix"].data_ptr() == into["matrix"].data_ptr()
+    return seen(got), same
+
+
+def what_is_sent(make):
+    return seen(make())
+
+
+def test_a_state_arrives_as_it_was_sent(rank_pool):
+    """
+    Every kind of value, with its bits, nesting and order, on two receivers at once.
+    """
+    _, first, second = rank_pool.run(3, hand_over, plain_state)
+    assert first == second == (seen(plain_state()), None)
+    assert list(first[0]) == list(plain_state())
+
+
+def test_torch_sends_the_same_state(rank_pool):
+    """
+    Where torch's transport can send a state at all, what arrives is what arrives with ours.
+    """
+    _, ours = rank_pool.run(2, hand_over, simple_state)
+    _, torchs = rank_pool.run(2, hand_over, simple_state, None, theirs.PGTransport)
+    assert ours == torchs
+
+
+def simple_state():
+    return {"a": numbered(3, 4), "b": {"c": numbered(2, dtype=torch.int64), "n": 5}}
+
+
+def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
+    """
+    DTensors and ShardedTensors come with the sender's local part and what it is a part of.
+    """
+    sent = rank_pool.run(2, what_is_sent, spread_state)
+    _, (got, _) = rank_pool.run(2, hand_over, spread_state)
+    assert got == sent[0]
+
+
+def owners():
+    transport = PGTransport(dist.group.WORLD, SOON, CPU)
+    if dist.get_rank() == 0:
+        transport.send_checkpoint([1], spread_state())
+        return None
+    got = transport.recv_checkpoint(0)
+    assert isinstance(got["rows"], DTensor)
+    return list(got["rows"].device_mesh.get_coordinate()), [
+        s.metadata.placement.rank() for s in got["chunks"].local_shards()
+    ]
+
+
+def test_the_sender_and_the_receiver_change_places(rank_pool):
+    """
+    The receiver's mesh says whose part it is; a shard that it received is its own.
+    """
+    assert rank_pool.run(2, owners)[1] == ([0], [1])
+
+
+def zeros_like_plain():
+    return {
+        "matrix": torch.zeros(3, 5),
+        "transposed": torch.zeros(6, 4),  # lies in another order
+        "column": torch.zeros(40, 6)[:, 0],
+        "scalar": torch.tensor(0.0),
+    }
+
+
+def test_what_arrives_is_written_into_place(rank_pool):
+    """
+    Tensors of the receiver's own state are filled, however they lie in memory.
+    """
+    _, (got, same) = rank_pool.run(2, hand_over, plain_state, zeros_like_plain)
+    assert got == seen(plain_state())
+    assert same is True
+
+
+def misfit():
+    target = {"matrix": torch.zeros(3, 5), "column": torch.zeros(41)}
+    transport = PGTransport(dist.group.WORLD, timedelta(seconds=3), CPU, lambda: target)
+    if dist.get_rank() == 0:
+        with pytest.raises(RanksSilent):
+            transport.send_checkpoint([1], {"matrix": numbered(3, 5), "column": numbered(40)})
+        return None
+    with pytest.raises(AssertionError, match="'column' arrives as"):
+        transport.recv_checkpoint(0)
+    return target["matrix"].sum().item()
+
+
+def test_a_tensor_that_does_not_fit_is_refused_before_any_has_changed(rank_pool):
+    """
+    Another size is an error with the key on the receiver, and the sender does not wait for ever.
+    """
+    assert rank_pool.run(2, misfit)[1] == 0
+
+
+class Thing:
+    """Has no safe form."""
+
+
+def refused():
+    transport = PGTransport(dist.group.WORLD, SOON, CPU)
+    if dist.get_rank() == 0:
+        for value in (Thing(), torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
+            with pytest.raises(UnsupportedLeaf, match=r"model\.thing"):
+                transport.send_checkpoint([1], {"model": {"thing": value}})
+        transport.send_checkpoint([1], {"fine": 1})
+        return None
+    return transport.recv_checkpoint(0)
+
+
+def test_what_has_no_safe_form_is_refused_with_its_key_before_anything_is_sent(rank_pool):
+    """
+    Objects are never pickled for a peer; the transport can be used again at once.
+    """
+    assert rank_pool.run(2, refused)[1] == {"fine": 1}
+
+
+class Bomb:
+    def __reduce__(self):
+        return (eval, ("(_ for _ in ()).throw(SystemExit)",))
+
+
+def tampered(change):
+    meta, _ = _prepare_state_dict({"a": numbered(3, 4), "b": 7}, CPU)
+    change(meta)
+    return encode_meta(meta)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: setattr(meta.non_tensor_leaves[0], "shape", torch.Size([1 << 40, 1 << 40])),
+        lambda meta: setattr(meta.non_tensor_leaves[0], "stride", (1, 1)),
+        lambda meta: setattr(meta.non_tensor_leaves[0], "stride", (4,)),
+        lambda meta: meta.non_tensor_leaves.pop() and meta.paths.pop(),
+    ],
+    ids=["huge", "overlapping", "short", "fewer values"],
+)
+def test_sizes_that_do_not_agree_are_refused(change):
+    """
+    A description whose parts contradict each other makes no tensor.
+    """
+    with pytest.raises(BadLetter):
+        decode_meta(tampered(change))
+
+
+def test_a_peers_pickle_is_never_run():
+    """
+    Neither a pickle in place of the description, nor one inside a value, is looked into.
+    """
+    with pytest.raises(BadLetter):
+        decode_meta(pickle.dumps(Bomb()))
+    armed = encode_value(Bomb(), key="", allow_pickle=True)
+    letter = {"tree": encode_tree(Container("dict", (("b", None),))), "leaves": [{"type": "v", "data": armed}]}
+    with pytest.raises(PickleRefused, match="'b'"):
+        decode_meta(msgspec.msgpack.encode({**letter, "bare": False}))
+
+
+def test_every_flipped_byte_is_an_error_or_data():
+    """
+    Damage in a description raises one of our errors, or gives another description; it does nothing else.
+    """
+    meta, _ = _prepare_state_dict({"a": numbered(3, 4), "b": [1, {"c": (2.5, "x")}]}, CPU)
+    letter = encode_meta(meta)
+    for at in range(len(letter)):
+        damaged = bytearray(letter)
+        damaged[at] ^= 0x15
+        with contextlib.suppress(CheckpointError):
+            decode_meta(bytes(damaged))
+
+
+def test_only_the_own_bytes_of_a_view_are_sent():
+    """
+    A row, a column and an expanded tensor take what they show; torch sends the storage they lie in.
+    """
+    whole = numbered(1000, 1000)
+    for view in (whole[3], whole[:, 3]):
+        row, meta = _prepare_tensor(view)
+        assert row.nbytes == meta.nbytes == 4000
+        assert theirs._prepare_tensor(view)[0].nbytes == 4_000_000
+    assert _cast_tensor(whole[3], torch.uint8).nbytes == 4_000_000
+
+
+def exchange(folder, size_of_group):
+    group = dist.new_group(list(range(size_of_group)))
+    if dist.get_rank() >= size_of_group:
+        return None
+    stager = _ReplicationStager(group, SOON, storage_dir=folder)
+    mine = {"w": torch.full((3,), float(dist.get_rank())), "step": dist.get_rank()}
+    received = stager.stage(mine)
+    partner = (dist.get_rank() + size_of_group // 2) % size_of_group
+    kept = None
+    if size_of_group > 1:
+        kept = torch.load(stager._get_persisted_path(dist.get_rank(), partner))["step"]
+    assert received["w"].data_ptr() != mine["w"].data_ptr()
+    return received["step"], received["w"].tolist(), kept
+
+
+def test_ranks_hold_the_state_of_their_partner(rank_pool, tmp_path):
+    """
+    Half the group away, in memory and in a file; a rank alone gets a copy of its own.
+    """
+    found = rank_pool.run(4, exchange, str(tmp_path), 4)
+    assert found == [(p, [float(p)] * 3, p) for p in (2, 3, 0, 1)]
+    assert rank_pool.run(1, exchange, str(tmp_path), 1) == [(0, [0.0] * 3, None)]
+
+
+def unpaired(folder):
+    with pytest.raises(RanksDisagree, match="3 ranks cannot be paired"):
+        _ReplicationStager(dist.group.WORLD, SOON, storage_dir=folder).stage({})
+
+
+def test_an_odd_number_of_ranks_has_no_pairs(rank_pool, tmp_path):
+    """
+    Said at once; with torch's they wait for each other.
+    """
+    rank_pool.run(3, unpaired, str(tmp_path))
