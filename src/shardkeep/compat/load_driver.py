@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
+from shardkeep.compat.call_log import logged, of_storage
 from shardkeep.compat.calls import (
     _api_bc_check,
     _profile,
@@ -72,19 +73,24 @@ def load(
 
     """
     no_dist = without_ranks(no_dist, "loads")
-    with _profile():
-        reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
-        # Sorted, as objects that communicate when asked for their state must be asked in one order on all ranks.
-        keys = sorted(state_dict)
-        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
-        state = in_step(ranks, lambda: _stateful_to_state_dict({key: state_dict[key] for key in keys}))
-        _run(ranks, state, reader, planner)
-        filled = state()
-        for key in keys:
-            if is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(filled[key])
-            else:
-                state_dict[key] = filled[key]
+
+    def call() -> None:
+        with _profile():
+            reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
+            # Sorted, as objects that communicate when asked for their state must be asked in one order on all ranks.
+            keys = sorted(state_dict)
+            ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+            state = in_step(ranks, lambda: _stateful_to_state_dict({key: state_dict[key] for key in keys}))
+            _run(ranks, state, reader, planner)
+            filled = state()
+            for key in keys:
+                if is_stateful(state_dict[key]):
+                    state_dict[key].load_state_dict(filled[key])
+                else:
+                    state_dict[key] = filled[key]
+
+    said = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
+    logged(call, "load", log_exceptions=True, process_group=process_group, **said)()
 
 
 @deprecated("`load_state_dict` is deprecated: use `load`", category=FutureWarning)
@@ -137,8 +143,12 @@ def _run(
     ranks: _DistWrapper, state: Callable[[], dict[str, Any]], storage_reader: StorageReader, planner: LoadPlanner | None
 ) -> None:
     call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
-    plan = ranks.reduce_scatter("plan", lambda: call.plan(state()), call.decide)
-    ranks.all_gather("read", lambda: call.read(plan))
+    place = of_storage(storage_reader, ranks.group)
+    local_step = logged(lambda: call.plan(state()), "local_step", **place)
+    global_step = logged(call.decide, "global_step", **place)
+    read_data = logged(call.read, "read_data", **place)
+    plan = ranks.reduce_scatter("plan", local_step, global_step)
+    ranks.all_gather("read", lambda: read_data(plan))
 
 
 class _Load:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
 
+from shardkeep.compat.call_log import logged, of_storage
 from shardkeep.compat.calls import (
     _api_bc_check,
     _profile,
@@ -74,11 +75,29 @@ def save(
 
     """
     no_dist = without_ranks(no_dist, "saves")
-    with _profile():
-        writer = _storage_setup(storage_writer, checkpoint_id)
-        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
-        state = in_step(ranks, lambda: _stateful_to_state_dict(state_dict))
-        return _run(ranks, state, writer, planner, use_collectives)
+
+    def call() -> Metadata:
+        with _profile():
+            writer = _storage_setup(storage_writer, checkpoint_id)
+            ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+            state = in_step(ranks, lambda: _logged_states(state_dict))
+            return _run(ranks, state, writer, planner, use_collectives)
+
+    said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+    return logged(call, "save", log_exceptions=True, process_group=process_group, **said)()
+
+
+def _logged_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """Ask each value for its state, one by one, so that the log says which of them takes long."""
+    name = _stateful_to_state_dict.__name__
+
+    def ask(key: str, value: Any) -> Any:
+        return logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
+
+    def ask_all() -> STATE_DICT_TYPE:
+        return {key: ask(key, value) for key, value in state_dict.items()}
+
+    return logged(ask_all, name, log_exceptions=True)()
 
 
 @deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
@@ -117,18 +136,23 @@ def _run(
     use_collectives: bool,
 ) -> Metadata:
     call = _Save(ranks, DefaultSavePlanner() if planner is None else planner, storage_writer, use_collectives)
+    place = of_storage(storage_writer, ranks.group)
+    local_step = logged(lambda: call.plan(state()), "local_step", **place)
+    global_step = logged(call.decide, "global_step", **place)
+    write_data = logged(call.write, "write_data", **place)
+    finish_checkpoint = logged(call.finish, "finish_checkpoint", **place)
     if not use_collectives:
         # One step for all of it: ranks need nothing of each other, but each must learn when another one fails.
         mine: list[Metadata] = []
 
         def alone() -> None:
-            [plan] = call.decide([call.plan(state())])
-            mine.append(call.finish([call.write(plan)]))
+            [plan] = global_step([local_step()])
+            mine.append(finish_checkpoint([write_data(plan)]))
 
         ranks.all_gather("write", alone)
         return mine[0]
-    plan = ranks.reduce_scatter("plan", lambda: call.plan(state()), call.decide)
-    return ranks.all_reduce("write", lambda: call.write(plan), call.finish)
+    plan = ranks.reduce_scatter("plan", local_step, global_step)
+    return ranks.all_reduce("write", lambda: write_data(plan), finish_checkpoint)
 
 
 class _Save:

@@ -1,0 +1,19 @@
+"""The names of `torch.distributed.checkpoint.logger`."""
+
+from shardkeep.compat.call_log import (
+    _dcp_logger,
+    _dcp_method_logger,
+    _get_msg_dict,
+    _init_logger,
+    _msg_dict_from_dcp_method_args,
+    logger,
+)
+
+__all__ = [
+    "_dcp_logger",
+    "_dcp_method_logger",
+    "_get_msg_dict",
+    "_init_logger",
+    "_msg_dict_from_dcp_method_args",
+    "logger",
+]

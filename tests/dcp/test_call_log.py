@@ -1,0 +1,223 @@
+"""What is logged of a save and of a load: torch's messages, and never at the price of the call."""
+
+import contextlib
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torchs
+
+from shardkeep.compat.call_log import _dcp_logger, _dcp_method_logger, _init_logger, logged, of_storage
+from shardkeep.dcp import logger as our_logger
+from shardkeep.dcp import logging_handlers, state_dict_loader, state_dict_saver
+from shardkeep.dcp.api import CheckpointException
+
+
+class Heard(logging.Handler):
+    """Keeps every message."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def messages(self):
+        return [record.msg for record in self.records]
+
+
+@contextlib.contextmanager
+def listening(handler=None):
+    handler = handler or Heard()
+    _dcp_logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield handler
+    finally:
+        _dcp_logger.removeHandler(handler)
+
+
+class Bad(torchs.FileSystemReader):
+    """A reader that fails."""
+
+    def read_data(self, plan, planner):
+        raise OSError("no such luck")
+
+
+def shape(records):
+    """What is the same in each run: who, what happened, how loud, and which fields it has."""
+    return [
+        (each.msg["func_name"], each.msg["event"], each.levelname, sorted(each.msg), each.msg.get("checkpoint_id"))
+        for each in records
+    ]
+
+
+def use(saver, loader, place, use_collectives=True):
+    """Save and load, and fail to load."""
+    state = {"w": torch.ones(3), "n": 1}
+    saver.save(
+        state, checkpoint_id=place, storage_writer=torchs.FileSystemWriter(place), use_collectives=use_collectives
+    )
+    loader.load(state, storage_reader=torchs.FileSystemReader(place))
+    with contextlib.suppress(CheckpointException, torchs.CheckpointException):
+        loader.load(state, storage_reader=Bad(place), planner=torchs.DefaultLoadPlanner())
+
+
+def both(place, **options):
+    """What torch's calls log, and what ours do; torch's on one list with its last state, as it changes its dicts."""
+    place = str(place / "checkpoint")
+
+    class Copies(Heard):
+        def emit(self, record):
+            record.msg = dict(record.msg)
+            super().emit(record)
+
+    with listening(Copies()) as theirs:
+        use(torchs.state_dict_saver, torchs.state_dict_loader, place, **options)
+    with listening() as ours:
+        use(state_dict_saver, state_dict_loader, place, **options)
+    return shape(theirs.records), shape(ours.records)
+
+
+def test_the_messages_are_torchs(tmp_path):
+    """
+    A save, a load and one that fails give the same messages in the same order, with the same fields.
+    """
+    theirs, ours = both(tmp_path)
+    assert ours == theirs
+    assert ("save", "end", "DEBUG") in [each[:3] for each in ours]
+    assert ours[-1][:3] == ("load", "exception", "ERROR")
+
+
+def on_ranks(place):
+    import pathlib
+
+    return both(pathlib.Path(place))
+
+
+def test_the_messages_are_torchs_on_ranks(rank_pool, tmp_path):
+    """
+    On two ranks, each logs what it would log with torch, with the group and its ranks.
+    """
+    for theirs, ours in rank_pool.run(2, on_ranks, str(tmp_path)):
+        assert ours == theirs
+        assert "global_rank" in ours[0][3]
+
+
+def test_a_message_says_what_happened(tmp_path):
+    """
+    Times, what was spent, who took part, and one id for the messages of one call, each in a dict of its own.
+    """
+    with listening() as heard:
+        use(state_dict_saver, state_dict_loader, str(tmp_path))
+    first, last = [each for each in heard.messages if each["func_name"] == "save"]
+    assert (first["event"], last["event"]) == ("start", "end")
+    assert first["uuid"] == last["uuid"]
+    assert (first["storage_writer"], first["checkpoint_id"]) == ("FileSystemWriter", str(tmp_path))
+    assert last["times_spent"] == last["time"] - first["time"] >= 0
+    failed = heard.messages[-1]
+    assert (failed["event"], failed["planner"]) == ("exception", "DefaultLoadPlanner")
+    assert "no such luck" in failed["error"]
+    calls = [each["uuid"] for each in heard.messages if each["event"] == "start"]
+    assert len(set(calls)) == len(calls)
+    assert {each["uuid"] for each in heard.messages} == set(calls)
+
+
+def test_the_logger_is_torchs():
+    """
+    Who listens to torch's logger hears ours; the names of both modules are there.
+    """
+    from torch.distributed.checkpoint import logger as their_logger
+    from torch.distributed.checkpoint import logging_handlers as their_handlers
+
+    assert our_logger._dcp_logger is their_logger._dcp_logger
+    assert our_logger.logger is their_logger.logger
+    assert logging_handlers.DCP_LOGGER_NAME == their_handlers.DCP_LOGGER_NAME == "dcp_logger"
+    assert not _dcp_logger.propagate
+
+
+class Broken(logging.Handler):
+    """A handler that fails."""
+
+    def emit(self, record):
+        raise RuntimeError("the log is full")
+
+
+def test_a_handler_that_fails_breaks_nothing(tmp_path):
+    """
+    The save is made, the load is made, and what the failing call raised is what comes out.
+    """
+    with listening(Broken()):
+        state_dict_saver.save({"w": torch.ones(3)}, storage_writer=torchs.FileSystemWriter(str(tmp_path)))
+    with listening(Broken()), pytest.raises(CheckpointException, match="no such luck"):
+        state_dict_loader.load({"w": torch.ones(3)}, storage_reader=Bad(str(tmp_path)))
+    state = {"w": torch.zeros(3)}
+    with listening(Broken()):
+        state_dict_loader.load(state, storage_reader=torchs.FileSystemReader(str(tmp_path)))
+    assert torch.equal(state["w"], torch.ones(3))
+
+
+def test_what_cannot_be_described_is_still_called():
+    """
+    Arguments that cannot be looked at, an id that cannot be asked for, an error without words: the call goes on.
+    """
+
+    class Hostile:
+        def __bool__(self):
+            raise ValueError("ask me not")
+
+        @property
+        def checkpoint_id(self):
+            raise ValueError("ask me not")
+
+    class Wordless(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    assert of_storage(Hostile(), None) == {}
+    with listening() as heard:
+        assert logged(lambda planner: 5, "call")(planner=Hostile()) == 5
+    assert [(each["func_name"], each["event"]) for each in heard.messages] == [("call", "start"), ("call", "end")]
+
+    @_dcp_method_logger(log_exceptions=True)
+    def fail():
+        raise Wordless
+
+    with listening(), pytest.raises(Wordless):
+        fail()
+
+
+def test_a_decorated_function_keeps_its_face():
+    """
+    Name, words and arguments are those of the function.
+    """
+
+    @_dcp_method_logger(checkpoint_id="here")
+    def add(a, b=2):
+        """Add."""
+        return a + b
+
+    with listening() as heard:
+        assert add(1) == 3
+    assert (add.__name__, add.__doc__) == ("add", "Add.")
+    assert [each["checkpoint_id"] for each in heard.messages] == ["here"] * 2
+
+
+def test_processes_that_only_save_print_their_rank():
+    """
+    `_init_logger` has the root logger print at INFO, with the rank in front.
+    """
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        _init_logger(3)
+        [added] = [each for each in root.handlers if each not in before]
+        assert (root.level, added.level) == (logging.INFO, logging.INFO)
+        assert added.format(logging.makeLogRecord({"msg": "hello"})).startswith("[3] ")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
