@@ -41,7 +41,7 @@ from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
 from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, write_files
+from shardkeep.run.write import FileJob, entry_of, write_files
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.devices import settle
 from shardkeep.state.objects.find import Objects
@@ -372,7 +372,8 @@ def _objects_of(state: Mapping[str, Any], world: World) -> Objects:
 
 def _write(store: Store, jobs: list[FileJob], options: Options) -> list[FileEntry]:
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
-    return write_files(store, jobs, threads=threads, window_nbytes=window)
+    write_files(store, jobs, threads=threads, window_nbytes=window)
+    return [entry_of(job) for job in jobs]
 
 
 def _discard(store: Store, names: list[str]) -> None:

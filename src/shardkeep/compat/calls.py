@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from shardkeep.protocol.problems import BrokenProtocol, NoStorage
+from shardkeep.storages.file_reader import FileSystemReader
+from shardkeep.storages.file_writer import FileSystemWriter
+from shardkeep.storages.fsspec_storage import FsspecReader, FsspecWriter
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S")
@@ -72,6 +75,8 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
     """
     Return the storage to use, pointed to the checkpoint if an id was given.
 
+    Without one, it is chosen by the id: files of this machine, else whatever fsspec opens.
+
     Raises:
         NoStorage: (a RuntimeError) there is no storage.
 
@@ -83,7 +88,15 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
     kind = "storage_reader" if reader else "storage_writer"
     if not checkpoint_id:
         raise NoStorage(f"`checkpoint_id` must be specified if {kind} is None")
-    raise NoStorage(f"Cannot detect which storage {os.fspath(checkpoint_id)!r} is in", hint=f"give a {kind}")
+    kinds: tuple[type[Any], ...] = (FileSystemReader, FsspecReader) if reader else (FileSystemWriter, FsspecWriter)
+    for each in kinds:
+        if each.validate_checkpoint_id(checkpoint_id):
+            chosen: S = each(checkpoint_id)
+            return chosen
+    raise NoStorage(
+        f"Cannot detect which storage {os.fspath(checkpoint_id)!r} is in",
+        hint=f"check that the directory can be made or read there, or give a {kind}",
+    )
 
 
 def without_ranks(no_dist: bool, verb: str) -> bool:

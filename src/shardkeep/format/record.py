@@ -44,7 +44,8 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     header_nbytes: int
     """Where tensor data begins."""
     block_nbytes: int
-    """Tensor data is checksummed in blocks of this size; the digests are in the file's header."""
+    """Tensor data is checksummed in blocks of this size; the digests are in the file's header. 0 for a file of another
+    program that took none; never in a commit record."""
     checksum: str
     """Of the header, which holds the digest of every block: so of every byte of the file."""
 

@@ -22,6 +22,9 @@ from shardkeep.plan.loads import Runs, Scatter
 
 T = TypeVar("T")
 
+_GAP_NBYTES = 64 << 10
+"""Reading this much in vain costs less than asking once more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -71,7 +74,13 @@ class FileReads:
 def plan_reads(
     file: int, runs: Runs, scatters: Sequence[Scatter], *, data_nbytes: int, block_nbytes: int, window_nbytes: int
 ) -> FileReads:
-    """Turn what is wanted of one file into reads of at most `window_nbytes`."""
+    """
+    Turn what is wanted of one file into reads of at most `window_nbytes`.
+
+    With `block_nbytes` 0 there are no checksums, and nothing is read that is not wanted but for small gaps.
+    """
+    gap_nbytes = block_nbytes or _GAP_NBYTES
+    block_nbytes = block_nbytes or 1
     stop = runs.start + runs.nbytes
     inner = -(-runs.start // block_nbytes) * block_nbytes
     # The last block may be short; a run that reaches the end of the data has all of it.
@@ -85,7 +94,7 @@ def plan_reads(
         for at in range(low, end, window_nbytes)
     ]
     edge_low, edge_high, edge_address = _edges(runs, stop, inner, outer, direct)
-    spans = [span for scatter in scatters for span in _spans(scatter, block_nbytes)]
+    spans = [span for scatter in scatters for span in _spans(scatter, gap_nbytes)]
     span_columns = np.array(spans, np.int64).reshape(-1, 2)
     low = np.concatenate([edge_low, span_columns[:, 0]]) // block_nbytes
     high = -(-np.concatenate([edge_high, span_columns[:, 1]]) // block_nbytes)

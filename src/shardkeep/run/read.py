@@ -98,6 +98,8 @@ def open_checked(store: Opens, entry: FileEntry, headers: Headers | None = None)
                 hint="the file was cut short or changed after the save",
                 file=entry.name,
             )
+        if not entry.block_nbytes:
+            return reader, b""
         if headers and (known := headers.get(entry)) is not None:
             return reader, known
         header = bytearray(entry.header_nbytes)
@@ -242,6 +244,8 @@ def _do_read(
 
 def bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
     """Compare whole blocks, the first at byte `start` of the data, with their digests; return those that differ."""
+    if not entry.block_nbytes:
+        return []  # nobody took digests of this file
     first = start // entry.block_nbytes
     found = block_digests(window, entry.block_nbytes)
     expected = digests[first * DIGEST_NBYTES :][: len(found)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from shardkeep.errors import CheckpointError
 from shardkeep.options import cores
 from shardkeep.store.aligned import aligned_buffer
 
@@ -31,13 +32,17 @@ def window_for(threads: int, budget_nbytes: int) -> tuple[int, int]:
     return max(1, min(threads, budget_nbytes // (2 * window))), window
 
 
+class Consequence(CheckpointError):
+    """Raised by work that cannot be done because other work failed, which has the cause."""
+
+
 def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], bool], *, threads: int, buffer_nbytes: int) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
     `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
-    than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and its exception is
-    raised.
+    than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
+    its exception is raised.
     """
     queue = iter(tasks)
     lock = threading.Lock()
@@ -76,5 +81,6 @@ def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], bool], *, th
             wait(futures)
         finally:
             stop.set()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
-    for future in futures:
-        future.result()
+    failed = [exc for future in futures if (exc := future.exception())]
+    for exc in sorted(failed, key=lambda exc: isinstance(exc, Consequence)):
+        raise exc

@@ -2,7 +2,8 @@
 The write pipeline: windows of a file are gathered from tensors, hashed while in cache, and written, on a few threads.
 
 Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
-On any failure every file of this call is removed again.
+On any failure every file of this call is removed again. Both layouts are written here: in the native one a header with
+the digests goes before the data, in torch's one checksums stand between them (`run/tails.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text
 from shardkeep.format.columns import IntArray
 from shardkeep.format.header import count_blocks, seal_header
 from shardkeep.format.record import FileEntry
+from shardkeep.run.tails import Tails
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.store.aligned import address_of
@@ -37,7 +39,7 @@ class FileJob:
 
     name: str
     header: bytearray
-    """With room for the digests."""
+    """With room for the digests; empty where they are kept elsewhere."""
     data_nbytes: int
     block_nbytes: int
     start: IntArray
@@ -45,6 +47,10 @@ class FileJob:
     address: IntArray
     """Where each source lies in host memory; 0: it is in `scattered`."""
     scattered: dict[int, Scattered]
+    tails: Tails | None = None
+    """Those of the sources that hold checksums of others."""
+    owners: Sequence[object] = ()
+    """What must live as long as the addresses are used."""
 
 
 @dataclass
@@ -56,9 +62,9 @@ class _OpenFile:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[FileEntry]:
-    """Write all files, durable on return; what they are goes into the commit record."""
-    entries: dict[str, FileEntry] = {}
+def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[bytes]:
+    """Write all files, durable on return; the digests of each one's blocks go into what is committed."""
+    digests: dict[str, bytes] = {}
     with ExitStack() as undo:
         tasks = _tasks(store, jobs, window_nbytes, undo)
 
@@ -69,12 +75,12 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
                 file.windows_left -= 1
                 last = file.windows_left == 0
             if last:
-                entries[file.job.name] = _finish(file)
+                digests[file.job.name] = _finish(file)
             return True
 
         run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
         undo.pop_all()
-    return [entries[job.name] for job in jobs]
+    return [digests[job.name] for job in jobs]
 
 
 def _tasks(
@@ -99,7 +105,12 @@ def _take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
 def _write_window(file: _OpenFile, start: int, stop: int, buffer: memoryview) -> None:
     job = file.job
     window = buffer[: stop - start]
-    _gather(job, start, stop, window)
+    if job.tails is None:
+        _gather(job, start, stop, window)
+    else:
+        with job.tails.turn(start, stop) as turn:
+            _gather(job, start, stop, window)
+            turn.complete(window)
     at = start // job.block_nbytes * DIGEST_NBYTES
     digests = block_digests(window, job.block_nbytes)
     file.digests[at : at + len(digests)] = digests
@@ -125,11 +136,16 @@ def _gather(job: FileJob, start: int, stop: int, window: memoryview) -> None:
             job.scattered[row].read(low - begin, high - begin, window[low - start : high - start])
 
 
-def _finish(file: _OpenFile) -> FileEntry:
-    job = file.job
-    seal_header(job.header, file.digests)
-    file.writer.write_at(0, memoryview(job.header))
+def _finish(file: _OpenFile) -> bytes:
+    if file.job.header:
+        seal_header(file.job.header, file.digests)
+        file.writer.write_at(0, memoryview(file.job.header))
     file.writer.finish()
+    return bytes(file.digests)
+
+
+def entry_of(job: FileJob) -> FileEntry:
+    """Say what the commit record says of a file that was written."""
     return FileEntry(
         name=job.name,
         nbytes=len(job.header) + job.data_nbytes,

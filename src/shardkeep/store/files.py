@@ -2,7 +2,7 @@
 What the operating system offers for files: opening, reading and writing at an offset, making durable.
 
 The one place that knows which calls Linux, macOS and Windows have, and the one place where an OSError becomes an error
-of ours. Nothing is opened through a symbolic link, and nothing but regular files is.
+of ours. Nothing is opened through a symbolic link unless the caller allows it, and nothing but regular files is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 """What a file system answers that has no direct I/O, or not with this alignment."""
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 # O_NOFOLLOW and O_NONBLOCK: a symbolic link is refused, a FIFO does not hang. O_BINARY: Windows changes no newline.
-_O_PLAIN: int = sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+_O_PLAIN: int = sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+_O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 _CACHESTAT = 451
 """Linux 6.5; the same number on every architecture that has torch."""
 _seek_lock = threading.Lock()
@@ -99,10 +100,11 @@ class Descriptors:
             os.close(self.buffered)
 
 
-def open_files(path: str, flags: int, *, direct: bool) -> Descriptors:
+def open_files(path: str, flags: int, *, direct: bool, follow_links: bool = False) -> Descriptors:
     """Open a regular file, a second time for direct I/O if that is wanted and possible."""
+    flags |= _O_PLAIN | (0 if follow_links else _O_NOFOLLOW)
     try:
-        buffered = os.open(path, flags | _O_PLAIN, 0o666)
+        buffered = os.open(path, flags, 0o666)
     except OSError as exc:
         if exc.errno != errno.ELOOP:
             raise
@@ -128,7 +130,7 @@ def _status_of_regular(fd: int, path: str) -> os.stat_result:
 
 def _open_direct(path: str, flags: int, wanted: os.stat_result) -> int | None:
     try:
-        fd = os.open(path, flags | _O_PLAIN | _O_DIRECT)
+        fd = os.open(path, flags | _O_DIRECT)
     except OSError:
         return None
     # The name may have come to mean another file since the first open.

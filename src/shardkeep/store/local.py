@@ -3,8 +3,8 @@ Blobs as files of one directory.
 
 Large reads and writes go past the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes
 a fifth of the CPU time; everything else, and every system without O_DIRECT, is buffered. A blob is durable when
-`finish` or `put` returns. Nothing is ever read or written outside the directory, through a symbolic link, or from
-anything that is not a regular file.
+`finish` or `put` returns. Nothing is ever read or written outside the directory, or from anything that is not a
+regular file; through a symbolic link only where the caller allows it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _temporary_name() -> str:
 
 
 class _LocalWriter:
-    def __init__(self, url: str, name: str, path: str, nbytes: int, files: Descriptors) -> None:
+    def __init__(self, url: str, name: str, path: str, nbytes: int, files: Descriptors, *, durable: bool) -> None:
+        self._durable = durable
         self._url = url
         self._name = name
         self._path = path
@@ -107,9 +108,11 @@ class _LocalWriter:
             with self._files:
                 if os.fstat(self._files.buffered).st_size != self._nbytes:
                     os.ftruncate(self._files.buffered, self._nbytes)
-                sync(self._files.buffered)
+                if self._durable:
+                    sync(self._files.buffered)
             self._files.close()
-            sync_directory(os.path.dirname(self._path))
+            if self._durable:
+                sync_directory(os.path.dirname(self._path))
         self._finished = True
 
     def abandon(self) -> None:
@@ -214,10 +217,29 @@ class _LocalReader:
 class LocalStore:
     """A directory of this machine or of a network file system; it is made when the first blob is."""
 
-    def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        direct: bool = True,
+        durable: bool = True,
+        follow_links: bool = False,
+    ) -> None:
+        """
+        Point to a directory.
+
+        Args:
+            path: the directory.
+            direct: bypass the page cache where that is possible.
+            durable: make what is written survive a loss of power before `finish` and `put` return.
+            follow_links: read through symbolic links, which may lead out of the directory.
+
+        """
         self.url = os.fspath(path)
         self._path = os.path.abspath(self.url)
         self._direct = direct
+        self._durable = durable
+        self._follow_links = follow_links
         self._scratch = ScratchPool(_SCRATCH_BYTES)
         self._cleared = False
 
@@ -228,7 +250,7 @@ class LocalStore:
         path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot create", self.url, name):
             files = self._new_file(path, direct=self._direct)
-            writer = _LocalWriter(self.url, name, path, nbytes, files)
+            writer = _LocalWriter(self.url, name, path, nbytes, files, durable=self._durable)
             try:
                 reserve(files.buffered, nbytes)
             except BaseException:
@@ -250,7 +272,8 @@ class LocalStore:
     def _open(self, name: str, *, direct: bool) -> _LocalReader:
         path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot open", self.url, name):
-            return _LocalReader(self.url, name, open_files(path, os.O_RDONLY, direct=direct), self._scratch)
+            files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._follow_links)
+            return _LocalReader(self.url, name, files, self._scratch)
 
     def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         path = os.path.join(self._path, check_name(name))
@@ -265,7 +288,8 @@ class LocalStore:
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
-            sync_directory(self._path)
+            if self._durable:
+                sync_directory(self._path)
         if not self._cleared:
             self._cleared = True
             self._clear()
@@ -290,10 +314,11 @@ class LocalStore:
 
     def _write_whole(self, name: str, path: str, data: bytes) -> None:
         files = self._new_file(path, direct=False)
-        writer = _LocalWriter(self.url, name, path, len(data), files)
+        writer = _LocalWriter(self.url, name, path, len(data), files, durable=self._durable)
         try:
             writer.write_at(0, memoryview(data))
-            sync(files.buffered)
+            if self._durable:
+                sync(files.buffered)
             files.close()
         except BaseException:
             writer.abandon()

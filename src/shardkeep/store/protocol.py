@@ -8,24 +8,27 @@ Every failure leaves a store as an error of `shardkeep.errors`, with the name an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.record import BLOB_NAME
+
+_NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
+"""No separators, nothing that means a directory, and nothing that a store calls what is not a blob yet."""
 
 
 def is_name(name: str) -> bool:
     """Tell whether a blob may have this name."""
-    return BLOB_NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> str:
     """Return the name, or raise `MalformedFile` for one that could reach outside the store or upset a file system."""
     if not is_name(name):
         raise MalformedFile(
-            f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', a letter or digit first",
+            f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', no '-' first",
             name=name,
         )
     return name

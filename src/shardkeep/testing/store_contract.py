@@ -27,8 +27,8 @@ from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, Stora
 from shardkeep.store.aligned import aligned_buffer
 from shardkeep.store.protocol import Store
 
-BAD_NAMES = ("", ".", "..", ".hidden", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
-GOOD_NAMES = ("a", "0", "A.b-c_d", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
+BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
+GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
 
 
 def same(expected: object, actual: object) -> None:

@@ -1,0 +1,227 @@
+"""
+`.metadata`, the file that says what a checkpoint in torch's layout holds: a pickle of torch's classes.
+
+It is written without importing them and read without running anything: names of torch's classes stand for ours. Behind
+the pickle, where torch does not look, stands a digest of it, so that damage is found.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections import OrderedDict, defaultdict
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from shardkeep.errors import ChecksumMismatch, MalformedFile
+from shardkeep.format.checksum import DIGEST_NBYTES, digest
+from shardkeep.format.dtypes import known_to_torch
+from shardkeep.format.safe_pickle import Names, end_of_pickle, load_pickle
+from shardkeep.protocol import metadata
+from shardkeep.protocol.metadata import MetadataIndex
+from shardkeep.protocol.stored_items import _StorageInfo, _StoragePrefix
+
+_SEAL = b"shardkeep xxh3_128 "
+_PACKAGE = "torch.distributed.checkpoint"
+_CLASSES: dict[type, tuple[str, str]] = {
+    kind: (f"{_PACKAGE}.{module}", kind.__name__)
+    for module, kinds in {
+        "metadata": (
+            metadata.Metadata,
+            metadata.TensorStorageMetadata,
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata.StorageMeta,
+            metadata._MEM_FORMAT_ENCODING,
+            MetadataIndex,
+        ),
+        "filesystem": (_StorageInfo, _StoragePrefix),
+    }.items()
+    for kind in kinds
+}
+
+
+def encode_metadata(value: metadata.Metadata) -> bytes:
+    """Pickle metadata as torch does, in the names of torch's classes, and seal it."""
+    file = io.BytesIO()
+    _Writer(file, protocol=4).dump(value)
+    raw = file.getvalue()
+    return raw + _SEAL + digest(raw)
+
+
+def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
+    """
+    Read metadata that we or torch wrote.
+
+    Raises:
+        ChecksumMismatch: the seal is not that of the pickle.
+        PickleRefused: it names a class that is neither torch's for this purpose nor among torch's safe globals.
+        MalformedFile: it is no such file.
+
+    """
+    end = end_of_pickle(data, where)
+    if data[end : end + len(_SEAL)] == _SEAL and data[end + len(_SEAL) :][:DIGEST_NBYTES] != digest(data[:end]):
+        raise ChecksumMismatch(f"{where}: the metadata are not what was saved", file=where, offset=0)
+    found = load_pickle(data, _names(), where=where)
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
+    for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
+        vars(found).setdefault(name, default)  # of an older torch
+    return found
+
+
+def _names() -> Names:
+    """Return what a pickle may name; besides what is ours, what the user told torch to be safe."""
+    safe = {(each.__module__, each.__qualname__): each for each in _safe_globals()}
+    return {**safe, **_known()}
+
+
+def _safe_globals() -> list[Any]:
+    # Entries may be pairs of a class and the name it is pickled by.
+    entries = [each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()]
+    return [each for each in entries if hasattr(each, "__qualname__")]
+
+
+@cache
+def _known() -> Names:
+    names: dict[tuple[str, str], Any] = {name: kind for kind, name in _CLASSES.items()}
+    shards = "torch.distributed._shard.sharded_tensor.metadata"
+    # Where torch before 2.3 had them.
+    names[shards, "TensorProperties"] = metadata.TensorProperties
+    names[shards, "MEM_FORMAT_ENCODING"] = metadata._MEM_FORMAT_ENCODING
+    names.update({(kind.__module__, kind.__qualname__): kind for kind in _CLASSES})
+    names.update({("torch", dtype.name): known for known, dtype in known_to_torch().items()})
+    names["torch", "Size"] = torch.Size
+    names["torch.serialization", "_get_layout"] = _layout
+    names["collections", "OrderedDict"] = OrderedDict
+    names["collections", "defaultdict"] = defaultdict
+    names["builtins", "set"] = names["__builtin__", "set"] = set
+    names["builtins", "frozenset"] = frozenset
+    for module in ("pathlib", "pathlib._local"):
+        for path in ("PosixPath", "WindowsPath", "Path"):
+            names[module, path] = pathlib.Path
+        for path in ("PurePosixPath", "PureWindowsPath"):
+            names[module, path] = getattr(pathlib, path)
+    return names
+
+
+def _layout(name: Any) -> torch.layout:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise MalformedFile(f"there is no layout {name!r}")
+    return found
+
+
+_Pickler: Any = pickle._Pickler
+"""The one written in Python, which can be told what a class is called."""
+
+
+class _Writer(_Pickler):  # type: ignore[misc]  # see above
+    """Pickles our classes under torch's names, and those there are thousands of in one step each."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def dump(self, obj: Any) -> None:
+        self._refs: dict[Any, bytes] = {}
+        self._sizes: dict[torch.Size, bytes] = {}
+        self._properties: dict[Any, bytes] = {}
+        super().dump(obj)
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        known = _CLASSES.get(obj) if isinstance(obj, type) else None
+        if known is None:
+            super().save_global(obj, name)
+            return
+        self.save(known[0])
+        self.save(known[1])
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+    dispatch[type] = save_global
+    dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
+
+    def _ref(self, obj: Any) -> bytes:
+        """Return what puts an object on the stack that is in the memo; it is put there first if need be."""
+        found = self._refs.get(obj)
+        if found is None:
+            self.save(obj)
+            self.write(pickle.POP)
+            found = self._refs[obj] = self.get(self.memo[id(obj)][0])
+        return found
+
+    def _size(self, size: torch.Size) -> bytes:
+        found = self._sizes.get(size)
+        if found is None:
+            found = self._ref(torch.Size) + b"(" + b"".join(map(_int, size)) + b"t\x85R"
+            self._sizes[size] = found
+        return found
+
+    def _fields(self, kind: type, **fields: bytes) -> bytes:
+        held = [self._ref(key) + value for key, value in fields.items()]
+        return self._ref(kind) + b")\x81}(" + b"".join(held) + b"ub"
+
+    def _save_size(self, obj: torch.Size) -> None:
+        self.write(self._size(obj))
+
+    dispatch[torch.Size] = _save_size
+
+    def _save_tensor(self, obj: metadata.TensorStorageMetadata) -> None:
+        state = obj.properties.__getstate__()
+        properties = self._properties.get(state)
+        if properties is None:
+            dtype, layout, requires_grad, memory_format, pin_memory = state
+            parts = [self._ref(dtype), self._layout(layout), _bool(requires_grad), self._ref(memory_format)]
+            properties = self._ref(type(obj.properties)) + b")\x81(" + b"".join([*parts, _bool(pin_memory)]) + b"tb"
+            self._properties[state] = properties
+        kind = metadata.ChunkStorageMetadata
+        chunks = [
+            self._fields(kind, offsets=self._size(chunk.offsets), sizes=self._size(chunk.sizes)) for chunk in obj.chunks
+        ]
+        held = b"](" + b"".join(chunks) + b"e"
+        self.write(self._fields(type(obj), properties=properties, size=self._size(obj.size), chunks=held))
+
+    dispatch[metadata.TensorStorageMetadata] = _save_tensor
+
+    def _layout(self, layout: torch.layout) -> bytes:
+        # Layouts have no memo of their own: torch makes each from its name.
+        return self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
+
+    def _save_index(self, obj: MetadataIndex) -> None:
+        offset = b"N" if obj.offset is None else self._size(obj.offset)
+        index = b"N" if obj.index is None else _int(obj.index)
+        self.write(self._fields(MetadataIndex, fqn=self._ref(obj.fqn), offset=offset, index=index))
+
+    dispatch[MetadataIndex] = _save_index
+
+    def _save_place(self, obj: _StorageInfo) -> None:
+        fields = {
+            key: _int(value) if type(value) is int else self._ref(value) if type(value) is str else None
+            for key, value in obj.__getstate__().items()
+        }
+        if None in fields.values():
+            self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
+        else:
+            self.write(self._fields(_StorageInfo, **fields))  # type: ignore[arg-type]  # none is None
+
+    dispatch[_StorageInfo] = _save_place
+
+
+class _GetLayout:
+    """Stands for the function of torch that makes a layout from its name."""
+
+
+_CLASSES[_GetLayout] = ("torch.serialization", "_get_layout")
+
+
+def _bool(value: bool) -> bytes:
+    return b"\x88" if value else b"\x89"
+
+
+def _int(number: int) -> bytes:
+    if 0 <= number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little")
+    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)

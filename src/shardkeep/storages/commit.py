@@ -1,0 +1,120 @@
+"""
+How a save in torch's layout becomes the checkpoint of its directory, and what then goes away.
+
+One small file, put in place in one step, says which data files belong to the checkpoint. On this machine's file
+systems that step is atomic and durable; on others it is what their rename or upload makes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardkeep.errors import CheckpointError, WrongSize
+from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums, is_data, is_metadata
+from shardkeep.protocol.metadata import Metadata
+from shardkeep.protocol.pickled_metadata import decode_metadata
+from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.store.local import LocalStore
+
+log = logging.getLogger("shardkeep")
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """Return the names of all files that metadata speak of, and of the digests beside them."""
+    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    names = {place.relative_path for place in places.values() if isinstance(place, _StorageInfo)}
+    return names | {f"{name}{SUMS_SUFFIX}" for name in names}
+
+
+def is_local(fs: FileSystemBase) -> bool:
+    """Say whether a file system is this machine's, as it is: nobody changed how it opens or renames."""
+    return type(fs) is FileSystem
+
+
+class Commit:
+    """The last step of a save, in one directory."""
+
+    def __init__(self, fs: FileSystemBase, path: PathLike, *, sync: bool) -> None:
+        self._fs = fs
+        self._path = path
+        self._sync = sync
+
+    def check_written(self, sums: Mapping[str, Sums]) -> None:
+        """Insist that every data file is there, whole: another save into the same place may have removed one."""
+        if not is_local(self._fs):
+            return
+        for name, each in sums.items():
+            try:
+                found = os.stat(Path(self._path) / name).st_size
+            except FileNotFoundError:
+                found = -1
+            if found != each.nbytes:
+                raise WrongSize(
+                    f"{Path(self._path) / name}: {found if found >= 0 else 'no'} bytes where {each.nbytes} were written",
+                    hint="does another job save into the same directory? nothing was committed",
+                    file=name,
+                )
+
+    def publish(self, name: str, data: bytes, *, keep: set[str], began_s: float) -> None:
+        """Put the metadata in place, then remove the files that belonged to what they replace."""
+        old = self._files_of_old(name)
+        if is_local(self._fs):
+            LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
+        else:
+            self._put(name, data)
+        self._remove(old - keep)
+        if is_local(self._fs):
+            self._remove(self._abandoned(keep, began_s))
+
+    def _put(self, name: str, data: bytes) -> None:
+        path, temporary = (self._fs.concat_path(self._path, each) for each in (name, f"{name}.tmp"))
+        with self._fs.create_stream(temporary, "wb") as stream:
+            stream.write(data)
+        try:
+            self._fs.rename(temporary, path)
+        except FileExistsError:
+            self._fs.rm_file(path)
+            self._fs.rename(temporary, path)
+
+    def _files_of_old(self, name: str) -> set[str]:
+        path = self._fs.concat_path(self._path, name)
+        try:
+            if not self._fs.exists(path):
+                return set()
+            with self._fs.create_stream(path, "rb") as stream:
+                return files_of(decode_metadata(stream.read(MAX_METADATA_NBYTES), where=str(path)))
+        except (CheckpointError, OSError) as exc:
+            log.warning("%s cannot be read, so the files it names stay: %s", path, exc)
+            return set()
+
+    def _abandoned(self, keep: set[str], began_s: float) -> set[str]:
+        """Find data files that nobody's metadata name, left by saves that ended before this one began."""
+        directory = Path(self._path)
+        names = {each.name: each for each in directory.iterdir()}
+        others = [name for name in names if is_metadata(name)]
+        for name in others:
+            owned = self._files_of_old(name)
+            if not owned and name != ".metadata":
+                return set()  # metadata that cannot be read may name any of them
+            keep = keep | owned
+        left = set()
+        for name in filter(is_data, names.keys() - keep):
+            with suppress(OSError):
+                if names[name].stat().st_mtime < began_s:
+                    left.add(name)
+        return left
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            path = self._fs.concat_path(self._path, name)
+            try:
+                if self._fs.exists(path):
+                    self._fs.rm_file(path)
+            except (CheckpointError, OSError) as exc:
+                log.warning("could not remove %s, which no checkpoint needs any more: %s", path, exc)

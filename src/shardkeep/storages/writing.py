@@ -1,0 +1,193 @@
+"""
+Data files of a rank: items resolved, written, and what is to be said of each.
+
+Whole tensors of a default planner, written as they are to this machine's disk, go through the engine's pipeline. All
+else is written as a stream, item by item: places of other kinds, transformed items, planners that make what they save.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardkeep.codec.transforms import _StorageWriterTransforms
+from shardkeep.errors import CheckpointError
+from shardkeep.layout.torch_files import SUMS_SUFFIX, Sums, encode_sums
+from shardkeep.options import Options
+from shardkeep.protocol.planners import SavePlanner
+from shardkeep.protocol.plans import WriteItem, WriteItemType
+from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.protocol.save_planner import DefaultSavePlanner
+from shardkeep.protocol.storage import WriteResult
+from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.run.torch_write import Data, Placed, Stream, lay_out, plain_tensor, write_stream
+from shardkeep.run.workers import window_for
+from shardkeep.run.write import write_files
+from shardkeep.state.devices import settle
+from shardkeep.storages.commit import is_local
+from shardkeep.storages.file_systems import FileSystemBase, PathLike
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import is_name
+
+if TYPE_CHECKING:
+    from shardkeep.storages.file_writer import _FileSystemWriter
+
+
+class FilePlan(NamedTuple):
+    """A data file to write."""
+
+    path: PathLike
+    name: str
+    items: list[WriteItem]
+
+
+def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+    """Write files; all of them are there, durable if asked for, or none."""
+    plans = [plan._replace(items=_objects_first(plan.items)) for plan in plans]
+    if _can_be_laid_out(writer, planner, plans):
+        return _write_laid_out(writer, planner, plans)
+    return _write_streams(writer, planner, plans)
+
+
+def _objects_first(items: Sequence[WriteItem]) -> list[WriteItem]:
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> bool:
+    own = type(planner)
+    gives_what_is_there = isinstance(planner, DefaultSavePlanner) and all(
+        getattr(own, name) is getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "lookup_object", "transform_object")
+    )
+    transforms = writer.transforms
+    untouched = type(transforms) is _StorageWriterTransforms and not transforms.extensions
+    here = is_local(writer.fs) and all(
+        is_name(plan.name) and Path(plan.path) == Path(writer.path) / plan.name for plan in plans
+    )
+    return gives_what_is_there and untouched and here
+
+
+def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+    options = Options()
+    store = LocalStore(writer.path, direct=options.direct_io, durable=writer.sync_files)
+    held = [[_data_of(planner, item) for item in plan.items] for plan in plans]
+    settle(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
+    laid = [lay_out(plan.name, of_file) for plan, of_file in zip(plans, held, strict=True)]
+    threads, window = window_for(options.io_threads, options.host_budget_bytes)
+    jobs = [job for job, _ in laid]
+    digests = write_files(store, jobs, threads=threads, window_nbytes=window)
+    results: list[WriteResult] = []
+    made = [job.name for job in jobs]
+    try:
+        for plan, (job, placed), of_file, items in zip(plans, laid, digests, held, strict=True):
+            faithful = [_as_planned(item, data) for item, data in zip(plan.items, items, strict=True)]
+            sums, data = encode_sums(job.data_nbytes, job.block_nbytes, of_file)
+            store.put(f"{plan.name}{SUMS_SUFFIX}", data, replace=True)
+            made.append(f"{plan.name}{SUMS_SUFFIX}")
+            results += _results(plan, placed, faithful, sums)
+    except BaseException:
+        for name in made:
+            with suppress(CheckpointError):
+                store.delete(name)
+        raise
+    return results
+
+
+def _data_of(planner: SavePlanner, item: WriteItem) -> Data:
+    """Resolve an item: a tensor whose memory can be written as it is, or bytes."""
+    data = planner.resolve_data(item)
+    key = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
+            raise BrokenProtocol(f"{key!r} is to be written as bytes, and the planner gave a {type(data).__name__}")
+        return data.getbuffer()
+    if not isinstance(data, torch.Tensor):
+        raise BrokenProtocol(f"{key!r} is to be written as a tensor, and the planner gave a {type(data).__name__}")
+    plain = plain_tensor(key, data)
+    if plain is not None:
+        return plain
+    made = io.BytesIO()
+    torch.save(data.detach().cpu(), made)
+    return made.getbuffer()
+
+
+def _as_planned(item: WriteItem, data: Data) -> bool:
+    """Say whether the bytes of a tensor are what its metadata will say they are."""
+    planned = item.tensor_data
+    if planned is None or not isinstance(data, torch.Tensor):
+        return False
+    return data.dtype == planned.properties.dtype and tuple(data.shape) == tuple(planned.chunk.sizes)
+
+
+def _results(plan: FilePlan, placed: list[Placed], faithful: list[bool], sums: Sums) -> list[WriteResult]:
+    results = []
+    for item, place, as_planned in zip(plan.items, placed, faithful, strict=True):
+        info = _StorageInfo(plan.name, place.offset, place.nbytes, place.descriptors or None)
+        if place.data_start is not None and as_planned:
+            info.keep_data_start(place.data_start)
+        results.append(WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=info))
+    if results:
+        results[0].storage_data.keep_sums((sums.nbytes, sums.block_nbytes, sums.checksum))
+    return results
+
+
+def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+    write = partial(_write_one_stream, writer.fs, writer.transforms, planner, writer.sync_files)
+    with ThreadPoolExecutor(max(1, min(writer.thread_count, len(plans))), thread_name_prefix="shardkeep") as pool:
+        futures = [pool.submit(write, plan) for plan in plans]
+    failed = [exc for future in futures if (exc := future.exception())]
+    if failed:
+        for plan in plans:
+            for path in (plan.path, f"{os.fspath(plan.path)}{SUMS_SUFFIX}"):
+                with suppress(Exception):  # whatever a file system raises: the failure is what counts
+                    writer.fs.rm_file(path)
+        raise failed[0]
+    return [result for future in futures for result in future.result()]
+
+
+def _write_one_stream(
+    fs: FileSystemBase, transforms: Any, planner: SavePlanner, sync: bool, plan: FilePlan
+) -> list[WriteResult]:
+    turn = iter(plan.items)
+    faithful: list[bool] = []
+
+    def wrap(out: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        item = next(turn)
+        if type(transforms) is _StorageWriterTransforms and not transforms.extensions:
+            return out, []
+        stream, descriptors = transforms.transform_save_stream(item, out)
+        return stream, list(descriptors)
+
+    def resolved() -> Iterator[Data]:
+        for item in plan.items:
+            data = _data_of(planner, item)
+            settle([data] if isinstance(data, torch.Tensor) else [])
+            faithful.append(_as_planned(item, data))
+            yield data
+
+    with fs.create_stream(plan.path, "wb") as raw:
+        out = Stream(raw)  # type: ignore[arg-type]  # opened to be written
+        placed = write_stream(out, resolved(), wrap)
+        _sync(raw, sync)
+    sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
+    with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
+        raw.write(data)
+        _sync(raw, sync)
+    return _results(plan, placed, faithful, sums)
+
+
+def _sync(stream: Any, sync: bool) -> None:
+    """Make a stream durable if it is a file of this machine; others are when they are closed, or nobody can tell."""
+    stream.flush()
+    if sync:
+        with suppress(AttributeError, OSError):
+            number = stream.fileno()
+            os.fsync(number)
