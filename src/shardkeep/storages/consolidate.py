@@ -80,7 +80,7 @@ def consolidate_safetensors_files(
 
 
 def consolidate_files(
-    paths: Sequence[str], output_dir: str, fqn_to_index_mapping: Mapping[str, int], num_threads: int
+    paths: Sequence[str], output_dir: str, fqn_to_index_mapping: Mapping[str, int] | None, num_threads: int
 ) -> None:
     """Do the same for shards that are known by their paths."""
     save_id = str(uuid.uuid4())

@@ -1,0 +1,234 @@
+"""
+The storage writer for Hugging Face models: safetensors files, whole or one set a rank, and their index.
+
+All files of a save are written under temporary names, by all ranks, and take the place of what was in the directory
+when the last one is durable: until then an older model is as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from shardkeep.options import Options
+from shardkeep.protocol.metadata import Metadata
+from shardkeep.protocol.planners import SavePlanner
+from shardkeep.protocol.plans import SavePlan, WriteItem
+from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.protocol.storage import WriteResult
+from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.run.workers import window_for
+from shardkeep.storages.consolidate import consolidate_files
+from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter, SerializationFormat
+from shardkeep.storages.hugging_face_files import (
+    Numbers,
+    check_complete,
+    files_of,
+    number_shards,
+    number_whole,
+    split,
+)
+from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
+from shardkeep.storages.safetensors_catalog import read_weight_map
+from shardkeep.storages.safetensors_publish import Folder, made_by_writer, prepare, publish, temporary
+from shardkeep.storages.safetensors_writes import no_tensor, write_files
+
+_OURS = "shardkeep"
+"""Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
+
+
+class HuggingFaceStorageWriter(FileSystemWriter):
+    """
+    Writes tensors as a Hugging Face model.
+
+    Objects that are no tensors have no place in such a model and are refused.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fqn_to_index_mapping: dict[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+    ) -> None:
+        """
+        Point to a directory.
+
+        Args:
+            path: where the model goes.
+            fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; one file by default.
+            thread_count: how many threads to write with, at least.
+            save_distributed: every rank writes its own shards; otherwise tensors must be whole.
+            enable_consolidation: make whole tensors of the shards, in `path`; the shards go to `path/sharded`.
+            thread_count_consolidation: how many threads to do that with, at least.
+
+        """
+        super().__init__(path=path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
+        self.fqn_to_index_mapping: dict[str, int] | None = fqn_to_index_mapping
+        self.save_distributed: bool = save_distributed
+        self.enable_consolidation: bool = enable_consolidation
+        self.consolidated_output_path: str | None = None
+        self.thread_count_consolidation = thread_count_consolidation
+        self._point_to(self.path)
+
+    def _point_to(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        if self.enable_consolidation:
+            self.consolidated_output_path = str(path)
+            self.path = self.fs.concat_path(path, SHARDED_DIR_NAME)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._point_to(self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not self.use_collectives and self.rank:
+            raise BrokenProtocol(
+                "a Hugging Face model is one for all ranks, and cannot be saved by each rank on its own",
+                hint="save with use_collectives=True",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """
+        Make sure that the plan has tensors only.
+
+        Raises:
+            UnsupportedLeaf: (a TypeError) it has something else; names it.
+
+        """
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise no_tensor(item)
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide on all files of the save, and make the directory ready for them."""
+        mapping = self.fqn_to_index_mapping
+        if self.save_distributed:
+            numbered = number_shards(plans, mapping)
+            if mapping is not None and self.enable_consolidation:
+                check_complete(plans, mapping)
+        else:
+            numbered = number_whole(plans, mapping)
+        count = sum(
+            len(files_of(plan.items, numbers)) for plan, numbers in zip(plans, numbered, strict=True) if plan.items
+        )
+        self._check_place(prepare(str(self.path)))
+        new_plans = []
+        for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
+            storage_data: dict[str, Any] = {}
+            if numbers.mapping is not None:
+                storage_data["fqn_to_index_mapping"] = dict(numbers.mapping)
+            if self.save_distributed:
+                storage_data["shard_index"] = place
+            storage_data[_OURS] = {
+                "save_id": self.save_id,
+                "files": count,
+                "last": numbers.last,
+                "shards": numbers.shards,
+            }
+            new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
+        return new_plans
+
+    def _check_place(self, folder: Folder) -> None:
+        """Refuse to put shards beside a model that they do not replace, which an index file says is the one to read."""
+        if not self.save_distributed or folder.index is None:
+            return
+        for name in dict.fromkeys(read_weight_map(folder.index).values()):
+            if name in folder.files and not made_by_writer(folder.files[name], name):
+                raise CheckpointThere(
+                    f"{folder.path}: holds a model ({name}, …) with an index file; shards beside it would never be read",
+                    hint="save to another directory, or delete the model",
+                    file=name,
+                )
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
+        results: list[WriteResult] = []
+        if plan.items:
+            results = self._write(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        said: dict[str, Any] = plan.storage_data or {}
+        mapping = said.get("fqn_to_index_mapping")
+        decided = said.get(_OURS)
+        if decided is None:
+            # A plan that somebody else made, as torch's `prepare_global_plan` does: there is nobody to wait for.
+            shard = said.get("shard_index")
+            numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, [] if shard is None else [shard])
+            save_id = self.save_id
+        else:
+            numbers = Numbers(mapping, decided["last"], decided["shards"])
+            save_id = decided["save_id"]
+        files = files_of(plan.items, numbers)
+        options = Options()
+        threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
+        sizes = write_files(
+            str(self.path),
+            files,
+            lambda item: _tensor(planner, item),
+            save_id=save_id,
+            file_count=len(files) if decided is None else decided["files"],
+            threads=threads,
+            window_nbytes=window,
+        )
+        if decided is None:
+            for file in files:
+                new = os.path.join(str(self.path), temporary(file.name, save_id))
+                os.replace(new, os.path.join(str(self.path), file.name))
+        return [
+            WriteResult(item.index, sizes[id(item)], _StorageInfo(file.name, 0, sizes[id(item)]))
+            for file in files
+            for item in file.items
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""
+        written = [result for each in results for result in each]
+        names = list(dict.fromkeys(result.storage_data.relative_path for result in written))
+        path = str(self.path)
+        if not self.save_distributed:
+            weights = {result.index.fqn: result.storage_data.relative_path for result in written}
+            total = sum(result.storage_data.length for result in written)
+            publish(path, self.save_id, names, weights=weights, total_nbytes=total, replaces_saves=True)
+            return
+        # Tensors are in several files: there is no index that could say where each one is.
+        publish(path, self.save_id, names, weights=None, replaces_saves=True)
+        if self.enable_consolidation and self.consolidated_output_path is not None and names:
+            consolidate_files(
+                [os.path.join(path, name) for name in names],
+                self.consolidated_output_path,
+                self.fqn_to_index_mapping,
+                self.thread_count_consolidation,
+            )
+
+    def _split_by_storage_plan(
+        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        return split(storage_plan, items)
+
+    @property
+    def metadata_path(self) -> str:
+        """The name of the index file."""
+        return _metadata_fn
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    if not isinstance(found, torch.Tensor):
+        raise no_tensor(item)
+    return found

@@ -1,0 +1,155 @@
+"""
+Which file of a Hugging Face checkpoint each item of a save goes to.
+
+In come the plans of all ranks, out go names of files and what each holds. Names are torch's. Where torch's would make
+ranks overwrite each other, or a second shard of a tensor replace the first, there are more files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkeep.errors import InvalidShards
+from shardkeep.protocol.plans import SavePlan, WriteItem
+from shardkeep.storages.consolidate import BadMapping, check_mapping
+from shardkeep.storages.hugging_face_names import _gen_file_name
+from shardkeep.storages.safetensors_writes import FileToWrite
+
+logger = logging.getLogger("shardkeep")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the names of a rank's files are made of."""
+
+    mapping: Mapping[str, int] | None
+    """The number of each tensor's file; None where all go to file 1."""
+    last: int
+    """The largest number."""
+    shards: list[int]
+    """Of this rank; further ones for further shards of one tensor. Empty where files are not cut by rank."""
+
+
+def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
+    """
+    Return the items of each file.
+
+    Raises:
+        BadMapping: (a KeyError) the mapping has no file for a tensor.
+
+    """
+    if mapping is None:
+        return {1: list(items)}
+    found: dict[int, list[WriteItem]] = {}
+    for item in items:
+        key = item.index.fqn
+        if key not in mapping:
+            raise BadMapping(
+                f"fqn_to_index_mapping has no file for {key!r}", hint="give every tensor of the state one", key=key
+            )
+        found.setdefault(mapping[key], []).append(item)
+    return found
+
+
+def files_of(items: Sequence[WriteItem], numbers: Numbers) -> list[FileToWrite]:
+    """Return the files that a rank writes."""
+    files = []
+    for number, group in split(numbers.mapping, items).items():
+        layers = _layers(group)
+        if len(layers) > max(1, len(numbers.shards)):
+            raise InvalidShards(
+                f"{layers[-1][0].index.fqn!r} has {len(layers)} shards on one rank, and a file holds only one",
+                hint="save with save_distributed=True",
+                key=layers[-1][0].index.fqn,
+            )
+        for depth, layer in enumerate(layers):
+            shard = numbers.shards[depth] if numbers.shards else None
+            files.append(FileToWrite(_gen_file_name(number, numbers.last, shard), layer))
+    return files
+
+
+def _layers(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide items so that no tensor is twice in one layer."""
+    seen: Counter[str] = Counter()
+    layers: list[list[WriteItem]] = []
+    for item in items:
+        depth = seen[item.index.fqn]
+        seen[item.index.fqn] += 1
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(item)
+    return layers
+
+
+def number_shards(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
+    """Number the files of a save in which every rank writes its own: rank 0 has shard 1."""
+    last = _last(mapping)
+    spare = len(plans)
+    numbered = []
+    for place, plan in enumerate(plans, start=1):
+        extra = max(Counter(item.index.fqn for item in plan.items).values(), default=1) - 1
+        numbered.append(Numbers(mapping, last, [place, *range(spare + 1, spare + 1 + extra)]))
+        spare += extra
+    return numbered
+
+
+def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
+    """
+    Number the files of a save of whole tensors, of which mostly rank 0 has all.
+
+    Where several ranks have tensors for one file, each writes a file of its own.
+
+    Raises:
+        InvalidShards: an item is only a part of its tensor.
+
+    """
+    for plan in plans:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None and tuple(data.chunk.sizes) != tuple(data.size):
+                raise InvalidShards(
+                    f"{item.index.fqn!r} is spread over ranks: of {list(data.size)}, this rank has {list(data.chunk.sizes)}",
+                    hint="save with save_distributed=True, or gather the state on rank 0 first",
+                    key=item.index.fqn,
+                )
+    wanted = [sorted(split(mapping, plan.items)) if plan.items else [] for plan in plans]
+    if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
+        return [Numbers(mapping, _last(mapping), []) for _ in plans]
+    pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
+    logger.warning("several ranks have tensors for one file: there will be %d files instead", len(pairs))
+    new = {pair: place for place, pair in enumerate(pairs, start=1)}
+    return [
+        Numbers(
+            {item.index.fqn: new[mapping[item.index.fqn] if mapping else 1, rank] for item in plan.items},
+            len(pairs),
+            [],
+        )
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:
+    """
+    Make sure that a mapping names no tensor that nobody saves, before anything is written for it.
+
+    Raises:
+        BadMapping: it does.
+
+    """
+    saved = {item.index.fqn for plan in plans for item in plan.items}
+    if missing := sorted(mapping.keys() - saved):
+        raise BadMapping(
+            f"fqn_to_index_mapping names {len(missing)} tensors that the state does not have: {missing[:4]}",
+            hint="leave them out of the mapping",
+            key=missing[0],
+        )
+
+
+def _last(mapping: Mapping[str, int] | None) -> int:
+    if mapping is None:
+        return 1
+    check_mapping(mapping)
+    return max(mapping.values())

@@ -1,0 +1,251 @@
+"""
+The storage reader for quantized Hugging Face models: what it fills gets plain numbers.
+
+A request is read and dequantized strip by strip, on several threads, each of which holds one strip. Requests may begin
+inside a block, and quantized tensors may be stored in shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from shardkeep.errors import MalformedFile
+from shardkeep.format.dtypes import to_torch
+from shardkeep.format.region import Box, intersect, relative, slices
+from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from shardkeep.protocol.planners import LoadPlanner
+from shardkeep.protocol.plans import ReadItem
+from shardkeep.run.workers import run_workers
+from shardkeep.storages.hugging_face_names import _HFStorageInfo, _metadata_fn
+from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, batches, check_size
+from shardkeep.storages.quantized_numbers import block_ranges, expand_groups, groups_of, scale_blocks, strips
+from shardkeep.storages.safetensors_catalog import Stored, read_weight_map
+from shardkeep.storages.safetensors_files import OpenFiles
+from shardkeep.storages.safetensors_reads import Want, read_box
+
+_SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"
+_SCALES_SUFFIX, _BLOCKS_SUFFIX = "_scales", "_blocks"
+_STRIP_ELEMENTS = 256 << 10
+"""Of these a thread holds the stored form, the scales, and the numbers in a few dtypes: some MiB."""
+_BUFFER_NBYTES = 1 << 20
+
+
+class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
+    """
+    Reads quantized tensors as plain numbers, and all others as they are.
+
+    Quantized are weights with `NAME.weight_scale_inv` beside `NAME.weight` (one scale for each block of
+    `block_size` rows and columns), and `NAME_blocks` with `NAME_scales` (MXFP4).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        thread_count: int = 1,
+        target_dtype: torch.dtype = torch.float32,
+        block_size: int = 128,
+    ) -> None:
+        """
+        Point to a directory.
+
+        Args:
+            path: holds the model.
+            thread_count: how many threads to read with, at least.
+            target_dtype: the dtype that numbers are made in, before they are copied to what they fill.
+            block_size: rows and columns of a block that has one scale.
+
+        """
+        super().__init__(path=path, thread_count=thread_count)
+        self.target_dtype: torch.dtype = target_dtype
+        self.block_size: int = block_size
+        self._weight_scale_mapping: dict[str, str] = {}
+        self._weight_map: dict[str, str] = {}
+        self._tensor_full_shapes: dict[str, torch.Size] = {}
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def read_metadata(self) -> Metadata:
+        """Describe what the directory holds: quantized tensors with the sizes and the dtype they will have."""
+        metadata = super().read_metadata()
+        self._load_quantization_metadata()
+        for key, entry in metadata.state_dict_metadata.items():
+            stored = self._catalog[key]
+            self._tensor_full_shapes[key] = torch.Size(stored.shape)
+            if not self._is_tensor_quantized(key):
+                continue
+            entry.properties.dtype = self.target_dtype  # type: ignore[union-attr]  # all are tensors
+            if key.endswith(_BLOCKS_SUFFIX):
+                self._tensor_full_shapes[key + "_quantized"] = torch.Size(stored.shape)
+                self._tensor_full_shapes[key] = _expanded(key, stored.shape)
+                self._describe_expanded(key, stored, metadata)
+        return metadata
+
+    def _describe_expanded(self, key: str, stored: Stored, metadata: Metadata) -> None:
+        """Give the metadata of packed groups the sizes of what they hold; torch leaves the chunks as they are."""
+        entry: Any = metadata.state_dict_metadata[key]
+        values = 2 * stored.shape[-1]
+        entry.size = _expanded(key, stored.shape)
+        entry.chunks = []
+        for chunk in stored.chunks:
+            if chunk.box.sizes[-1] != stored.shape[-1]:
+                raise MalformedFile(f"{chunk.path}: {key!r} is cut inside its groups", file=chunk.path, key=key)
+            *at, group, _ = chunk.box.offsets
+            *sizes, groups, _ = chunk.box.sizes
+            offsets = torch.Size([*at, group * values])
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size([*sizes, groups * values])))
+            metadata.storage_data[MetadataIndex(key, offsets)] = _HFStorageInfo(
+                chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype)
+            )
+
+    def _load_quantization_metadata(self) -> None:
+        """Find out which tensors are quantized, from the index file or, where there is none, from the files."""
+        index = os.path.join(self.path, _metadata_fn)
+        if os.path.exists(index):
+            self._build_weight_scale_mapping(read_weight_map(index))
+        else:
+            homes = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
+            self._build_weight_scale_mapping(homes)
+
+    def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
+        """Keep the file of each tensor, and pair those that are quantized with their scales."""
+        self._weight_map = weight_map
+        self._weight_scale_mapping = {}
+        for scale, weight in ((_SCALE_SUFFIX, _WEIGHT_SUFFIX), (_SCALES_SUFFIX, _BLOCKS_SUFFIX)):
+            for name in weight_map:
+                partner = name.removesuffix(scale) + weight
+                if name.endswith(scale) and partner in weight_map:
+                    self._weight_scale_mapping[partner] = name
+
+    def _is_tensor_quantized(self, tensor_fqn: str) -> bool:
+        if tensor_fqn.endswith((_SCALE_SUFFIX, _SCALES_SUFFIX)):
+            return False
+        return tensor_fqn in self._weight_scale_mapping
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
+        if type(self)._process_read_request is not QuantizedHuggingFaceStorageReader._process_read_request:
+            self._read_one_by_one(items, planner, files)
+            return
+        quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]
+        chosen = set(map(id, quantized))
+        self.read_plain([req for req in items if id(req) not in chosen], planner, files)
+        for batch in batches(quantized):
+            targets = []
+            for req in batch:
+                targets.append(planner.resolve_tensor(req).detach())
+                check_size(req, targets[-1])
+            self._fill(batch, targets, files)
+            for req, target in zip(batch, targets, strict=True):
+                planner.commit_tensor(req, target)
+
+    def _fill(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], files: OpenFiles) -> None:
+        """Read what requests ask for, strip by strip."""
+        cut = [
+            (req, target, strip)
+            for req, target in zip(items, targets, strict=True)
+            for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
+        ]
+
+        def work(task: tuple[ReadItem, torch.Tensor, Box], buffer: memoryview) -> bool:
+            req, target, strip = task
+            offsets = tuple(a + b for a, b in zip(_begin_of(req), strip.offsets, strict=True))
+            numbers = self._numbers(req.storage_index.fqn, Box(offsets, strip.sizes), files, buffer)
+            target[slices(strip)].copy_(numbers)
+            return True
+
+        if cut:
+            run_workers(cut, work, threads=min(self._threads(), len(cut)), buffer_nbytes=_BUFFER_NBYTES)
+
+    def _numbers(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
+        """Return the numbers of a box of a quantized tensor."""
+        stored, scales = self._pair(key)
+        if key.endswith(_BLOCKS_SUFFIX):
+            *lead, groups, width = stored.shape
+            first, last = groups_of(box, 2 * width)
+            some = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+            self._check_scales(key, scales, (*lead, groups))
+            blocks = self._read_box(key, Box((*some.offsets, 0), (*some.sizes, width)), files, buffer)
+            exponents = self._read_box(self._weight_scale_mapping[key], some, files, buffer)
+            values = expand_groups(blocks, exponents, self.target_dtype)
+            at = box.offsets[-1] - first * 2 * width
+            return values[..., at : at + box.sizes[-1]]
+        if len(stored.shape) != 2:
+            raise MalformedFile(
+                f"{key!r} has scales for blocks of a matrix, and {len(stored.shape)} axes: Unsupported quantization types",
+                key=key,
+            )
+        self._check_scales(key, scales, tuple(-(-n // self.block_size) for n in stored.shape))
+        weight = self._read_box(key, box, files, buffer)
+        scale = self._read_box(self._weight_scale_mapping[key], block_ranges(box, self.block_size), files, buffer)
+        return scale_blocks(weight, scale, box, self.block_size, self.target_dtype)
+
+    def _pair(self, key: str) -> tuple[Stored, Stored]:
+        if key not in self._catalog:  # metadata that another reader read
+            self.read_metadata()
+        stored, scales = self.stored_tensor(key), self.stored_tensor(self._weight_scale_mapping[key])
+        if stored is None or scales is None:
+            missing = key if stored is None else self._weight_scale_mapping[key]
+            raise MalformedFile(f"{self.path}: there is no tensor {missing!r}, which {key!r} needs", key=missing)
+        return stored, scales
+
+    def _check_scales(self, key: str, scales: Stored, needed: tuple[int, ...]) -> None:
+        if len(scales.shape) != len(needed) or any(a < b for a, b in zip(scales.shape, needed, strict=True)):
+            raise MalformedFile(
+                f"{self._weight_scale_mapping[key]!r} has shape {list(scales.shape)}, and {key!r} needs {list(needed)}",
+                hint=f"is block_size={self.block_size} what the model was quantized with?",
+                key=self._weight_scale_mapping[key],
+            )
+
+    def _read_box(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
+        """Return a box of a tensor as it is stored, from whichever files have it."""
+        stored = self._catalog[key]
+        found = torch.empty(box.sizes, dtype=to_torch(stored.dtype))
+        for chunk in stored.chunks:
+            common = intersect(chunk.box, box)
+            if common is not None:
+                into = found[slices(relative(common, box))]
+                at = relative(common, chunk.box)
+                read_box(Want(chunk.path, chunk.start, stored.dtype, chunk.box.sizes, at, into), files, buffer)
+        return found
+
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        """Read one item; `f` is its open file, which what is quantized may need more than."""
+        if not self._is_tensor_quantized(req.storage_index.fqn):
+            super()._process_read_request(f, req, planner)
+            return
+        target = planner.resolve_tensor(req).detach()
+        check_size(req, target)
+        target.copy_(self._read_quantized_tensor_with_block_alignment(req, f))
+        planner.commit_tensor(req, target)
+
+    def _read_quantized_tensor_with_block_alignment(
+        self,
+        req: ReadItem,
+        safetensor_file: Any,
+    ) -> torch.Tensor:
+        """Return the numbers that a request asks for."""
+        found = torch.empty(tuple(req.lengths), dtype=self.target_dtype)
+        with closing(OpenFiles(direct=False)) as files:
+            self._fill([req], [found], files)
+        return found
+
+
+def _expanded(key: str, shape: tuple[int, ...]) -> torch.Size:
+    if len(shape) < 2:
+        raise MalformedFile(f"{key!r} has shape {list(shape)}, and not one of groups of bytes", key=key)
+    *lead, groups, width = shape
+    return torch.Size([*lead, groups * width * 2])
+
+
+def _begin_of(req: ReadItem) -> tuple[int, ...]:
+    """Return where a request begins in the whole tensor; the stored chunk may be a shard."""
+    chunk = tuple(req.storage_index.offset or ())
+    if len(chunk) != len(req.storage_offsets):
+        chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups, which has an axis more
+    return tuple(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))
