@@ -41,5 +41,20 @@ class Options:
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
     """How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it."""
+    allow_pickle: bool = field(default_factory=lambda: _env_int("SHARDKEEP_ALLOW_PICKLE", 0) != 0)
+    """Unpickle objects of any class in checkpoints of torch's layout. Only for checkpoints you trust."""
     direct_io: bool = field(default_factory=lambda: _env_int("SHARDKEEP_DIRECT_IO", 1) != 0)
     """Use O_DIRECT on local disks where it works."""
+
+
+def setting(name: str) -> str | None:
+    """Return what the environment says, or None."""
+    return os.environ.get(name)
+
+
+def set_for_children(name: str, value: str | None) -> None:
+    """Put something in the environment that processes started from here inherit; None takes it out."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

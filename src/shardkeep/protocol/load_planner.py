@@ -16,6 +16,7 @@ from shardkeep.protocol.materialise import _init_state_dict
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan, ReadItem
+from shardkeep.protocol.objects import load_object
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.state.toolkit.nested_shards import flatten_sharded_tensors
 from shardkeep.state.toolkit.trees import (
@@ -109,9 +110,9 @@ class DefaultLoadPlanner(LoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle a stored object and put it into the state; as in torch, the checkpoint must be trusted."""
-        loaded = torch.load(value, weights_only=False)
+        """Put a stored object into the state; one of a class that is not known to be safe is refused."""
         fqn = read_item.dest_index.fqn
+        loaded = load_object(value, key=fqn)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, _as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
         else:
