@@ -14,9 +14,9 @@ from shardkeep.protocol.default_plans import create_default_global_load_plan, cr
 from shardkeep.protocol.lookup import find_state_dict_object
 from shardkeep.protocol.materialise import _init_state_dict
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
+from shardkeep.protocol.objects import load_object
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan, ReadItem
-from shardkeep.protocol.objects import load_object
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.state.toolkit.nested_shards import flatten_sharded_tensors
 from shardkeep.state.toolkit.trees import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
+import datetime as dt
 import decimal
 import fractions
 import io
@@ -30,7 +30,6 @@ from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.safe_pickle import Names, end_of_pickle
 from shardkeep.options import Options
-
 
 _MOST_ITEMS = 1 << 24
 _FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
@@ -104,7 +103,7 @@ def _plain() -> Names:
     plain: list[Any] = [
         *(set, frozenset, complex, slice, dict, list, tuple, int, float, str, bool),
         *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
-        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
         *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
         *(pathlib.PurePosixPath, pathlib.PureWindowsPath, torch.Size, torch.device),
         *(torch.nn.Parameter, torch.serialization._get_layout),
