@@ -8,31 +8,19 @@ with the name of its class, unless the user says so: to torch for that class (`a
 
 from __future__ import annotations
 
-import argparse
-import collections
-import datetime as dt
-import decimal
-import fractions
 import io
-import pathlib
 import pickle
-import re
-import types
-import uuid
 from functools import cache
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import _utils as rebuilding
 
 from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.dtypes import known_to_torch
+from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import Names, end_of_pickle
 from shardkeep.options import Options
-
-_MOST_ITEMS = 1 << 24
-_FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
 
 
 def load_object(stream: IO[bytes], *, key: str) -> Any:
@@ -100,63 +88,13 @@ class _Plain:
 @cache
 def _plain() -> Names:
     """Return what pickles of plain values name, and what that is."""
-    plain: list[Any] = [
-        *(set, frozenset, complex, slice, dict, list, tuple, int, float, str, bool),
-        *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
-        *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
-        *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
-        *(pathlib.PurePosixPath, pathlib.PureWindowsPath, torch.Size, torch.device),
-        *(torch.nn.Parameter, torch.serialization._get_layout),
-        *(np.ndarray, np.dtype, np.random.bit_generator.SeedSequence),
-        *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
+    torchs: list[Any] = [
+        *(torch.Size, torch.device, torch.nn.Parameter, torch.serialization._get_layout),
         *(getattr(rebuilding, f"_rebuild_{what}") for what in ("tensor_v2", "tensor_v3", "parameter")),
     ]
-    names: dict[tuple[str, str], Any] = {(each.__module__, each.__qualname__): each for each in plain}
-    names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
-    names.update({("torch", dtype.name): known for known, dtype in known_to_torch().items()})
-    names["torch.storage", "UntypedStorage"] = torch.UntypedStorage
-    names["_codecs", "encode"] = _encode
-    names["fractions", "Fraction"] = _fraction
-    for module, name in (("builtins", "range"), ("__builtin__", "xrange")):
-        names[module, name] = _range
-    for module in ("builtins", "__builtin__"):
-        names[module, "bytearray"] = _bytearray
-    core: Any = getattr(np, "_core", None) or np.core
-    for part in ("core", "_core"):  # as numpy 1 and numpy 2 call it
-        for name in ("_reconstruct", "scalar"):
-            names[f"numpy.{part}.multiarray", name] = getattr(core.multiarray, name)
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "WindowsPath", "Path"):
-            names[module, name] = pathlib.Path
-        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
-            names[module, kind.__name__] = kind
-    return names
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Stand for `codecs.encode`, by which old protocols write bytes: text in, bytes out, no codec but this one."""
-    if encoding != "latin1" or type(text) is not str:
-        raise MalformedFile(f"bytes stored as {encoding!r}")
-    return text.encode("latin1")
-
-
-# Constructors that make much out of little are given only what pickles of small values give them.
-
-
-def _range(*numbers: Any) -> range:
-    made = range(*numbers)
-    if len(made) > _MOST_ITEMS:
-        raise MalformedFile(f"a range of {len(made)} numbers")
-    return made
-
-
-def _bytearray(*data: Any) -> bytearray:
-    if data and not isinstance(data[0], (bytes, str)):
-        raise MalformedFile("a bytearray that is not made of bytes")
-    return bytearray(*data)
-
-
-def _fraction(*parts: Any) -> fractions.Fraction:
-    if not all(type(part) is int or (type(part) is str and _FRACTION(part)) for part in parts):
-        raise MalformedFile("a fraction that no program writes")
-    return fractions.Fraction(*parts)
+    return {
+        **plain_names(),
+        **{(each.__module__, each.__qualname__): each for each in torchs},
+        **{("torch", dtype.name): known for known, dtype in known_to_torch().items()},
+        ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    }

@@ -8,9 +8,7 @@ the pickle, where torch does not look, stands a digest of it, so that damage is 
 from __future__ import annotations
 
 import io
-import pathlib
 import pickle
-from collections import OrderedDict, defaultdict
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,6 +17,7 @@ import torch
 from shardkeep.errors import ChecksumMismatch, MalformedFile
 from shardkeep.format.checksum import DIGEST_NBYTES, digest
 from shardkeep.format.dtypes import known_to_torch
+from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import Names, end_of_pickle, load_pickle
 from shardkeep.protocol import metadata
 from shardkeep.protocol.metadata import MetadataIndex
@@ -88,7 +87,7 @@ def _safe_globals() -> list[Any]:
 
 @cache
 def _known() -> Names:
-    names: dict[tuple[str, str], Any] = {name: kind for kind, name in _CLASSES.items()}
+    names: dict[tuple[str, str], Any] = {**plain_names(), **{name: kind for kind, name in _CLASSES.items()}}
     shards = "torch.distributed._shard.sharded_tensor.metadata"
     # Where torch before 2.3 had them.
     names[shards, "TensorProperties"] = metadata.TensorProperties
@@ -97,15 +96,6 @@ def _known() -> Names:
     names.update({("torch", dtype.name): known for known, dtype in known_to_torch().items()})
     names["torch", "Size"] = torch.Size
     names["torch.serialization", "_get_layout"] = _layout
-    names["collections", "OrderedDict"] = OrderedDict
-    names["collections", "defaultdict"] = defaultdict
-    names["builtins", "set"] = names["__builtin__", "set"] = set
-    names["builtins", "frozenset"] = frozenset
-    for module in ("pathlib", "pathlib._local"):
-        for path in ("PosixPath", "WindowsPath", "Path"):
-            names[module, path] = pathlib.Path
-        for path in ("PurePosixPath", "PureWindowsPath"):
-            names[module, path] = getattr(pathlib, path)
     return names
 
 

@@ -1,0 +1,83 @@
+"""
+What pickles of plain values name: classes of the standard library and numpy that hold data and run nothing.
+
+Constructors that would make much out of little are replaced by ones that take only what a pickle of a small value
+gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import decimal
+import fractions
+import pathlib
+import re
+import types
+import uuid
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardkeep.errors import MalformedFile
+from shardkeep.format.safe_pickle import Names
+
+_MOST_ITEMS = 1 << 24
+_FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
+
+
+@cache
+def plain_names() -> Names:
+    """Return what pickles of plain values name, and what that is."""
+    plain: list[Any] = [
+        *(set, frozenset, complex, slice, dict, list, tuple, int, float, str, bool),
+        *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
+        *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
+        *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
+        *(np.ndarray, np.dtype, np.random.bit_generator.SeedSequence),
+        *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
+    ]
+    names: dict[tuple[str, str], Any] = {(each.__module__, each.__qualname__): each for each in plain}
+    names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
+    names["_codecs", "encode"] = _encode
+    names["fractions", "Fraction"] = _fraction
+    names["builtins", "range"] = names["__builtin__", "xrange"] = _range
+    names["builtins", "bytearray"] = names["__builtin__", "bytearray"] = _bytearray
+    core: Any = getattr(np, "_core", None) or np.core
+    for part in ("core", "_core"):  # as numpy 1 and numpy 2 call it
+        for name in ("_reconstruct", "scalar"):
+            names[f"numpy.{part}.multiarray", name] = getattr(core.multiarray, name)
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "WindowsPath", "Path"):
+            names[module, name] = pathlib.Path
+        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
+            names[module, kind.__name__] = kind
+    return names
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Stand for `codecs.encode`, by which old protocols write bytes: text in, bytes out, no codec but this one."""
+    if encoding != "latin1" or type(text) is not str:
+        raise MalformedFile(f"bytes stored as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _range(*numbers: Any) -> range:
+    made = range(*numbers)
+    if len(made) > _MOST_ITEMS:
+        raise MalformedFile(f"a range of {len(made)} numbers")
+    return made
+
+
+def _bytearray(*data: Any) -> bytearray:
+    if data and not isinstance(data[0], (bytes, str)):
+        raise MalformedFile("a bytearray that is not made of bytes")
+    return bytearray(*data)
+
+
+def _fraction(*parts: Any) -> fractions.Fraction:
+    if not all(type(part) is int or (type(part) is str and _FRACTION(part)) for part in parts):
+        raise MalformedFile("a fraction that no program writes")
+    return fractions.Fraction(*parts)
