@@ -69,7 +69,7 @@ def prepare(state: Any, memory: HostMemory) -> Snapshot:
     """
     copying = _Copying(memory)
     with torch.no_grad():
-        copying.add(list(_tensors(state, set())))
+        copying.add(list(tensors_in(state, set())))
         try:
             copying.snapshot.tree = copying.deepcopy(state)
         except Exception as error:
@@ -165,7 +165,7 @@ def _view(tensor: torch.Tensor, run: Run, place: Place) -> torch.Tensor:
     return made.set_(place.storage, offset // size, tensor.shape, tensor.stride())
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Give the tensors in nested mappings, lists and tuples, each once."""
     if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
         if id(value) in seen:
@@ -175,10 +175,10 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each, seen)
+            yield from tensors_in(each, seen)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each, seen)
+            yield from tensors_in(each, seen)
 
 
 def _culprit(value: Any, path: Path = ()) -> tuple[Path, Any]:

@@ -1,0 +1,126 @@
+"""
+Saves in a process of their own.
+
+The thread that waits for that process also meets the other ranks, as for any other save: a process that dies is a
+failure of its rank in the step under way, and known to all ranks at once. The processes do not know of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from shardkeep.compat.async_thread import _AsyncCheckpointExecutor, once_staged, place_of
+from shardkeep.compat.call_log import logged
+from shardkeep.compat.calls import _stateful_to_state_dict
+from shardkeep.compat.lanes import Lane, fail_together, is_alone, lane_of, ranks_in_lane
+from shardkeep.compat.saver_handle import RemoteSave, SaverDied, SaverProcess
+from shardkeep.compat.saver_process import Order, Place
+from shardkeep.options import Options
+from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
+from shardkeep.protocol.planners import SavePlanner
+from shardkeep.protocol.storage import StorageWriter
+from shardkeep.stage.leaves import open_tensor
+from shardkeep.stage.snapshot import tensors_in
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
+    """
+    Saves in a process that is spawned at the first save and serves the later ones.
+
+    The state reaches it in shared memory; the writer and the planner are pickled. It is given the rank and the size of
+    the default group, and cannot talk to other ranks. One that has died is replaced at the next save.
+    """
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """Begin a save, and return the future of what was saved."""
+        ranks = ranks_in_lane(process_group, no_dist=no_dist)
+        lane = lane_of(process_group, no_dist=no_dist)
+        world = _place_in_world(no_dist=no_dist)
+        timeout_s = Options().timeout_s
+
+        def work() -> Metadata:
+            try:
+                saver = _saver_of(lane, world, timeout_s)
+                order = Order(
+                    state=_in_shared_memory(lane, _stateful_to_state_dict(once_staged(staging_future_or_state_dict))),
+                    checkpoint_id=checkpoint_id,
+                    storage_writer=storage_writer,
+                    planner=planner,
+                    rank=ranks.rank,
+                    is_coordinator=ranks.is_coordinator,
+                    use_collectives=use_collectives,
+                )
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                fail_together(ranks, error, use_collectives=use_collectives)
+            remote = RemoteSave(saver, order)
+            try:
+                return _run_remotely(ranks, remote, use_collectives=use_collectives)
+            finally:
+                with contextlib.suppress(SaverDied):
+                    remote.forget()
+
+        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
+        return lane.submit(call, place_of(checkpoint_id, storage_writer))
+
+
+def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: bool) -> Metadata:
+    if not use_collectives:
+        mine: list[bytes] = []
+
+        def alone() -> None:
+            [plan] = remote.decide([remote.plan()])
+            mine.append(remote.finish([remote.write(plan)]))
+
+        ranks.all_gather("write", alone)
+        [written] = mine
+    else:
+        plan = ranks.reduce_scatter("plan", remote.plan, remote.decide)
+        written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
+    metadata: Metadata = pickle.loads(written)
+    return metadata
+
+
+def _saver_of(lane: Lane, world: Place | None, timeout_s: float) -> SaverProcess:
+    """Return the lane's process, a new one if there is none, or it is dead, or this rank has become another."""
+    if lane.saver is not None and (not lane.saver.alive() or lane.saver.world != world):
+        lane.saver.close()
+        lane.saver = None
+    if lane.saver is None:
+        lane.saver = SaverProcess(world, timeout_s=timeout_s)
+    return lane.saver
+
+
+def _place_in_world(*, no_dist: bool) -> Place | None:
+    if is_alone(no_dist):
+        return None
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
+
+    return Place(dist.get_rank(), dist.get_world_size())
+
+
+def _in_shared_memory(lane: Lane, state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """Return a state whose tensors another process can map: itself, or a copy in a few large pieces."""
+    parts: list[Any] = [part for tensor in tensors_in(state, set()) for part in open_tensor(tensor).parts]
+    if all(part.is_shared() for part in parts):
+        return state
+    shared: STATE_DICT_TYPE = lane.shared_memory.stage(state)
+    return shared

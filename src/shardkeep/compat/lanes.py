@@ -1,0 +1,148 @@
+"""
+Lanes: where saves go on after the call that began them has returned.
+
+Saves of one group of ranks run one after the other on one thread, in the order of the calls, which is the same on all
+ranks. They meet under keys of their own in the group's store, so that whatever the training thread does meanwhile,
+collectives and other saves included, is never mixed up with them. A failure that nobody asks for is logged, and raised
+by the next asynchronous save.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from shardkeep.errors import CheckpointError
+from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.stage.stagers import StateDictStager
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardkeep.compat.saver_handle import SaverProcess
+
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
+
+
+class EarlierSaveFailed(CheckpointError, RuntimeError):
+    """An asynchronous save failed, and nobody had asked for its result by the time of the next one."""
+
+
+class SaveFuture(Future[T]):
+    """The result of a save; remembers whether anybody has asked for it. A save that was begun cannot be cancelled."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.asked = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return what was saved, or raise what went wrong."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.asked = self.asked or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return what went wrong."""
+        error = super().exception(timeout)
+        self.asked = True
+        return error
+
+
+class Lane:
+    """The saves of one group of ranks, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
+        self._failed: list[SaveFuture[Any]] = []
+        self.saver: SaverProcess | None = None
+        """The process that writes, once there is one; used by this lane's thread alone."""
+        self.shared_memory = StateDictStager(share_memory=True)
+        """Where states lie that this process reads."""
+
+    def submit(self, work: Callable[[], T], what: str) -> SaveFuture[T]:
+        """Run a save after those before it."""
+        future: SaveFuture[T] = SaveFuture(what)
+        self._thread.submit(self._carry_out, work, future)
+        return future
+
+    def raise_unasked(self) -> None:
+        """Raise the failure of an earlier save that nobody has asked for."""
+        failed, self._failed = [each for each in self._failed if not each.asked], []
+        if failed:
+            error = failed[0].exception()
+            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise EarlierSaveFailed(
+                f"an earlier asynchronous save, to {failed[0].what}, failed{more}: {_text(error)}",
+                hint="ask each future for its result before the next save",
+            ) from error
+
+    def _carry_out(self, work: Callable[[], T], future: SaveFuture[T]) -> None:
+        try:
+            result = work()
+        except BaseException as error:  # read by whoever asks, or raised by the next save
+            log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
+            self._failed.append(future)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _text(error: BaseException | None) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
+def _lanes_of(process_id: int) -> dict[str, Lane]:
+    del process_id
+    return {}
+
+
+def lane_of(group: ProcessGroup | None, *, no_dist: bool) -> Lane:
+    """Return the lane of a group of ranks, or of this process alone."""
+    lanes = _lanes_of(os.getpid())
+    name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
+    return lanes[name] if name in lanes else lanes.setdefault(name, Lane())
+
+
+def ranks_in_lane(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
+    """Return the ranks that save together, who meet apart from everything else that they do."""
+    ranks = _DistWrapper(group, not is_alone(no_dist), coordinator_rank=0)
+    world = ranks._world
+    if world.store is not None:
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
+
+        ranks._world = replace(world, store=PrefixStore("asynchronous", world.store))
+    return ranks
+
+
+def fail_together(ranks: _DistWrapper, error: Exception, *, use_collectives: bool) -> NoReturn:
+    """Raise what kept this rank from beginning, on all ranks: the others are in their first step."""
+    if ranks.get_world_size() > 1:
+
+        def fail() -> NoReturn:
+            raise error
+
+        ranks.reduce_scatter("plan" if use_collectives else "write", fail, lambda results: results)
+    raise error
+
+
+def is_alone(no_dist: bool) -> bool:
+    """Say whether a save is this process's own."""
+    dist = sys.modules.get("torch.distributed")
+    return no_dist or dist is None or not dist.is_available() or not dist.is_initialized()
+
+
+def _name_of(group: ProcessGroup | None) -> str:
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
+
+    return str(c10d._get_process_group_name(c10d._get_default_group() if group is None else group))

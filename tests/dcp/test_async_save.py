@@ -1,0 +1,366 @@
+"""Asynchronous saves on a thread: what is saved, in which order, and who learns of what fails."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+from torch.distributed.checkpoint.staging import AsyncStager as TheirStager
+
+from shardkeep.compat.async_save import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from shardkeep.compat.lanes import EarlierSaveFailed
+from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
+from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
+from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp.metadata import Metadata
+from shardkeep.dcp.staging import AsyncStager, DefaultStager, StagingOptions
+from shardkeep.dcp.state_dict_loader import load
+from shardkeep.dcp.state_dict_saver import save
+from tests.protocol.samples import blank, holds, quietly, state_of_ranks
+from tests.toolkit.samples import numbered
+
+
+def writer_to(folder, kind=FileSystemWriter, **options):
+    return kind(folder, **options)
+
+
+def loaded(folder, **like):
+    quietly(theirs.load, like, storage_reader=theirs.FileSystemReader(folder), no_dist=True)
+    return like
+
+
+class Slow(FileSystemWriter):
+    """Waits to be let on before it writes."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.go = threading.Event()
+        self.began = threading.Event()
+
+    def write_data(self, plan, planner):
+        self.began.set()
+        if not self.go.wait(30):
+            raise TimeoutError("never let on")
+        return super().write_data(plan, planner)
+
+
+class Broken(FileSystemWriter):
+    def write_data(self, plan, planner):
+        raise OSError(28, "no space")
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
+    """
+    Values on the CPU changed right after the call, in place, are not in the checkpoint.
+    """
+    state = {"w": numbered(100), "n": {"list": [1, {"x": numbered(3)}]}}
+    writer = Slow(tmp_path / "a")
+    future = quietly(async_save, state, storage_writer=writer)
+    state["w"].zero_()
+    state["n"]["list"][1]["x"].fill_(-1)
+    state["n"]["list"][0] = "changed"
+    writer.go.set()
+    metadata = future.result(30)
+    assert isinstance(metadata, Metadata)
+    assert "w" in metadata.state_dict_metadata
+    found = loaded(tmp_path / "a", w=torch.empty(100), n={"list": [0, {"x": torch.empty(3)}]})
+    assert torch.equal(found["w"], numbered(100))
+    assert torch.equal(found["n"]["list"][1]["x"], numbered(3))
+    assert found["n"]["list"][0] == 1
+
+
+def test_one_stager_over_many_saves(tmp_path):
+    """
+    A stager is used again and again, and every checkpoint has the values of its own time.
+    """
+    stager = DefaultStager(StagingOptions(use_async_staging=True))
+    weights = torch.zeros(1000)
+    responses = []
+    for step in range(20):
+        weights.fill_(float(step))
+        response = quietly(
+            async_save,
+            {"w": weights},
+            checkpoint_id=tmp_path / str(step),
+            storage_writer=writer_to(tmp_path / str(step)),
+            async_stager=stager,
+        )
+        assert isinstance(response, AsyncSaveResponse)
+        assert response.staging_completion.result(30) is None
+        responses.append(response)
+    for step, response in enumerate(responses):
+        assert isinstance(response.upload_completion.result(30), Metadata)
+        assert torch.equal(loaded(tmp_path / str(step), w=torch.empty(1000))["w"], torch.full((1000,), float(step)))
+    stager.close()
+
+
+class BadStager(DefaultStager):
+    """Fails, in the future that it returns."""
+
+    def __init__(self, wait=0.0):
+        super().__init__(StagingOptions(False, False, False, False))
+        self.wait = wait
+
+    def stage(self, state_dict):
+        failed = Future()
+        failed.set_exception(MemoryError("no room"))
+        return failed
+
+
+def test_a_failed_staging_is_never_a_success(tmp_path):
+    """
+    Both futures fail, though the staging one had failed before it was looked at; torch's says that it succeeded.
+    """
+    response = quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=BadStager())
+    with pytest.raises(MemoryError, match="no room"):
+        response.staging_completion.result(30)
+    with pytest.raises(MemoryError, match="no room"):
+        response.upload_completion.result(30)
+    assert not list(tmp_path.glob(".metadata"))
+    torchs = quietly(
+        theirs.async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=BadStager()
+    )
+    assert torchs.staging_completion.result(30) is None  # the fault
+
+
+class Unsure(DefaultStager):
+    """Finds out after the call that the copy is no good."""
+
+    _synchronize_after_execute = True
+
+    def __init__(self):
+        super().__init__(StagingOptions(False, False, False, False))
+
+    def synchronize_staging(self):
+        raise MemoryError("copy failed")
+
+
+def test_a_copy_that_turns_out_bad_is_not_saved(tmp_path):
+    """
+    What `synchronize_staging` raises comes out of the call, and no checkpoint appears.
+    """
+    with pytest.raises(MemoryError, match="copy failed"):
+        quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=Unsure())
+    quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "next")).result(30)
+    assert not list(tmp_path.glob(".metadata"))
+
+
+def test_saves_run_one_after_the_other(tmp_path):
+    """
+    A save that is begun while another writes waits for it, with one writer for both; none is torn.
+    """
+    writer = Slow(tmp_path / "x")
+    first = quietly(async_save, {"w": torch.full((9,), 1.0)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
+    assert writer.began.wait(30)
+    second = quietly(async_save, {"w": torch.full((9,), 2.0)}, storage_writer=writer, checkpoint_id=tmp_path / "2")
+    assert not second.done()
+    assert second.cancel() is False
+    writer.go.set()
+    second.result(30)
+    assert first.done()
+    for step in (1, 2):
+        assert loaded(tmp_path / str(step), w=torch.empty(9))["w"].tolist() == [float(step)] * 9
+
+
+def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
+    """
+    It is logged when it happens and raised once; a failure that was asked for is not raised again.
+    """
+    asked = quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "a", Broken))
+    with pytest.raises(CheckpointException, match="no space"):
+        asked.result(30)
+    ignored = quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "b", Broken))
+    while not ignored.done():
+        time.sleep(0.01)
+    with pytest.raises(EarlierSaveFailed, match="no space") as caught:
+        quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "c"))
+    assert isinstance(caught.value.__cause__, CheckpointException)
+    assert "an asynchronous save, to" in caplog.text
+    quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "c")).result(30)
+
+
+def test_a_storage_that_cannot_be_found_fails_the_future():
+    """
+    As torch's does: the call returns, and the future says what is wrong.
+    """
+    with pytest.raises(RuntimeError, match="checkpoint_id"):
+        quietly(async_save, {"w": numbered(2)}).result(30)
+
+
+class Own(DefaultStager):
+    closed = 0
+
+    def close(self):
+        type(self).closed += 1
+        super().close()
+
+
+def test_a_stager_that_was_given_stays_open(tmp_path):
+    """
+    Whoever made a stager closes it.
+    """
+    stager = Own(StagingOptions(False, False, False, False))
+    quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=stager).result(30)
+    assert Own.closed == 0
+    assert isinstance(stager, TheirStager)
+    assert isinstance(theirs.FileSystemWriter(tmp_path), AsyncStager)
+
+
+def test_the_executors_have_torchs_arguments(tmp_path):
+    """
+    An executor of its own saves a state or a future of one; so does the function it runs.
+    """
+    executor = _ThreadBasedAsyncCheckpointExecutor()
+    assert isinstance(executor, _AsyncCheckpointExecutor)
+    staged = Future()
+    staged.set_result({"w": numbered(4)})
+    executor.execute_save(staged, storage_writer=writer_to(tmp_path / "a"), no_dist=True).result(30)
+    save_wrapper({"w": numbered(4)}, storage_writer=writer_to(tmp_path / "b"), no_dist=True)
+    for name in "ab":
+        assert torch.equal(loaded(tmp_path / name, w=torch.empty(4))["w"], numbered(4))
+    assert [each.value for each in AsyncCheckpointerType] == ["thread", "process"]
+
+
+# On ranks
+
+
+def spread_state(use_collectives):
+    state = state_of_ranks()
+    if not use_collectives:
+        del state["few"]  # is not on all ranks, and each saves and loads its own
+    return state
+
+
+def save_spread(folder, use_collectives, kind):
+    state = spread_state(use_collectives)
+    future = async_save(
+        state, storage_writer=writer_to(folder), use_collectives=use_collectives, async_checkpointer_type=kind
+    )
+    expected = holds(state)
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+            with torch.no_grad():
+                local = getattr(value, "_local_tensor", value)
+                local.zero_()
+    future.result(60)
+    found = blank(spread_state(use_collectives))
+    load(found, storage_reader=FileSystemReader(folder))
+    return holds(found) == expected
+
+
+@pytest.mark.parametrize(("ranks", "use_collectives"), [(2, True), (3, True), (2, False)])
+def test_spread_states(rank_pool, tmp_path, ranks, use_collectives):
+    """
+    All kinds of tensors, saved from all ranks while they are being changed.
+    """
+    assert all(rank_pool.run(ranks, save_spread, tmp_path, use_collectives, AsyncCheckpointerType.THREAD))
+
+
+def busy(folder):
+    """Collectives, synchronous saves and several asynchronous ones at once, each rank at its own pace."""
+    torch.manual_seed(dist.get_rank())
+    futures = []
+    for step in range(6):
+        state = {f"rank {dist.get_rank()}": torch.full((50,), float(step)), "all": torch.full((3,), float(step))}
+        futures.append(async_save(state, storage_writer=writer_to(f"{folder}/async {step}")))
+        for _ in range(5):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            time.sleep(torch.rand(1).item() / 200)
+        save(state, storage_writer=writer_to(f"{folder}/sync {step}"))
+    metadata = [future.result(60) for future in futures]
+    return [sorted(each.state_dict_metadata) for each in metadata]
+
+
+def test_training_goes_on_meanwhile(rank_pool, tmp_path):
+    """
+    Collectives of the same group and synchronous saves do not meet the asynchronous ones.
+    """
+    found = rank_pool.run(3, busy, str(tmp_path))
+    assert found == [[["all", "rank 0", "rank 1", "rank 2"]] * 6] * 3
+    for kind in ("sync", "async"):
+        for step in range(6):
+            assert loaded(tmp_path / f"{kind} {step}", all=torch.empty(3))["all"].tolist() == [float(step)] * 3
+
+
+class Failing(AsyncStager):
+    def __init__(self, rank, later):
+        self.rank, self.later = rank, later
+
+    def stage(self, state_dict):
+        if self.later:
+            future = Future()
+            future.set_exception(MemoryError("no room"))
+            return future if dist.get_rank() == self.rank else DefaultStager().stage(state_dict)
+        if dist.get_rank() == self.rank:
+            raise MemoryError("no room")
+        return dict(state_dict)
+
+
+def stage_badly(folder, later):
+    found = []
+    try:
+        response = async_save({"w": numbered(3)}, storage_writer=writer_to(folder), async_stager=Failing(1, later))
+        upload = response.upload_completion if later else response
+        upload.result(60)
+    except BaseException as error:  # noqa: BLE001 - as told to the test
+        found = [type(error).__name__, "no room" in str(error)]
+    async_save({"w": numbered(3)}, storage_writer=writer_to(f"{folder}/next")).result(60)
+    return found
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_staging_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, later):
+    """
+    Nobody waits for the rank that could not stage, and the next save works.
+    """
+    found = rank_pool.run(3, stage_badly, str(tmp_path), later)
+    here = ["CheckpointException", True] if later else ["MemoryError", True]
+    assert found == [["CheckpointException", True], here, ["CheckpointException", True]]
+    assert not list(tmp_path.glob(".metadata"))
+
+
+def ignore_and_go_on(folder):
+    """Rank 1 alone forgets to ask about a failed save."""
+    future = async_save({"w": numbered(3)}, storage_writer=Broken(f"{folder}/a"))
+    while not future.done():
+        time.sleep(0.01)
+    if dist.get_rank() != 1:
+        future.exception()
+    try:
+        async_save({"w": numbered(3)}, storage_writer=writer_to(f"{folder}/b")).result(60)
+    except BaseException as error:  # noqa: BLE001 - as told to the test
+        return type(error).__name__, "no space" in str(error)
+
+
+def test_an_old_failure_on_one_rank_keeps_nobody_waiting(rank_pool, tmp_path):
+    """
+    The rank that raises it tells the others, whose save fails with the same words.
+    """
+    first, second, third = rank_pool.run(3, ignore_and_go_on, str(tmp_path))
+    assert second == ("EarlierSaveFailed", True)
+    assert first == third == ("CheckpointException", True)
+
+
+def on_groups(folder):
+    """Two groups, used in another order on each rank, and one without a backend for the CPU's tensors is no matter."""
+    left, right = dist.new_group([0, 1]), dist.new_group([0, 1])
+    order = [("left", left), ("right", right)]
+    if dist.get_rank() == 1:
+        order.reverse()
+    futures = [
+        async_save({"w": numbered(5), name: 1}, storage_writer=writer_to(f"{folder}/{name}"), process_group=group)
+        for name, group in order
+    ]
+    return sorted(key for future in futures for key in future.result(60).state_dict_metadata)
+
+
+def test_groups_do_not_wait_for_each_other(rank_pool, tmp_path):
+    """
+    Each group has its own lane and its own keys.
+    """
+    assert rank_pool.run(2, on_groups, str(tmp_path)) == [["left", "right", "w", "w"]] * 2
