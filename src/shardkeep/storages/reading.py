@@ -14,82 +14,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StateMismatch, WrongSize
+from shardkeep.errors import MalformedFile, StateMismatch
 from shardkeep.format.dtypes import DType, known_to_torch, of_torch
-from shardkeep.format.record import FileEntry
 from shardkeep.format.region import Box, Ints
 from shardkeep.format.torch_archive import FoundTensor
-from shardkeep.layout.torch_files import Sums, read_sums
 from shardkeep.options import Options
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import Metadata, is_tensor_entry
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
-from shardkeep.run.read import Headers, Reads
-from shardkeep.run.torch_read import ChunkRead, Item, RawRead, check_inside, find_tensors, nbytes_of, read_items
+from shardkeep.run.item_files import Files, Item, check_inside, find_tensors, nbytes_of, read_raw
+from shardkeep.run.read import Reads
+from shardkeep.run.torch_read import ChunkRead, in_order, read_chunks
 from shardkeep.state.devices import settle
 
 log = logging.getLogger("shardkeep")
 
 _BATCH_NBYTES = 256 << 20
 """What planners are asked to have room for at a time."""
-
-
-class Files:
-    """The data files that a load reads from, opened once for what is to be known of them."""
-
-    def __init__(self, store: Reads, sums: dict[str, Any]) -> None:
-        self.store = store
-        self.entries: list[FileEntry] = []
-        self.headers = Digests()
-        self._sums = sums
-        self._number: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        """Return the position of a file in `entries`."""
-        found = self._number.get(name)
-        if found is None:
-            found = self._number[name] = len(self.entries)
-            self.entries.append(self._entry(name))
-        return found
-
-    def _entry(self, name: str) -> FileEntry:
-        known = _sums_of(self._sums.get(name))
-        try:
-            reader = self.store.open(name)
-        except BlobNotFound as exc:
-            raise WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
-        nbytes = reader.nbytes
-        reader.close()
-        if known is None:
-            return FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
-        if nbytes != known.nbytes:
-            raise WrongSize(
-                f"{name}: {nbytes} bytes, the metadata say {known.nbytes}",
-                hint="the file was cut short or changed after the save",
-                file=name,
-            )
-        digests = read_sums(self.store, name, known)
-        if digests is None:
-            log.warning("%s.sums is gone: %s is read without checking it", name, name)
-        block = 0 if digests is None else known.block_nbytes
-        entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=block, checksum=known.checksum)
-        if digests is not None:
-            self.headers.keep(entry, digests)
-        return entry
-
-
-class Digests(Headers):
-    """The digests of all files of a load, known before they are read."""
-
-    def keep(self, entry: FileEntry, digests: bytes) -> None:
-        self._digests[entry] = digests
-
-
-def _sums_of(said: Any) -> Sums | None:
-    if not (isinstance(said, tuple) and len(said) == 3 and [type(each) for each in said] == [int, int, str]):
-        return None
-    return Sums(nbytes=said[0], block_nbytes=said[1], checksum=said[2])
 
 
 class _Wanted(NamedTuple):
@@ -109,7 +51,7 @@ def read_plan(
     """Read every item of the plan."""
     files = Files(store, getattr(metadata, "shardkeep_sums", None) or {})
     wanted = [_want(files, places, request) for request in plan.items]
-    check_inside(files.entries, (each.item for each in wanted))
+    check_inside(files, (each.item for each in wanted))
     objects = [each for each in wanted if each.request.type == LoadItemType.BYTE_IO]
     tensors = [each for each in wanted if each.request.type != LoadItemType.BYTE_IO]
     for batch in _batches(objects, lambda each: each.item.nbytes):
@@ -155,10 +97,9 @@ def _read_objects(files: Files, batch: list[_Wanted], planner: LoadPlanner, tran
 
 
 def _read_whole(files: Files, batch: list[_Wanted]) -> list[bytearray]:
-    buffers = [bytearray(each.item.nbytes) for each in batch]
-    raw = [RawRead(each.item, memoryview(buffer)) for each, buffer in zip(batch, buffers, strict=True)]
-    _read(files, [], raw)
-    return buffers
+    options = Options()
+    items = [each.item for each in batch]
+    return read_raw(files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
 
 
 def _untransformed(each: _Wanted, data: bytearray, transforms: Any) -> io.BytesIO:
@@ -167,19 +108,6 @@ def _untransformed(each: _Wanted, data: bytearray, transforms: Any) -> io.BytesI
         return io.BytesIO(data)
     stream = transforms.transform_load_stream(each.request, descriptors, io.BytesIO(data))
     return io.BytesIO(stream.read(-1))
-
-
-def _read(files: Files, chunks: list[ChunkRead], whole: list[RawRead]) -> None:
-    options = Options()
-    read_items(
-        files.store,
-        files.entries,
-        chunks,
-        whole,
-        headers=files.headers,
-        threads=options.io_threads,
-        budget_nbytes=options.host_budget_bytes,
-    )
 
 
 def _find(files: Files, wanted: list[_Wanted], metadata: Metadata | None) -> list[FoundTensor | None]:
@@ -199,7 +127,7 @@ def _find(files: Files, wanted: list[_Wanted], metadata: Metadata | None) -> lis
             sought.setdefault(id(each.place), []).append(row)
         found.append(known)
     rows = [rows[0] for rows in sought.values()]
-    made = find_tensors(files.store, files.entries, [wanted[row].item for row in rows])
+    made = find_tensors(files, [wanted[row].item for row in rows])
     for same, where in zip(sought.values(), made, strict=True):
         for row in same:
             item = wanted[row].item
@@ -264,10 +192,11 @@ def _read_direct(
         chunk = ChunkRead(each.item, where.start, where.shape, where.dtype, source, target)
         casts.see(each.item.key, _torch_dtype(where.dtype), target.dtype)
         if where.order != tuple(range(len(where.order))):
-            chunk = _in_order(chunk, where.order)
+            chunk = in_order(chunk, where.order)
         chunks.append(chunk)
     settle(targets)
-    _read(files, chunks, [])
+    options = Options()
+    read_chunks(files, chunks, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
     settle(targets)
     torch.autograd.graph.increment_version(targets)
     for (each, _), target in zip(some, targets, strict=True):
@@ -277,13 +206,6 @@ def _read_direct(
 def _torch_dtype(dtype: DType) -> torch.dtype:
     found: torch.dtype = getattr(torch, dtype.name)
     return found
-
-
-def _in_order(chunk: ChunkRead, order: Ints) -> ChunkRead:
-    """See a chunk and its target with their axes in the order in which the chunk's elements lie."""
-    source = Box(tuple(chunk.source.offsets[a] for a in order), tuple(chunk.source.sizes[a] for a in order))
-    shape = tuple(chunk.shape[a] for a in order)
-    return chunk._replace(shape=shape, source=source, target=chunk.target.permute(order))
 
 
 def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
