@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from shardkeep.protocol import metadata, plans, storage
@@ -67,11 +68,17 @@ def language_of(party: object) -> Classes:
     for kind in type(party).__mro__:
         if kind.__name__ in _PARTIES and kind.__module__.startswith("torch.distributed.checkpoint."):
             return {
-                name: getattr(sys.modules[f"torch.distributed.checkpoint.{module}"], name)
+                name: getattr(_torchs_own(f"torch.distributed.checkpoint.{module}"), name)
                 for module, names in _MODULES.items()
                 for name in names
             }
     return OURS
+
+
+def _torchs_own(name: str) -> ModuleType:
+    # Where our tree is installed in the place of torch's, the finder that gives it keeps what was there before.
+    kept: Mapping[str, ModuleType] = next((each.displaced for each in sys.meta_path if hasattr(each, "displaced")), {})
+    return kept.get(name) or sys.modules[name]
 
 
 def translator(source: object, target: object) -> Callable[[Any], Any]:
