@@ -11,7 +11,6 @@ from torch.distributed.checkpoint._checkpointer import _Checkpointer as Theirs
 from shardkeep.dcp._checkpointer import _Checkpointer
 from shardkeep.dcp.metadata import Metadata
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
