@@ -2,6 +2,8 @@
 
 import json
 import os
+import tracemalloc
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -93,3 +95,22 @@ def shard(folder, number, parts, **metadata):
         metadata={"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt", **metadata},
     )
     return path
+
+
+@contextmanager
+def memory_used():
+    """Give a list that will hold the most bytes that the block had beyond those at its beginning: Python's, and all."""
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")
+    used, before = [], resident("VmHWM")
+    tracemalloc.start()
+    try:
+        yield used
+        used += [tracemalloc.get_traced_memory()[1], resident("VmHWM") - before]
+    finally:
+        tracemalloc.stop()
+
+
+def resident(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))

@@ -4,7 +4,6 @@ The storage reader for Hugging Face models and for shards of them: only headers 
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from shardkeep.errors import UnsupportedLeaf
-from shardkeep.format.dtypes import DType, Ints, of_torch, to_torch
+from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.format.region import Box
 from shardkeep.options import Options
 from shardkeep.protocol.metadata import (
@@ -32,13 +31,11 @@ from shardkeep.protocol.problems import BrokenProtocol, NoSuchValue
 from shardkeep.run.workers import run_workers
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
-from shardkeep.storages.safetensors_catalog import Catalog, Chunk, Stored, read_catalog
+from shardkeep.storages.safetensors_catalog import Catalog, Chunk, read_catalog
 from shardkeep.storages.safetensors_files import OpenFiles, SafetensorsFile, read_header
 from shardkeep.storages.safetensors_handle import SafeFile
 from shardkeep.storages.safetensors_publish import look
 from shardkeep.storages.safetensors_reads import Want, read_boxes
-
-logger = logging.getLogger("shardkeep")
 
 _BATCH_ELEMENTS = 1 << 28
 """Tensors are asked of the planner, read and handed back in batches of this size: it may make each for the purpose."""
@@ -114,10 +111,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         part = header.tensors[index.fqn]
         return part.dtype, Chunk(header.path, part.start, Box(at or (0,) * len(part.shape), part.shape))
 
-    def stored_tensor(self, key: str) -> Stored | None:
-        """Return what is stored under a name."""
-        return self._catalog.get(key)
-
     def _header(self, path: str) -> SafetensorsFile:
         if path not in self._headers:
             self._headers[path] = read_header(path)
@@ -149,7 +142,6 @@ class HuggingFaceStorageReader(FileSystemReader):
     def read_plain(self, items: Iterable[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
         """Read items as they are stored, cast to the dtype of what they fill."""
         options = Options()
-        cast: dict[str, str] = {}
         for batch in batches(items):
             wants, filled = [], []
             for req in batch:
@@ -161,16 +153,11 @@ class HuggingFaceStorageReader(FileSystemReader):
                 box = Box(tuple(req.storage_offsets), tuple(req.lengths))
                 wants.append(Want(chunk.path, chunk.start, dtype, chunk.box.sizes, box, into))
                 filled.append((req, target, into))
-                if of_torch(target.dtype) is not dtype:
-                    cast[req.dest_index.fqn] = f"{dtype.name} to {target.dtype}"
             read_boxes(wants, files, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
             for req, target, into in filled:
                 if into is not target:
                     target.copy_(into)
                 planner.commit_tensor(req, target)
-        if cast:
-            key, change = next(iter(cast.items()))
-            logger.warning("%s: %d tensors are cast on load: %s from %s …", self.path, len(cast), key, change)
 
     # -- for readers that extend this one ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ inside a block, and quantized tensors may be stored in shards.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,7 +17,7 @@ import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import to_torch
-from shardkeep.format.region import Box, intersect, relative, slices
+from shardkeep.format.region import Box, intersect, relative, slices, whole
 from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import ReadItem
@@ -27,12 +28,21 @@ from shardkeep.storages.quantized_numbers import block_ranges, expand_groups, gr
 from shardkeep.storages.safetensors_catalog import Stored, read_weight_map
 from shardkeep.storages.safetensors_files import OpenFiles
 from shardkeep.storages.safetensors_reads import Want, read_box
+from shardkeep.store.aligned import aligned_buffer
 
 _SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"
 _SCALES_SUFFIX, _BLOCKS_SUFFIX = "_scales", "_blocks"
 _STRIP_ELEMENTS = 256 << 10
 """Of these a thread holds the stored form, the scales, and the numbers in a few dtypes: some MiB."""
 _BUFFER_NBYTES = 1 << 20
+_HOOKS = (
+    "_process_read_request",
+    "_read_quantized_tensor_with_block_alignment",
+    "_get_slice_to_block_mapping",
+    "_dequantize_tensor",
+    "_dequantize_tensor_mxfp4",
+)
+"""Methods that a subclass may override; then whole requests go through them, as in torch."""
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
@@ -129,11 +139,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
-        if type(self)._process_read_request is not QuantizedHuggingFaceStorageReader._process_read_request:
+        own = QuantizedHuggingFaceStorageReader
+        if any(getattr(type(self), name) is not getattr(own, name) for name in _HOOKS):
             self._read_one_by_one(items, planner, files)
             return
         quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]
         chosen = set(map(id, quantized))
+        for key in dict.fromkeys(req.storage_index.fqn for req in quantized):
+            self._check(key)
         self.read_plain([req for req in items if id(req) not in chosen], planner, files)
         for batch in batches(quantized):
             targets = []
@@ -163,43 +176,41 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             run_workers(cut, work, threads=min(self._threads(), len(cut)), buffer_nbytes=_BUFFER_NBYTES)
 
     def _numbers(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
-        """Return the numbers of a box of a quantized tensor."""
-        stored, scales = self._pair(key)
-        if key.endswith(_BLOCKS_SUFFIX):
-            *lead, groups, width = stored.shape
-            first, last = groups_of(box, 2 * width)
-            some = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
-            self._check_scales(key, scales, (*lead, groups))
-            blocks = self._read_box(key, Box((*some.offsets, 0), (*some.sizes, width)), files, buffer)
-            exponents = self._read_box(self._weight_scale_mapping[key], some, files, buffer)
-            values = expand_groups(blocks, exponents, self.target_dtype)
-            at = box.offsets[-1] - first * 2 * width
-            return values[..., at : at + box.sizes[-1]]
-        if len(stored.shape) != 2:
-            raise MalformedFile(
-                f"{key!r} has scales for blocks of a matrix, and {len(stored.shape)} axes: Unsupported quantization types",
-                key=key,
-            )
-        self._check_scales(key, scales, tuple(-(-n // self.block_size) for n in stored.shape))
-        weight = self._read_box(key, box, files, buffer)
-        scale = self._read_box(self._weight_scale_mapping[key], block_ranges(box, self.block_size), files, buffer)
-        return scale_blocks(weight, scale, box, self.block_size, self.target_dtype)
+        """Return the numbers of a box of a quantized tensor, which was checked."""
+        scale_key = self._weight_scale_mapping[key]
+        if not key.endswith(_BLOCKS_SUFFIX):
+            weight = self._read_box(key, box, files, buffer)
+            scale = self._read_box(scale_key, block_ranges(box, self.block_size), files, buffer)
+            return scale_blocks(weight, scale, box, self.block_size, self.target_dtype)
+        width = self._catalog[key].shape[-1]
+        first, last = groups_of(box, 2 * width)
+        some = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+        blocks = self._read_box(key, Box((*some.offsets, 0), (*some.sizes, width)), files, buffer)
+        values = expand_groups(blocks, self._read_box(scale_key, some, files, buffer), self.target_dtype)
+        at = box.offsets[-1] - first * 2 * width
+        return values[..., at : at + box.sizes[-1]]
 
-    def _pair(self, key: str) -> tuple[Stored, Stored]:
+    def _check(self, key: str) -> None:
+        """Make sure that there are scales for all of a quantized tensor."""
         if key not in self._catalog:  # metadata that another reader read
             self.read_metadata()
-        stored, scales = self.stored_tensor(key), self.stored_tensor(self._weight_scale_mapping[key])
-        if stored is None or scales is None:
-            missing = key if stored is None else self._weight_scale_mapping[key]
-            raise MalformedFile(f"{self.path}: there is no tensor {missing!r}, which {key!r} needs", key=missing)
-        return stored, scales
-
-    def _check_scales(self, key: str, scales: Stored, needed: tuple[int, ...]) -> None:
-        if len(scales.shape) != len(needed) or any(a < b for a, b in zip(scales.shape, needed, strict=True)):
+        scale_key = self._weight_scale_mapping[key]
+        for name in (key, scale_key):
+            if name not in self._catalog:
+                raise MalformedFile(f"{self.path}: there is no tensor {name!r}, which {key!r} needs", key=name)
+        shape, scales = self._catalog[key].shape, self._catalog[scale_key].shape
+        packed = key.endswith(_BLOCKS_SUFFIX)
+        if not packed and len(shape) != 2:
             raise MalformedFile(
-                f"{self._weight_scale_mapping[key]!r} has shape {list(scales.shape)}, and {key!r} needs {list(needed)}",
-                hint=f"is block_size={self.block_size} what the model was quantized with?",
-                key=self._weight_scale_mapping[key],
+                f"{key!r} has scales for blocks of a matrix, and {len(shape)} axes: Unsupported quantization types",
+                key=key,
+            )
+        needed = shape[:-1] if packed else tuple(-(-n // self.block_size) for n in shape)
+        if len(scales) != len(needed) or any(a < b for a, b in zip(scales, needed, strict=True)):
+            raise MalformedFile(
+                f"{scale_key!r} has shape {list(scales)}, and {key!r} needs {list(needed)}",
+                hint="" if packed else f"is block_size={self.block_size} what the model was quantized with?",
+                key=scale_key,
             )
 
     def _read_box(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
@@ -213,6 +224,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 at = relative(common, chunk.box)
                 read_box(Want(chunk.path, chunk.start, stored.dtype, chunk.box.sizes, at, into), files, buffer)
         return found
+
+    # -- for readers that extend this one: whole requests, in torch's steps ---------------------------------------------
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         """Read one item; `f` is its open file, which what is quantized may need more than."""
@@ -229,11 +242,57 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         req: ReadItem,
         safetensor_file: Any,
     ) -> torch.Tensor:
-        """Return the numbers that a request asks for."""
-        found = torch.empty(tuple(req.lengths), dtype=self.target_dtype)
+        """Return the numbers that a request asks for; the file it is in need not have all of them."""
+        key = req.storage_index.fqn
+        self._check(key)
+        req = dataclasses.replace(req, storage_offsets=torch.Size(_begin_of(req)))
+        box = Box(tuple(req.storage_offsets), tuple(req.lengths))
+        shape, scale_key = self._catalog[key].shape, self._weight_scale_mapping[key]
+        buffer = aligned_buffer(_BUFFER_NBYTES)
         with closing(OpenFiles(direct=False)) as files:
-            self._fill([req], [found], files)
-        return found
+            scales = self._read_box(scale_key, whole(self._catalog[scale_key].shape), files, buffer)
+            if not key.endswith(_BLOCKS_SUFFIX):
+                weight = self._read_box(key, box, files, buffer)
+                return self._dequantize_tensor(weight, scales, torch.Size(shape), self._get_slice_to_block_mapping(req))
+            first, last = groups_of(box, 2 * shape[-1])
+            some = Box((*box.offsets[:-1], first, 0), (*box.sizes[:-1], last - first, shape[-1]))
+            blocks = self._read_box(key, some, files, buffer)
+        return self._dequantize_tensor_mxfp4(blocks, scales, req, first, box.offsets[-1] - first * 2 * shape[-1])
+
+    def _get_slice_to_block_mapping(self, req: ReadItem) -> tuple[tuple[int, int], tuple[int, int], slice, slice]:
+        """Return the blocks that a request touches, from the first to after the last, and its rows and columns."""
+        box = Box(tuple(req.storage_offsets), tuple(req.lengths))
+        blocks = block_ranges(box, self.block_size)
+        rows, columns = ((at, at + n) for at, n in zip(blocks.offsets, blocks.sizes, strict=True))
+        row_slice, column_slice = slices(box)
+        return rows, columns, row_slice, column_slice
+
+    def _dequantize_tensor(
+        self,
+        weight: torch.Tensor,
+        scale_inv: torch.Tensor,
+        full_tensor_shape: torch.Size,
+        slice_info: tuple[tuple[int, int], tuple[int, int], slice, slice],
+    ) -> torch.Tensor:
+        """Return the numbers of a part of a matrix, given all of its scales."""
+        rows, columns, row_slice, column_slice = slice_info
+        box = Box((row_slice.start, column_slice.start), tuple(weight.shape))
+        scales = scale_inv[rows[0] : rows[1], columns[0] : columns[1]]
+        return scale_blocks(weight, scales, box, self.block_size, self.target_dtype)
+
+    def _dequantize_tensor_mxfp4(
+        self,
+        blocks: torch.Tensor,
+        scales: torch.Tensor,
+        req: ReadItem,
+        group_start: int,
+        offset_in_first_group: int,
+    ) -> torch.Tensor:
+        """Return the values of a request, given whole groups of them and all scales."""
+        lead = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets[:-1], req.lengths[:-1], strict=True))
+        index = (*lead, slice(group_start, group_start + blocks.shape[-2]))
+        values = expand_groups(blocks, scales[index], self.target_dtype)
+        return values[..., offset_in_first_group : offset_in_first_group + req.lengths[-1]]
 
 
 def _expanded(key: str, shape: tuple[int, ...]) -> torch.Size:

@@ -31,12 +31,12 @@ from shardkeep.storages.hugging_face_names import (
 )
 from shardkeep.storages.safetensors_files import Part, SafetensorsFile, read_headers
 from shardkeep.storages.safetensors_publish import Folder
-from shardkeep.store.files import storage_errors
+from shardkeep.store.local import LocalStore
 
 logger = logging.getLogger("shardkeep")
 
 _MOST_NAMED = 4
-_MOST_INDEX_NBYTES = 1 << 30
+_MOST_INDEX_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ def read_catalog(folder: Folder, *, threads: int) -> Catalog:
 def read_weight_map(path: str) -> dict[str, str]:
     """Return what an index file says: the file of each tensor."""
     where, name = os.path.split(path)
-    with storage_errors("cannot read", where, name), open(path, "rb") as stream:
-        raw = stream.read(_MOST_INDEX_NBYTES)
+    raw = LocalStore(where, direct=False, follow_links=True).get(name, limit=_MOST_INDEX_NBYTES)
     try:
         index = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep.errors import CheckpointError, MalformedFile
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile
 from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, SUFFIX, _metadata_fn
 from shardkeep.storages.safetensors_files import read_header
 from shardkeep.store.files import make_directory, storage_errors, sync_directory
@@ -26,7 +26,7 @@ from shardkeep.store.protocol import is_name
 
 NOTE = "shardkeep-publish.json"
 """There only while files are being renamed."""
-_MOST_NOTE_NBYTES = 1 << 30
+_MOST_NOTE_NBYTES = 256 << 20
 _MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
 _TEMPORARY = re.compile(r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json)\.new-[0-9a-f-]+")
 
@@ -139,12 +139,10 @@ def _carry_out(path: str, note: Mapping[str, Any]) -> None:
 
 def _read_note(path: str) -> dict[str, Any] | None:
     where = os.path.join(path, NOTE)
-    with storage_errors("cannot read", path, NOTE):
-        try:
-            with open(where, "rb") as stream:
-                raw = stream.read(_MOST_NOTE_NBYTES)
-        except FileNotFoundError:
-            return None
+    try:
+        raw = LocalStore(path, direct=False).get(NOTE, limit=_MOST_NOTE_NBYTES)
+    except BlobNotFound:
+        return None
     checks: dict[str, Callable[[Any], bool]] = {
         "save_id": lambda value: isinstance(value, str) and is_name(value),
         "files": _names,

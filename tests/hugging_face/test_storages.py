@@ -1,0 +1,332 @@
+"""Our writer and reader and torch's, each with the other's files and the other's driver."""
+
+import json
+import os
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+from safetensors.torch import save_file
+
+from shardkeep.dcp import hf_storage, state_dict_loader, state_dict_saver
+from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
+from shardkeep.store.local import _LocalReader
+from tests.hugging_face.samples import INDEX, by_library, full_state, load, same, save, spread_state
+from tests.protocol.samples import blank, holds, quietly
+from tests.toolkit.samples import numbered, seen, sharded_tensor
+
+
+def save_and_load(folder, saver, writer, loader, reader, turn):
+    state = spread_state()
+    if "theirs" in (loader, reader):
+        # Torch's planner drops a ShardedTensor of which a rank has no shard.
+        del state["chunks"]
+    save(writer, state, folder, saver=saver, save_distributed=True, thread_count=2)
+    dist.barrier()
+    into, expected = spread_state(turn), spread_state(turn)
+    for tree in (into, expected):
+        if "theirs" in (loader, reader):
+            del tree["chunks"]
+    into = blank(into)
+    load(reader, into, folder, loader=loader, thread_count=2)
+    found, wanted = holds(into), holds(expected)
+    return sorted(key for key in wanted if found[key] != wanted[key])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("saver", "writer", "loader", "reader"),
+    [
+        ("ours", "ours", "ours", "ours"),
+        ("ours", "ours", "theirs", "theirs"),
+        ("theirs", "theirs", "ours", "ours"),
+        ("theirs", "ours", "theirs", "ours"),
+        ("ours", "theirs", "ours", "theirs"),
+    ],
+)
+def test_what_one_saves_the_other_loads(rank_pool, tmp_path, ranks, saver, writer, loader, reader):
+    """
+    Shards of any driver and writer are read by any other, as other cuts, bit for bit.
+    """
+    outcome = rank_pool.run(ranks, save_and_load, str(tmp_path / "ck"), saver, writer, loader, reader, 1)
+    assert outcome == [[]] * ranks
+
+
+def names_after(folder, side, **options):
+    save(side, spread_state(), folder, **options)
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_files_are_called_as_torch_calls_them(rank_pool, tmp_path, mapped):
+    """
+    The same names for shards, in one file or in several, and the same keys in their headers beside ours.
+    """
+    keys = [*full_state(), "chunks"]
+    mapping = {key: number % 2 + 1 for number, key in enumerate(keys)} if mapped else None
+    names = {
+        side: rank_pool.run(
+            2, names_after, str(tmp_path / side), side, save_distributed=True, fqn_to_index_mapping=mapping
+        )[0]
+        for side in ("ours", "theirs")
+    }
+    assert names["ours"] == names["theirs"]
+    for name in names["ours"]:
+        said = {side: header(tmp_path / side / name)["__metadata__"] for side in ("ours", "theirs")}
+        assert set(said["ours"]) - {"shardkeep.save_id", "shardkeep.files"} == set(said["theirs"])
+        for key in ("DCP_VERSION", "format"):
+            assert said["ours"][key] == said["theirs"][key]
+
+
+def header(path):
+    raw = path.read_bytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+
+
+def save_with_rank_zero_mode(folder):
+    save("ours", {key: value for key, value in spread_state().items() if type(value) is torch.Tensor}, folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_whole_tensors_of_several_ranks_are_one_model(rank_pool, tmp_path, ranks):
+    """
+    Replicated tensors that the planner gave to several ranks are all there, where torch's ranks overwrite one file.
+    """
+    rank_pool.run(ranks, save_with_rank_zero_mode, str(tmp_path))
+    expected = {key: value for key, value in full_state().items() if key in ("bytes", "flags", "step", "nothing")}
+    assert same(by_library(tmp_path), expected) == []
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    assert index["weight_map"].keys() == expected.keys()
+    assert set(index["weight_map"].values()) | {INDEX} == set(os.listdir(tmp_path))
+    for side in ("ours", "theirs"):
+        into = {key: torch.zeros_like(value) for key, value in expected.items()}
+        assert same(load(side, into, tmp_path, no_dist=True), expected) == []
+
+
+def save_in_parts_without_saying_so(folder):
+    try:
+        save("ours", spread_state(), folder)
+    except BaseException as error:  # noqa: BLE001 - a CheckpointException is no Exception
+        return "save_distributed=True" in str(error), os.listdir(folder)
+    return None
+
+
+def test_parts_of_tensors_need_save_distributed(rank_pool, tmp_path):
+    """
+    Without save_distributed a tensor that is spread over ranks is an error that says what to set; torch loses parts.
+    """
+    assert rank_pool.run(2, save_in_parts_without_saying_so, str(tmp_path)) == [(True, [])] * 2
+
+
+def save_two_shards_a_rank(folder):
+    full = numbered(8, 5)
+    boxes = [(number % 2, [number * 2, 0], [2, 5]) for number in range(4)]
+    state = {"w": sharded_tensor(full, boxes), "x": numbered(2)}
+    save("ours", state, folder, save_distributed=True)
+    into = {"w": sharded_tensor(full * 0, boxes), "x": numbered(2) * 0}
+    load("ours", into, folder)
+    return seen(into) == seen(state), sorted(os.listdir(folder))
+
+
+def test_several_shards_of_a_tensor_on_one_rank(rank_pool, tmp_path):
+    """
+    A rank's second shard goes to a further file, where torch overwrites the first one with it.
+    """
+    outcome = rank_pool.run(2, save_two_shards_a_rank, str(tmp_path))
+    names = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)]
+    assert outcome == [(True, names)] * 2
+    into = {"w": torch.zeros(8, 5)}
+    assert seen(load("theirs", into, tmp_path, no_dist=True)["w"]) == seen(numbered(8, 5))
+
+
+def save_whole(folder, mapping):
+    save(
+        "ours",
+        spread_state(),
+        folder,
+        save_distributed=True,
+        enable_consolidation=True,
+        fqn_to_index_mapping=mapping,
+        thread_count_consolidation=2,
+    )
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_save_may_end_with_whole_tensors(rank_pool, tmp_path, mapped):
+    """
+    Shards go to `sharded`, whole tensors to the directory itself, integers too; saved again, they replace the first.
+    """
+    full = {**full_state(), "chunks": numbered(10, 3)}
+    mapping = {key: number % 3 + 1 for number, key in enumerate(full)} if mapped else None
+    last = 3 if mapped else 1
+    names = [*(f"model-0000{n}-of-0000{last}.safetensors" for n in range(1, last + 1)), INDEX, "sharded"]
+    for _ in range(2):
+        assert rank_pool.run(2, save_whole, str(tmp_path), mapping) == [names] * 2
+        assert same(by_library(tmp_path), full) == []
+    assert len(os.listdir(tmp_path / "sharded")) == 2 * last
+    into = {key: torch.zeros_like(value) for key, value in full.items()}
+    assert same(load("ours", into, tmp_path, no_dist=True), full) == []
+
+
+def test_an_id_moves_shards_and_result(tmp_path):
+    """
+    A checkpoint id given to the save is where all of it goes; torch leaves the result in the writer's first place.
+    """
+    writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path / "a"), save_distributed=True, enable_consolidation=True)
+    writer.reset(str(tmp_path / "b"))
+    assert (str(writer.path), writer.consolidated_output_path) == (str(tmp_path / "b" / "sharded"), str(tmp_path / "b"))
+    quietly(
+        state_dict_saver.save,
+        {"w": numbered(3)},
+        storage_writer=writer,
+        checkpoint_id=str(tmp_path / "c"),
+        no_dist=True,
+    )
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert seen(by_library(tmp_path / "c")["w"]) == seen(numbered(3))
+
+
+class Halving(DefaultSavePlanner):
+    """Stores something smaller than it planned, and counts how much of it is alive."""
+
+    alive = most = 0
+
+    def transform_object(self, write_item, object):  # noqa: A002 - torch's name
+        made = object.to(torch.bfloat16) if object.is_floating_point() else object.clone()
+        type(self).alive += 1
+        type(self).most = max(self.most, self.alive)
+        weakref.finalize(made, self.let_go)
+        return made
+
+    @classmethod
+    def let_go(cls):
+        cls.alive -= 1
+
+
+def test_a_planner_may_store_another_dtype(tmp_path, monkeypatch):
+    """
+    What `resolve_data` returns is what is stored, also where the plan said otherwise; only some of it is alive at once.
+    """
+    monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(2 << 20))
+    state = {f"t{n}": numbered(256, 256 + n) for n in range(40)} | {"n": torch.tensor(3)}
+    writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path))
+    quietly(state_dict_saver.save, state, storage_writer=writer, planner=Halving(), no_dist=True)
+    expected = {key: value.bfloat16() if value.is_floating_point() else value for key, value in state.items()}
+    assert same(by_library(tmp_path), expected) == []
+    assert 0 < Halving.most <= 12
+    assert Halving.alive == 0
+
+
+def test_strided_tensors_are_written_and_filled(tmp_path):
+    """
+    Transposed and sliced tensors are stored row by row, and filled where they lie.
+    """
+    wide = numbered(6, 10)
+    state = {"t": wide.t(), "s": wide[1:5, 2::3], "r": numbered(4)[::2]}
+    save("ours", state, tmp_path, no_dist=True)
+    assert same(by_library(tmp_path), {key: value.contiguous() for key, value in state.items()}) == []
+    memory = {key: torch.zeros(20, 20) for key in state}
+    into = {"t": memory["t"][:12:2, :10].t(), "s": memory["s"][::5, 1:4], "r": memory["r"][0, 3:9:3]}
+    load("ours", into, tmp_path, no_dist=True)
+    assert [seen(into[key].contiguous()) for key in state] == [seen(state[key].contiguous()) for key in state]
+    assert memory["r"].count_nonzero() == state["r"].count_nonzero()
+
+
+def test_values_are_cast_as_torch_casts_them(tmp_path):
+    """
+    Into another dtype the numbers are those that torch's reader gives.
+    """
+    state = {key: value for key, value in full_state().items() if key != "nothing"}
+    save_file(state, tmp_path / "model.safetensors")
+    for dtype in (torch.float16, torch.float64, torch.int32):
+        found = {
+            side: load(side, {k: torch.zeros(v.shape, dtype=dtype) for k, v in state.items()}, tmp_path, no_dist=True)
+            for side in ("ours", "theirs")
+        }
+        assert same(found["ours"], found["theirs"]) == []
+
+
+def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
+    """
+    Of a tensor of 4 MiB one row of 4 KiB is wanted, and beside the header and the index file 4 KiB are read.
+    """
+    full = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    save("ours", {"w": full}, tmp_path, no_dist=True)
+    read = []
+    real = _LocalReader.read_into
+
+    def counted(self, offset, into, **how):
+        read.append(len(into))
+        real(self, offset, into, **how)
+
+    monkeypatch.setattr(_LocalReader, "read_into", counted)
+    reader = hf_storage.HuggingFaceStorageReader(str(tmp_path))
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    read.clear()
+    [index] = metadata.storage_data
+    row = torch.zeros(1, 1024)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({"w": row}, metadata)
+    size = torch.Size
+    item = ReadItem(LoadItemType.TENSOR, index, size([0, 0]), index, size([777, 0]), size([1, 1024]))
+    reader.read_data(LoadPlan([item]), planner).wait()
+    assert seen(row[0]) == seen(full[777])
+    assert read == [4096]
+
+
+def test_files_of_a_hub_cache_are_links(tmp_path):
+    """
+    A snapshot of Hugging Face's cache, whose files are symbolic links with long names, is read.
+    """
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"w": numbered(5)}, blobs / ("0a" * 32))
+    (tmp_path / "snapshot" / "my model.safetensors").symlink_to(blobs / ("0a" * 32))
+    assert seen(load("ours", {"w": torch.zeros(5)}, tmp_path / "snapshot", no_dist=True)["w"]) == seen(numbered(5))
+
+
+class Doubling(hf_storage.HuggingFaceStorageReader):
+    """A user's reader, written for torch's."""
+
+    def _process_read_request(self, f, req, planner):
+        slices = tuple(slice(o, o + n) for o, n in zip(req.storage_offsets, req.lengths, strict=True))
+        found = f.get_slice(req.storage_index.fqn)
+        assert found.get_shape() == list(f.get_tensor(req.storage_index.fqn).shape)
+        target = planner.resolve_tensor(req).detach()
+        target.copy_(found[slices] * 2)
+        planner.commit_tensor(req, target)
+
+
+def test_a_reader_that_handles_requests_itself(tmp_path):
+    """
+    A subclass that overrides `_process_read_request` gets a file with the methods of the safetensors library's.
+    """
+    save("ours", {"w": numbered(4, 3), "x": numbered(2)}, tmp_path, no_dist=True, fqn_to_index_mapping={"w": 1, "x": 2})
+    into = {"w": torch.zeros(4, 3), "x": torch.zeros(2)}
+    quietly(state_dict_loader.load, into, storage_reader=Doubling(str(tmp_path), thread_count=2), no_dist=True)
+    assert same(into, {"w": numbered(4, 3) * 2, "x": numbered(2) * 2}) == []
+
+
+def test_a_plan_made_by_hand_is_written_at_once(tmp_path):
+    """
+    A plan whose storage data are only those torch's writer makes is in place when `write_data` returns.
+    """
+    state = {"a": numbered(3), "b": numbered(2)}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    items = planner.create_local_plan().items
+    writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    plan = SavePlan(items, storage_data={"fqn_to_index_mapping": {"a": 1, "b": 2}, "shard_index": 3})
+    results = writer.write_data(plan, planner).value()
+    names = [f"shard-00003-model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert sorted(os.listdir(tmp_path)) == names
+    assert sorted(result.storage_data.relative_path for result in results) == names
+    assert same(by_library(tmp_path), state) == []
+    assert writer.metadata_path == theirs.HuggingFaceStorageWriter(str(tmp_path)).metadata_path
