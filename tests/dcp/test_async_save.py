@@ -15,7 +15,7 @@ from shardkeep.compat.lanes import EarlierSaveFailed
 from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
 from shardkeep.dcp.api import CheckpointException
-from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.metadata import Metadata
 from shardkeep.dcp.staging import AsyncStager, DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
@@ -248,7 +248,7 @@ def save_spread(folder, use_collectives, kind):
                 local.zero_()
     future.result(60)
     found = blank(spread_state(use_collectives))
-    load(found, storage_reader=FileSystemReader(folder))
+    load(found, storage_reader=theirs.FileSystemReader(folder))
     return holds(found) == expected
 
 

@@ -1,0 +1,204 @@
+"""Asynchronous saves in a process of their own: what reaches it, and what happens when it dies."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+
+from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
+from shardkeep.compat.lanes import lane_of
+from shardkeep.compat.saver_handle import SaverDied
+from shardkeep.dcp._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.default_planner import DefaultSavePlanner
+from shardkeep.dcp.filesystem import FileSystemWriter
+from shardkeep.dcp.staging import DefaultStager, StagingOptions
+from shardkeep.dcp.state_dict_loader import load
+from tests.protocol.samples import blank, holds, quietly, state_of_ranks
+from tests.toolkit.samples import numbered
+
+PROCESS = AsyncCheckpointerType.PROCESS
+
+
+def begin(state, folder, kind=FileSystemWriter, **options):
+    writer = kind(folder)
+    return quietly(async_save, state, storage_writer=writer, async_checkpointer_type=PROCESS, **options)
+
+
+def loaded(folder, **like):
+    quietly(theirs.load, like, storage_reader=theirs.FileSystemReader(folder), no_dist=True)
+    return like
+
+
+class Telling(FileSystemWriter):
+    """Leaves a note of the process that writes, and of what it knows of ranks."""
+
+    def write_data(self, plan, planner):
+        known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+        Path(f"{self.path}-note-{known[0] if known else 0}").write_text(repr((os.getpid(), known)))
+        return super().write_data(plan, planner)
+
+
+class Dying(FileSystemWriter):
+    """Kills its process while it writes, on one rank."""
+
+    def write_data(self, plan, planner):
+        if not dist.is_initialized() or dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write_data(plan, planner)
+
+
+class Broken(FileSystemWriter):
+    def write_data(self, plan, planner):
+        raise OSError(28, "no space")
+
+
+class Talking(FileSystemWriter):
+    """Tries a collective where there is nobody to answer."""
+
+    def write_data(self, plan, planner):
+        dist.all_reduce(torch.ones(1))
+        return super().write_data(plan, planner)
+
+
+class Marking(DefaultSavePlanner):
+    """A planner of the user's."""
+
+    def create_local_plan(self):
+        self.state_dict["mark"] = torch.full((2,), 7.0)
+        return super().create_local_plan()
+
+
+def note(folder, rank=0):
+    return eval(Path(f"{folder}-note-{rank}").read_text())
+
+
+def test_the_life_of_a_saver(tmp_path):
+    """
+    One process serves many saves; its failures come back; when it is killed the save fails, and the next has a new one.
+    """
+    state = {"w": numbered(1000), "n": {"step": 3}}
+    first = begin(state, tmp_path / "1", Telling)
+    state["w"].zero_()
+    metadata = first.result(60)
+    assert sorted(metadata.state_dict_metadata) == ["n.step", "w"]
+    assert torch.equal(loaded(tmp_path / "1", w=torch.empty(1000))["w"], numbered(1000))
+    pid, known = note(tmp_path / "1")
+    assert pid != os.getpid()
+    assert known is None
+
+    with pytest.raises(CheckpointException, match="no space"):
+        begin(state, tmp_path / "2", Broken).result(60)
+    begin(state, tmp_path / "3", Telling).result(60)
+    assert note(tmp_path / "3")[0] == pid
+
+    with pytest.raises(CheckpointException, match="SIGKILL in step 'write'") as caught:
+        begin(state, tmp_path / "4", Dying).result(60)
+    assert isinstance(caught.value.failures[0][0], SaverDied)
+    begin(state, tmp_path / "5", Telling, planner=Marking()).result(60)
+    assert note(tmp_path / "5")[0] != pid
+    assert loaded(tmp_path / "5", mark=torch.empty(2))["mark"].tolist() == [7.0, 7.0]
+    assert not (tmp_path / "4" / ".metadata").exists()
+
+
+def test_what_cannot_be_pickled_is_said(tmp_path):
+    """
+    A writer with a lock in it cannot go to another process; the one that is there serves on.
+    """
+    writer = FileSystemWriter(tmp_path / "a")
+    writer.lock = threading.Lock()
+    future = quietly(async_save, {"w": numbered(3)}, storage_writer=writer, async_checkpointer_type=PROCESS)
+    with pytest.raises(CheckpointException, match="cannot be sent to the process that saves"):
+        future.result(60)
+    begin({"w": numbered(3)}, tmp_path / "b").result(60)
+
+
+def test_states_go_in_few_pieces_of_shared_memory(tmp_path, request):
+    """
+    More tensors than a process may open files are saved, whoever staged them, and memory is used again. A process
+    that is closed ends.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = 400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + count // 2, limits[1]))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    state = {str(index): torch.full((4,), float(index)) for index in range(count)}
+    for stager in (None, DefaultStager(StagingOptions(False, True, True, False))):
+        for turn in range(3):
+            response = begin(state, tmp_path / f"{turn}", async_stager=stager)
+            future = response if stager is None else response.upload_completion
+            assert len(future.result(60).state_dict_metadata) == count
+    last = loaded(tmp_path / "2", **{str(count - 1): torch.empty(4)})
+    assert last[str(count - 1)].tolist() == [float(count - 1)] * 4
+    lane = lane_of(None, no_dist=True)
+    assert lane.shared_memory._memory.kept_bytes < 4 * count * 64
+    lane.saver.close()
+    assert not lane.saver.alive()
+    with pytest.raises(SaverDied):
+        lane.saver.ask("plan")
+
+
+# On ranks
+
+
+def allow_children():
+    """Ranks of the pool are daemons, which may not have children; those of a real job are not."""
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+def save_spread(folder):
+    allow_children()
+    state = state_of_ranks()
+    expected = holds(state)
+    begin(state, f"{folder}/a", Telling).result(60)
+    found = blank(state_of_ranks())
+    load(found, storage_reader=theirs.FileSystemReader(f"{folder}/a"))
+    same = holds(found) == expected
+
+    died = "nothing"
+    try:
+        begin({"w": numbered(4)}, f"{folder}/b", Dying).result(60)
+    except CheckpointException as error:
+        died = str(error).strip().splitlines()[-2]
+    begin({"w": numbered(4)}, f"{folder}/c").result(60)
+    talked = ""
+    try:
+        begin({"w": numbered(4)}, f"{folder}/d", Talking).result(60)
+    except CheckpointException as error:
+        talked = str(error)
+    lane_of(None, no_dist=False).saver.close()
+    return same, "SIGKILL in step 'write'" in died, "No backend type" in talked
+
+
+def test_savers_of_several_ranks(rank_pool, tmp_path):
+    """
+    Each rank's process saves its part and knows its rank; one that dies fails the save on all ranks at once.
+    """
+    assert rank_pool.run(2, save_spread, str(tmp_path)) == [(True, True, True)] * 2
+    assert [note(tmp_path / "a", rank)[1] for rank in range(2)] == [(0, 2), (1, 2)]
+    assert (tmp_path / "c" / ".metadata").exists()
+    assert not (tmp_path / "b" / ".metadata").exists()
+
+
+def from_a_daemon(folder):
+    multiprocessing.current_process()._config["daemon"] = True
+    executor = _ProcessBasedAsyncCheckpointExecutor()
+    future = executor.execute_save({"w": numbered(2)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    try:
+        future.result(60)
+    except SaverDied as error:
+        return str(error)
+
+
+def test_a_process_that_cannot_be_started_says_what_to_do(rank_pool, tmp_path):
+    """
+    A daemonic process has no children: the error says so, and names the other way.
+    """
+    assert "AsyncCheckpointerType.THREAD" in rank_pool.run(1, from_a_daemon, str(tmp_path), init=False)[0]
