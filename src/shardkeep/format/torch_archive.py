@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.dtypes import TABLE, DType, by_name
+from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import load_pickle
 
 Get = Callable[[int, int], bytes]
@@ -44,7 +45,7 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
-_MAX32 = 0xFFFFFFFF
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _SIZES_FOLLOW = 0x800, 0x8
 _DATA = b"archive/data/0"
 _END_NBYTES = _END64.size + _LOCATOR64.size + _END.size
@@ -103,17 +104,19 @@ def _before(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def _central(name: bytes, flags: int, crc: int, nbytes: int, at: int) -> bytes:
-    extra, size = (_wide(nbytes, nbytes), _MAX32) if nbytes >= _MAX32 else (b"", nbytes)
-    fields = (b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at)
+    large = (*((nbytes, nbytes) if nbytes >= _MAX32 else ()), *((at,) if at >= _MAX32 else ()))
+    extra, size = _wide(*large) if large else b"", min(nbytes, _MAX32)
+    fields = (b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, min(at, _MAX32))
     return _CENTRAL.pack(*fields) + name + extra
 
 
 def _ends(entries: int, start: int, nbytes: int) -> bytes:
+    few = min(entries, _MAX16)
     return b"".join(
         (
             _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, nbytes, start),
             _LOCATOR64.pack(b"PK\6\7", 0, start + nbytes, 1),
-            _END.pack(b"PK\5\6", 0, 0, entries, entries, nbytes, min(start, _MAX32), 0),
+            _END.pack(b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(start, _MAX32), 0),
         )
     )
 
@@ -199,6 +202,27 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> FoundTensor | None:
     if start + stored.nbytes > nbytes or (form.offset and not whole):
         return None
     return FoundTensor(form.dtype, form.shape, axes, start)
+
+
+def read_object(data: bytes, *, where: str) -> Any:
+    """
+    Rebuild an object of plain values.
+
+    Raises:
+        PickleRefused: it names anything else than plain values.
+        MalformedFile: it is no archive of torch's, or holds tensors.
+
+    """
+
+    def get(at: int, nbytes: int) -> bytes:
+        return data[at : at + nbytes]
+
+    entries = _entries(get, len(data), where)
+    root = next(iter(entries), "/").partition("/")[0]
+    described = entries.get(f"{root}/data.pkl")
+    if described is None:
+        raise MalformedFile(f"{where}: no archive of torch.save", file=where)
+    return load_pickle(get(_data_of(get, described, where), described.nbytes), plain_names(), where=where)
 
 
 class _Entry(NamedTuple):

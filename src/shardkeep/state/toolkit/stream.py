@@ -113,9 +113,10 @@ def send(
     pg: ProcessGroup | None,
     *,
     batch_bytes: int,
+    sender: int = 0,
 ) -> None:
     """
-    Fill the berths of all ranks with the tensors of one, the first rank of the group.
+    Fill the berths of all ranks with the tensors of one.
 
     Args:
         cargoes: the tensors, the same on all ranks.
@@ -124,6 +125,7 @@ def send(
         device: where the buffer is, on a kind of device the group can talk from.
         pg: the group; None for all ranks, or where there is only this one.
         batch_bytes: the longest batch, the same on all ranks.
+        sender: the rank that sends, counted within the group.
 
     """
     batches = list(_batches(cargoes, batch_bytes))
@@ -135,7 +137,7 @@ def send(
             for piece in pieces:
                 for box, values in _boxes_in(batch, cargoes[piece.number], piece):
                     copy_bits(values, sources[piece.number][slices(box)])
-        _broadcast(batch, pg)
+        _broadcast(batch, pg, sender)
         for piece in pieces:
             for box, values in _boxes_in(batch, cargoes[piece.number], piece):
                 deliver(box, values, berths[piece.number])
@@ -182,8 +184,8 @@ def _boxes_in(batch: torch.Tensor, cargo: Cargo, piece: _Piece) -> Iterator[tupl
         at += box.volume
 
 
-def _broadcast(batch: torch.Tensor, pg: ProcessGroup | None) -> None:
+def _broadcast(batch: torch.Tensor, pg: ProcessGroup | None, sender: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - takes a second, and a single process needs none
 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1:
-        dist.broadcast(batch, src=dist.get_process_group_ranks(pg or dist.group.WORLD)[0], group=pg)
+        dist.broadcast(batch, src=dist.get_process_group_ranks(pg or dist.group.WORLD)[sender], group=pg)
