@@ -1,0 +1,163 @@
+"""
+A file in the form of `torch.save`, written in windows from its first byte to its last.
+
+While one window is hashed and written, the next one is filled: two of them are all that is in memory. The file appears
+under its name when it is complete and durable, in place of what was there, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from shardkeep.format.torch_archive_writer import ArchiveLayout
+from shardkeep.options import Options
+from shardkeep.protocol.problems import NoStorage
+from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
+from shardkeep.store.files import storage_errors, sync_directory
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import BlobWriter
+
+_WINDOW_NBYTES = 32 << 20
+_LEAST_WINDOW_NBYTES = 1 << 20
+
+
+class Part(NamedTuple):
+    """A run of bytes of a storage, and the memory they are wanted in."""
+
+    storage: int
+    start: int
+    stop: int
+    into: memoryview
+
+
+Fill = Callable[[list[Part]], None]
+"""Puts bytes of storages where they are wanted: at most one part of each storage at a time, in order."""
+
+
+class _Stretch(NamedTuple):
+    """Bytes of the file: those of a storage, or what stands before the storage of that number."""
+
+    number: int
+    is_storage: bool
+    start: int
+    stop: int
+
+
+class _Window(NamedTuple):
+    start: int
+    stop: int
+    stretches: list[_Stretch]
+
+
+def window_nbytes() -> int:
+    """Return the size of a window: a small part of the memory that a call may take."""
+    wanted = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
+    # No element of any storage lies across two windows, and all of them can be written past the page cache.
+    return wanted // ALIGNMENT * ALIGNMENT
+
+
+def destination(path: str | os.PathLike[str]) -> str:
+    """
+    Return where the file goes, through links.
+
+    Raises:
+        NoStorage: (a RuntimeError) its directory does not exist, or it is itself one.
+
+    """
+    where = os.path.realpath(os.fspath(path))
+    if not os.path.isdir(os.path.dirname(where)):
+        raise NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
+    if os.path.isdir(where):
+        raise NoStorage(f"{where} is a directory", hint="give the name of the file to write")
+    return where
+
+
+def write_archive(path: str, layout: ArchiveLayout, fill: Fill) -> None:
+    """
+    Write the file, in place of what is at `path`.
+
+    Raises:
+        StorageError: it cannot be written; what was at `path` is still there.
+
+    """
+    folder, name = os.path.split(path)
+    temporary = f".shardkeep-converting-{secrets.token_hex(8)}"
+    writer = LocalStore(folder, direct=Options().direct_io).create(temporary, layout.nbytes)
+    try:
+        _write_windows(writer, layout, fill)
+        writer.finish()
+        with storage_errors("cannot replace", folder, name):
+            os.replace(os.path.join(folder, temporary), path)
+            sync_directory(folder)
+    except BaseException:
+        writer.abandon()
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, temporary))
+        raise
+
+
+def _write_windows(writer: BlobWriter, layout: ArchiveLayout, fill: Fill) -> None:
+    crcs = [0] * len(layout.sizes)
+
+    def write(window: _Window, buffer: memoryview) -> None:
+        for stretch in window.stretches:
+            start, stop = max(stretch.start, window.start), min(stretch.stop, window.stop)
+            piece = buffer[start - window.start : stop - window.start]
+            if stretch.is_storage:
+                crcs[stretch.number] = zlib.crc32(piece, crcs[stretch.number])
+            else:
+                piece[:] = layout.before(stretch.number, crcs)[start - stretch.start : stop - stretch.start]
+        writer.write_at(window.start, buffer[: window.stop - window.start])
+
+    nbytes = window_nbytes()
+    buffers = [aligned_buffer(min(nbytes, layout.nbytes)) for _ in range(2)]
+    written: Future[None] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="shardkeep") as pool:
+        for number, window in enumerate(_windows(layout, nbytes)):
+            buffer = buffers[number % 2]
+            fill(_parts(window, buffer))
+            if written is not None:
+                written.result()
+            written = pool.submit(write, window, buffer)
+    if written is not None:
+        written.result()
+
+
+def _parts(window: _Window, buffer: memoryview) -> list[Part]:
+    parts = []
+    for stretch in window.stretches:
+        start, stop = max(stretch.start, window.start), min(stretch.stop, window.stop)
+        if stretch.is_storage:
+            into = buffer[start - window.start : stop - window.start]
+            parts.append(Part(stretch.number, start - stretch.start, stop - stretch.start, into))
+    return parts
+
+
+def _windows(layout: ArchiveLayout, nbytes: int) -> Iterator[_Window]:
+    """Cut the file into windows of `nbytes`."""
+    coming = _stretches(layout)
+    following = next(coming, None)
+    held: list[_Stretch] = []
+    for start in range(0, layout.nbytes, nbytes):
+        stop = min(start + nbytes, layout.nbytes)
+        held = [each for each in held if each.stop > start]
+        while following is not None and following.start < stop:
+            held.append(following)
+            following = next(coming, None)
+        yield _Window(start, stop, held)
+
+
+def _stretches(layout: ArchiveLayout) -> Iterator[_Stretch]:
+    at = 0
+    for number, (start, nbytes) in enumerate(zip(layout.starts, layout.sizes, strict=True)):
+        yield _Stretch(number, False, at, start)
+        at = start + nbytes
+        if nbytes:
+            yield _Stretch(number, True, start, at)
+    yield _Stretch(len(layout.sizes), False, at, layout.nbytes)
