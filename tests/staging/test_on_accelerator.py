@@ -1,0 +1,137 @@
+"""Stagers on an accelerator: copies come after the work that made the tensors and before what changes them."""
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as theirs
+
+from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
+from shardkeep.dcp.filesystem import FileSystemWriter
+from shardkeep.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from tests.protocol.samples import quietly
+
+pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+ROUNDS = 50
+
+
+def delay():
+    """Keep the current stream busy, so that what is queued next has not happened when the host goes on."""
+    busy = torch.ones(3000, 3000, device=torch.accelerator.current_accelerator())
+    for _ in range(random.randrange(30)):
+        busy = busy @ busy * 1e-4
+    return busy
+
+
+def fresh_state():
+    device = torch.accelerator.current_accelerator()
+    whole = torch.zeros(2000, 1000, device=device)
+    return {
+        "whole": whole,
+        "row": whole[5],
+        "columns": torch.zeros(3000, 500, device=device)[:, 3:5],
+        "half": torch.zeros(100_000, dtype=torch.bfloat16, device=device),
+        "scalar": torch.zeros((), device=device),
+        "host": torch.zeros(1000),
+        "small": [torch.zeros(10, device=device) for _ in range(50)],
+    }
+
+
+def fill(state, value):
+    for each in state.values():
+        for tensor in each if isinstance(each, list) else [each]:
+            tensor.fill_(value)
+
+
+def values(staged):
+    tensors = [t for each in staged.values() for t in (each if isinstance(each, list) else [each])]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+    return {value for tensor in tensors for value in torch.unique(tensor.float()).tolist()}
+
+
+def rounds(stage, state):
+    """Change the state right after each stage, with work still queued before and after; return what was staged."""
+    found = []
+    for step in range(ROUNDS):
+        delay()
+        fill(state, step)
+        staged = stage(state)
+        fill(state, -1)
+        delay()
+        found.append(values(staged))
+    return found
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+@pytest.mark.parametrize(
+    "options", [(p, s, a, n) for p in (0, 1) for s in (0, 1) for a, n in ((0, 0), (0, 1), (1, 0), (1, 1))]
+)
+def test_values_are_those_of_the_call(options, side):
+    """
+    Whatever the options and the stream, each of 50 snapshots by one stager has the values that were queued before it.
+    """
+    stager = DefaultStager(StagingOptions(*map(bool, options)))
+    stage = (lambda state: stager.stage(state).result(60)) if options[2] else stager.stage
+    stream = torch.Stream(torch.accelerator.current_accelerator()) if side else contextlib.nullcontext()
+    with stream:
+        found = rounds(stage, fresh_state())
+    assert found == [{float(step)} for step in range(ROUNDS)]
+    assert stager._state_dict_stager._memory.kept_bytes < 60_000_000
+    stager.close()
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_the_blocking_stager_waits(cache):
+    """
+    The same for the stager that writers are.
+    """
+    stager = BlockingAsyncStager(cache_staged_state_dict=cache)
+    assert rounds(stager.stage, fresh_state()) == [{float(step)} for step in range(ROUNDS)]
+    stager.close()
+
+
+def test_pinned_memory_is_used_again_and_given_back():
+    """
+    The same pinned memory serves all snapshots; closing unpins it.
+    """
+    stager = DefaultStager(StagingOptions(True, False, False, True))
+    state = {"w": torch.ones(1_000_000, device=torch.accelerator.current_accelerator())}
+    places = set()
+    for _ in range(20):
+        staged = stager.stage(state)
+        assert staged["w"].is_pinned()
+        places.add(staged["w"].data_ptr())
+        del staged
+    assert len(places) == 1
+    stager.close()
+    assert stager._state_dict_stager._memory.kept_bytes == 0
+    again = DefaultStager(StagingOptions(True, True, False, True)).stage(state)  # the same pages may be pinned again
+    assert again["w"].is_pinned()
+    assert again["w"].is_shared()
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_saves_from_an_accelerator(tmp_path, kind):
+    """
+    What is saved asynchronously while the state is being changed is the state of the call.
+    """
+    state = {"w": torch.zeros(500_000, device=torch.accelerator.current_accelerator())}
+    stager = DefaultStager()
+    uploads = []
+    for step in range(5):
+        delay()
+        state["w"].fill_(step)
+        writer = FileSystemWriter(tmp_path / str(step))
+        response = quietly(async_save, state, storage_writer=writer, async_stager=stager, async_checkpointer_type=kind)
+        response.staging_completion.result(60)
+        state["w"].fill_(-1)
+        uploads.append(response.upload_completion)
+        time.sleep(random.random() / 100)
+    for step, upload in enumerate(uploads):
+        upload.result(120)
+        found = {"w": torch.empty(500_000)}
+        quietly(theirs.load, found, storage_reader=theirs.FileSystemReader(tmp_path / str(step)), no_dist=True)
+        assert found["w"].eq(step).all()
+    stager.close()
