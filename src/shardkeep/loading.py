@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from shardkeep.format.index import Index
-from shardkeep.format.record import RECORD_NAME, Record, decode_record, encode_record
+from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
-from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
@@ -39,6 +38,7 @@ from shardkeep.run.match import (
     raise_if_wrong,
 )
 from shardkeep.run.read import Source
+from shardkeep.run.sources import open_source, read_record
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.devices import settle
 from shardkeep.state.flatten import refill
@@ -138,7 +138,7 @@ def load(
     store = open_store(where, direct=options.direct_io)
     wishes = Wishes(include, exclude, rename, cast)
     with meet(world, f"load from {store.url}") as meeting:
-        filling = _Filling(store, wishes, world, allow_pickle=allow_pickle)
+        filling = _Filling(store, wishes, world, options, allow_pickle=allow_pickle)
         filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
         if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
             meeting.agree("prepare", filling.prepare, lambda done: done)
@@ -152,7 +152,7 @@ def load(
         )
 
         def read() -> bytes:
-            filling.read(options, first_file=world.rank / world.size)
+            filling.read(first_file=world.rank / world.size)
             if not filling.objects:
                 filling.place(state)
             return b""
@@ -189,8 +189,9 @@ def load(
 class _Filling:
     """One rank's part of a load."""
 
-    def __init__(self, store: Store, wishes: Wishes, world: World, *, allow_pickle: bool) -> None:
+    def __init__(self, store: Store, wishes: Wishes, world: World, options: Options, *, allow_pickle: bool) -> None:
         self.store = store
+        self.options = options
         self.wishes = wishes
         self.world = world
         self.allow_pickle = allow_pickle
@@ -202,6 +203,7 @@ class _Filling:
         self.record: Record
         self.communicates: bool
         self.stored: Stored | None = None
+        self.source: Source
         self.index: Index
         self.description: Description
         self.matched: Match
@@ -215,18 +217,19 @@ class _Filling:
         """On rank 0: give everyone the commit record, if all ranks have the same objects."""
         seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool]) for payload in payloads]
         insist_on_same_objects([names for names, _ in seen])
-        record = encode_record(native.read_record(self.store))
+        record = msgspec.json.encode(read_record(self.store))  # as it is stored: its meta may be beyond msgpack
         return [_encode((record, any(talks for _, talks in seen)))] * len(payloads)
 
     def open(self, told: bytes) -> None:
         """Take the commit record from rank 0."""
         record, self.communicates = msgspec.msgpack.decode(told, type=tuple[bytes, bool])
-        self.record = decode_record(record, f"{self.store.url}/{RECORD_NAME}")
+        self.record = msgspec.json.decode(record, type=Record)
 
     def prepare(self) -> bytes:
         """Read the index, and ask those objects what they need that ask no other rank."""
         self.wishes = self.wishes.checked()
-        self.index = native.read_index(self.store, self.record)
+        self.source = open_source(self.store, self.record, self.options)
+        self.index = self.source.index
         if self.objects:
             self.stored = Stored(self.index, *self.wishes.names(self.index), self.wishes.renamed)
             self.in_place_of = self.objects.templates(self.stored, self.wishes.selects(), communicating=False)
@@ -277,7 +280,7 @@ class _Filling:
         raise_if_wrong(self.index, findings, verdict, self.wishes, strict=strict, where=where)
         return [_encode(verdict)] * len(payloads)
 
-    def read(self, options: Options, *, first_file: float) -> None:
+    def read(self, *, first_file: float) -> None:
         """Give meta tensors memory, then fill every tensor."""
         tensors, description = self._materialized()
         # One memory is filled once, however many keys it has.
@@ -287,12 +290,12 @@ class _Filling:
         into = [description.pieces[row] for row in rows.tolist()]
         settle(into)
         self.bytes_read = fetch(
-            Source(self.store, self.record, self.index),
+            self.source,
             row_of[description.row_tensor[rows]],
             description.boxes.take(rows),
             into,
-            threads=options.io_threads,
-            budget_nbytes=options.host_budget_bytes,
+            threads=self.options.io_threads,
+            budget_nbytes=self.options.host_budget_bytes,
             first_file=first_file,
         )
         settle(into)

@@ -40,7 +40,6 @@ from shardkeep.plan.loads import check_tensors
 from shardkeep.plan.ranges import every_block
 from shardkeep.run.read import (
     Headers,
-    Source,
     damage_of,
     explain_missing,
     keys_at,
@@ -48,6 +47,8 @@ from shardkeep.run.read import (
     open_checked,
     read_files,
 )
+from shardkeep.run.sources import open_source, read_record
+from shardkeep.run.torch_open import TorchSource
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
@@ -97,14 +98,15 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, store: Store, options: Options) -> None:
         self._store = store
         self._options = options
-        self._headers = Headers()
-        self.record: Record = native.read_record(store)
+        record = read_record(store)
         try:
-            self.index: Index = native.read_index(store, self.record)
+            self._source = open_source(store, record, options, Headers())
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
-                raise explain_missing(store, self.record.index.name) from exc
+                raise explain_missing(store, record.index.name) from exc
             raise
+        self.record: Record = self._source.record
+        self.index: Index = self._source.index
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -158,10 +160,7 @@ class Checkpoint(Mapping[str, Any]):
         """Read the picked part of a tensor; `StoredTensor` is the friendlier way."""
         from shardkeep.run.slicing import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
-        return read_picks(self._source(), row, picks, self._options)
-
-    def _source(self) -> Source:
-        return Source(self._store, self.record, self.index, self._headers)
+        return read_picks(self._source, row, picks, self._options)
 
     def to_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Read everything into the nesting it was saved from; tied tensors come back tied."""
@@ -182,7 +181,7 @@ class Checkpoint(Mapping[str, Any]):
         from shardkeep.run.slicing import read_whole  # noqa: PLC0415 - only reading a tensor needs torch
 
         owners = self._owners()
-        tensors = dict(zip(owners.tolist(), read_whole(self._source(), owners, self._options), strict=True))
+        tensors = dict(zip(owners.tolist(), read_whole(self._source, owners, self._options), strict=True))
         arrays: dict[int, np.ndarray[Any, Any]] = {}
         leaves: dict[str, Any] = {}
         columns = (self.index.tensors.alias.tolist(), self.index.tensors.origin.tolist())
@@ -242,25 +241,30 @@ class Checkpoint(Mapping[str, Any]):
 
     def _check_unchanged(self) -> None:
         """Insist that the store still has the record and the index that were opened."""
-        record = native.read_record(self._store)
+        record = read_record(self._store)
         if record.save_id != self.record.save_id:
             raise explain_missing(self._store, self.record.index.name)
-        if record != self.record:
+        opened = open_source(self._store, record, self._options).record
+        if opened != self.record:
             raise MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
-        native.read_index(self._store, record)
 
     def _check_sorted(self) -> None:
         if not self.index.is_sorted:
             raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
 
     def _check_index(self) -> None:
-        check_tensors(self.index, self._owners(), native.data_sizes(self.record))
+        if isinstance(self._source, TorchSource):
+            self._source.check(self._owners())
+        else:
+            check_tensors(self.index, self._owners(), native.data_sizes(self.record))
         self._check_sorted()
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
         threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
         file, headers, key_at = self.record.files[number], Headers(), keys_at(self.index)
+        if isinstance(self._source, TorchSource):
+            headers, key_at = self._source.files.headers, self._source.keys_at
         # The real size first: a plan is as long as the record says the file is.
         open_checked(self._store, file, headers)[0].close()
         plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)

@@ -29,6 +29,7 @@ _MAX_SUMS_NBYTES = 1 << 30
 _MAX_BLOCK_NBYTES = 1 << 30
 _OURS = re.compile(r"__\d+_\d+\.distcp(\.sums)?")
 _RANKS_OWN = re.compile(r"__\d+\.metadata")
+_WRITER = re.compile(r"__(\d{1,9})_")
 
 
 def is_data(name: str) -> bool:
@@ -39,6 +40,12 @@ def is_data(name: str) -> bool:
 def is_metadata(name: str) -> bool:
     """Tell whether a file makes a checkpoint, or a rank's part of one, exist."""
     return name == METADATA_NAME or _RANKS_OWN.fullmatch(name) is not None
+
+
+def writer_rank(name: str) -> int | None:
+    """Tell which rank wrote a data file, by its name."""
+    found = _WRITER.match(name)
+    return int(found[1]) if found else None
 
 
 def metadata_name(rank: int | None) -> str:

@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardkeep.errors import ChecksumMismatch, MalformedFile
-from shardkeep.format.checksum import DIGEST_NBYTES, digest
+from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.plain_objects import plain_names
-from shardkeep.format.safe_pickle import Names, end_of_pickle, load_pickle
+from shardkeep.format.safe_pickle import Names, load_pickle
+from shardkeep.format.sealed import sealed, unsealed
 from shardkeep.protocol import metadata
 from shardkeep.protocol.metadata import MetadataIndex
 from shardkeep.protocol.stored_items import _StorageInfo, _StoragePrefix
 
-_SEAL = b"shardkeep xxh3_128 "
 _PACKAGE = "torch.distributed.checkpoint"
 _CLASSES: dict[type, tuple[str, str]] = {
     kind: (f"{_PACKAGE}.{module}", kind.__name__)
@@ -48,8 +47,7 @@ def encode_metadata(value: metadata.Metadata) -> bytes:
     """Pickle metadata as torch does, in the names of torch's classes, and seal it."""
     file = io.BytesIO()
     _Writer(file, protocol=4).dump(value)
-    raw = file.getvalue()
-    return raw + _SEAL + digest(raw)
+    return sealed(file.getvalue())
 
 
 def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
@@ -62,10 +60,7 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
         MalformedFile: it is no such file.
 
     """
-    end = end_of_pickle(data, where)
-    if data[end : end + len(_SEAL)] == _SEAL and data[end + len(_SEAL) :][:DIGEST_NBYTES] != digest(data[:end]):
-        raise ChecksumMismatch(f"{where}: the metadata are not what was saved", file=where, offset=0)
-    found = load_pickle(data, _names(), where=where)
+    found = load_pickle(unsealed(data, where), _names(), where=where)
     if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
     for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class RawRead(NamedTuple):
 class Files:
     """The data files that a load reads from, opened once for what is to be known of them."""
 
-    def __init__(self, store: Reads, sums: dict[str, Any]) -> None:
+    def __init__(self, store: Reads, sums: Mapping[str, Sums]) -> None:
         self.store = store
         self.entries: list[FileEntry] = []
         self.headers = Digests()
@@ -73,7 +73,7 @@ class Files:
         return found
 
     def _entry(self, name: str) -> FileEntry:
-        known = _sums_of(self._sums.get(name))
+        known = self._sums.get(name)
         try:
             reader = self.store.open(name)
         except BlobNotFound as exc:
@@ -103,12 +103,6 @@ class Digests(Headers):
 
     def keep(self, entry: FileEntry, digests: bytes) -> None:
         self._digests[entry] = digests
-
-
-def _sums_of(said: Any) -> Sums | None:
-    if not (isinstance(said, tuple) and len(said) == 3 and [type(each) for each in said] == [int, int, str]):
-        return None
-    return Sums(nbytes=said[0], block_nbytes=said[1], checksum=said[2])
 
 
 def check_inside(files: Files, items: Iterable[Item]) -> None:
@@ -162,7 +156,7 @@ def read_runs(
         files.entries,
         plans,
         others,
-        key_at=lambda file, at, end: _keys_at(items, file, at, end),
+        key_at=lambda file, at, end: keys_in(items, file, at, end),
         threads=threads,
         window_nbytes=window,
         headers=files.headers,
@@ -186,7 +180,8 @@ def read_raw(files: Files, items: Sequence[Item], *, threads: int, budget_nbytes
     return buffers
 
 
-def _keys_at(items: Sequence[Item], file: int, at: int, end: int) -> str:
+def keys_in(items: Sequence[Item], file: int, at: int, end: int) -> str:
+    """Name the items in a range of a file; used only to explain damage."""
     keys = {repr(i.key): None for i in items if i.file == file and i.offset < end and i.offset + i.nbytes > at}
     return ", ".join(list(keys)[:4]) + (" and others" if len(keys) > 4 else "")
 

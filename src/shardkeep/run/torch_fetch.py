@@ -1,0 +1,162 @@
+"""
+Tensors filled from items of torch's layout, whoever wrote them.
+
+What lies in its file as one dense tensor is read straight into place. What was transformed, or is no plain tensor, is
+read whole, and torch rebuilds it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from shardkeep.codec.chain import transformed_input
+from shardkeep.codec.registry import ExtensionRegistry
+from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.format.dtypes import DType, to_torch
+from shardkeep.format.region import Box, Ints
+from shardkeep.format.torch_archive import FoundTensor
+from shardkeep.layout.torch_metadata import Place
+from shardkeep.run.item_files import Files, Item, check_inside, find_tensors, nbytes_of, read_raw
+from shardkeep.run.torch_read import ChunkRead, in_order, read_chunks
+
+BATCH_NBYTES = 256 << 20
+"""Items that must be read whole are read this much at a time."""
+
+Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
+"""Gives the stream of an item as it was before its extensions: what asked for it, their descriptors, the stored one."""
+
+
+class Wanted(NamedTuple):
+    """A box of a stored chunk, and the tensor to fill with it."""
+
+    place: Place
+    key: str
+    shape: Ints
+    """Of the chunk, as the metadata have it."""
+    dtype: DType | None
+    """As the metadata have it; None for one that this version does not know."""
+    source: Box
+    target: torch.Tensor
+    asks: Any = None
+    """What it was asked for by; handed to `Undo`."""
+
+
+def undo_known(_: Any, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+    """Undo the extensions that everybody has."""
+    return transformed_input(ExtensionRegistry(), descriptors, stream)
+
+
+def fill(
+    files: Files, wanted: Sequence[Wanted], *, undo: Undo = undo_known, threads: int, budget_nbytes: int
+) -> tuple[int, dict[str, str]]:
+    """
+    Fill every target; return the bytes read, and keys whose dtype was converted, with what to what.
+    """
+    items = [Item(files.number(each.place.file), each.place.offset, each.place.nbytes, each.key) for each in wanted]
+    check_inside(files, items)
+    found = _find(files, wanted, items)
+    casts: dict[str, str] = {}
+    chunks = []
+    for each, item, where in zip(wanted, items, found, strict=True):
+        if where is not None:
+            _check_source(each, where.shape)
+            _note_cast(casts, each, to_torch(where.dtype))
+            chunk = ChunkRead(item, where.start, where.shape, where.dtype, each.source, each.target)
+            in_rows = where.order == tuple(range(len(where.order)))
+            chunks.append(chunk if in_rows else in_order(chunk, where.order))
+    nbytes = read_chunks(files, chunks, threads=threads, budget_nbytes=budget_nbytes)
+    rest = [(each, item) for each, item, where in zip(wanted, items, found, strict=True) if where is None]
+    for batch in batches(rest, lambda pair: pair[1].nbytes):
+        held = read_raw(files, [item for _, item in batch], threads=threads, budget_nbytes=budget_nbytes)
+        nbytes += sum(map(len, held))
+        for (each, _), data in zip(batch, held, strict=True):
+            _fill_decoded(each, data, undo, casts)
+    return nbytes, casts
+
+
+def batches(items: Sequence[Any], nbytes: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """Group items so that a group takes a bounded amount of memory, if no item takes more alone."""
+    batch: list[Any] = []
+    held = 0
+    for item in items:
+        if batch and held + nbytes(item) > BATCH_NBYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += nbytes(item)
+    if batch:
+        yield batch
+
+
+def plain_stream(place: Place, data: bytearray, undo: Undo, asks: Any) -> io.BytesIO:
+    """Return an item's bytes as they were before its extensions."""
+    if not place.descriptors:
+        return io.BytesIO(data)
+    return io.BytesIO(undo(asks, place.descriptors, io.BytesIO(data)).read(-1))
+
+
+def _find(files: Files, wanted: Sequence[Wanted], items: Sequence[Item]) -> list[FoundTensor | None]:
+    """Find where the bytes of each tensor begin, and what they are; None where only torch can tell."""
+    found: list[FoundTensor | None] = []
+    sought: dict[Item, list[int]] = {}
+    for row, (each, item) in enumerate(zip(wanted, items, strict=True)):
+        start = _known_start(each)
+        found.append(None)
+        if start is not None and each.dtype is not None:
+            found[row] = FoundTensor(each.dtype, each.shape, tuple(range(len(each.shape))), start)
+        elif not each.place.descriptors:
+            sought.setdefault(item, []).append(row)
+    for (item, rows), where in zip(sought.items(), find_tensors(files, list(sought)), strict=True):
+        for row in rows:
+            if where is not None:
+                found[row] = FoundTensor(where.dtype, where.shape, where.order, item.offset + where.start)
+    return found
+
+
+def _known_start(each: Wanted) -> int | None:
+    place = each.place
+    if each.dtype is None or place.descriptors:
+        return None
+    nbytes = nbytes_of(each.shape, each.dtype)
+    if place.data_start is not None and place.offset <= place.data_start <= place.offset + place.nbytes - nbytes:
+        return place.data_start
+    # Of this length, it can only be the bytes themselves: every archive is longer.
+    return place.offset if place.nbytes == nbytes else None
+
+
+def _check_source(each: Wanted, shape: Ints) -> None:
+    offsets, sizes = each.source.offsets, each.source.sizes
+    if len(shape) != len(sizes) or any(o + n > full for o, n, full in zip(offsets, sizes, shape, strict=True)):
+        raise MalformedFile(
+            f"{each.key!r}: {sizes} at {offsets} was asked of a chunk that is stored as {shape}",
+            hint="the metadata do not belong to these files",
+            key=each.key,
+            file=each.place.file,
+            offset=each.place.offset,
+        )
+
+
+def _note_cast(casts: dict[str, str], each: Wanted, stored: torch.dtype) -> None:
+    if stored != each.target.dtype:
+        casts[each.key] = f"{stored} -> {each.target.dtype}".replace("torch.", "")
+
+
+def _fill_decoded(each: Wanted, data: bytearray, undo: Undo, casts: dict[str, str]) -> None:
+    stream = plain_stream(each.place, data, undo, each.asks)
+    where = f"{each.place.file}: {each.key!r} at offset {each.place.offset}"
+    try:
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as exc:  # of what is no archive of torch's: whatever torch raises
+        kind = PickleRefused if "weights_only" in str(exc).lower() else MalformedFile
+        raise kind(f"{where} cannot be read: {exc}", key=each.key, file=each.place.file) from exc
+    if not isinstance(tensor, torch.Tensor):
+        raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=each.key, file=each.place.file)
+    _check_source(each, tuple(tensor.shape))
+    _note_cast(casts, each, tensor.dtype)
+    for axis, (offset, size) in enumerate(zip(each.source.offsets, each.source.sizes, strict=True)):
+        tensor = tensor.narrow(axis, offset, size)
+    each.target.copy_(tensor)
