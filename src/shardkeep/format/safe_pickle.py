@@ -45,10 +45,11 @@ def load_pickle(data: bytes, names: Names, *, where: str, persistent: Callable[[
     raw = data[: end_of_pickle(data, where)]
     try:
         return _Reader(raw, names, where, persistent).load()
-    except (PickleRefused, MalformedFile):
+    except PickleRefused:
         raise
     except Exception as exc:
-        raise MalformedFile(f"{where}: not a readable pickle: {exc}", file=where) from exc
+        said = exc.message if isinstance(exc, MalformedFile) else str(exc)
+        raise MalformedFile(f"{where}: not a readable pickle: {said}", file=where) from exc
 
 
 class _Reader(pickle.Unpickler):
@@ -131,6 +132,7 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
     # As text, a number costs the square of its length, and one for the memo asks for that much memory.
     if raw[at : at + 1] in (b"I", b"L", b"p", b"g") and end - at > _MAX_INT_TEXT:
         raise MalformedFile(f"{where}: a number of {end - at} digits in the pickle", file=where, offset=at)
-    if raw[at : at + 1] == b"p" and int(raw[at + 1 : end] or b"0") >= len(raw):
+    memo = raw[at + 1 : end]
+    if raw[at : at + 1] == b"p" and not (memo.isdigit() and int(memo) < len(raw)):
         raise MalformedFile(f"{where}: the pickle's memo is larger than itself", file=where, offset=at)
     return end + 1
