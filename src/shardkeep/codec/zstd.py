@@ -66,7 +66,7 @@ class ZStandard(StreamTransformExtension):
 
     @staticmethod
     def _engine() -> Engine:
-        # Looked up when used, and not kept: an extension travels to other processes with its storage writer.
+        # Not kept in the extension, which travels to other processes with its storage writer.
         engine = find_engine()
         if engine is None:
             raise ExtensionUnavailable(

@@ -9,6 +9,7 @@ it is fed small pieces here, as four bytes of zeros may stand for 128 KiB.
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any, Protocol
 
 _ALIKE = ("compression.zstd", "backports.zstd", "pyzstd")
@@ -87,6 +88,7 @@ class ZstandardEngine(Engine):
         return _ZstandardDecompressor(self._module)
 
 
+@cache
 def find_engine(names: tuple[str, ...] = MODULES) -> Engine | None:
     """Return the first of the modules that is installed, or None."""
     for name in names:

@@ -1,16 +1,15 @@
 """
 What Python runs when it starts, in processes that were started from one where `shardkeep.dcp.install()` was called.
 
-Their PYTHONPATH begins with this folder. Every Python process that such a job starts comes by here, so this takes well
-under a millisecond: it only leaves a finder that installs when torch's checkpoint is first imported. Then the
-`sitecustomize` is run that would have been found without this one.
+Their PYTHONPATH begins with this folder. Every Python process that such a job starts comes by here, so this imports
+nothing: it leaves a finder that installs when torch's checkpoint is first imported. Then the `sitecustomize` is run
+that would have been found without this one.
 """
 
 # ruff: noqa: INP001 - not a package: Python finds this file by its folder
 
 import os
 import sys
-from importlib.machinery import PathFinder
 
 
 class Waiting:
@@ -44,7 +43,8 @@ class Waiting:
 def _run_the_next_one() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     others = [folder for folder in sys.path if os.path.abspath(folder) != here]
-    spec = PathFinder.find_spec("sitecustomize", others)
+    on_disk = next((each for each in sys.meta_path if getattr(each, "__name__", "") == "PathFinder"), None)
+    spec = None if on_disk is None else on_disk.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec  # noqa: PLC0415 - seldom needed
 
