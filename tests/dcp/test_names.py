@@ -199,6 +199,7 @@ def plain(value):
     )
 
 
+@pytest.mark.skipif(torch.__version__.split(".")[:2] != ["2", "13"], reason="the table is about torch 2.13")
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "package")
 def test_a_module_has_torchs_names(module):
     """
@@ -220,3 +221,9 @@ def test_the_table_is_about_modules_of_torch():
     assert {where for where, _ in ACCEPTED} <= set(MODULES)
     assert all(ACCEPTED.values())
     assert set(MODULES) >= NOT_YET
+
+
+if __name__ == "__main__":  # python -m tests.dcp.test_names: all differences, to be explained or removed
+    for each in MODULES:
+        for place, what in differences(each).items():
+            print(f"{'accepted' if (each, place) in ACCEPTED else 'OPEN    '} {each or 'package'}: {place}: {what}")
