@@ -29,6 +29,7 @@ from shardkeep.protocol.storage import StorageReader
 from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.storages.native_view import NativeView, is_native
 from shardkeep.storages.reading import read_plan
 from shardkeep.storages.stream_store import StreamStore
 from shardkeep.store.local import LocalStore
@@ -55,6 +56,7 @@ class FileSystemReader(StorageReader):
         self.rank: int | None = None
         self.use_collectives = True
         self._metadata: Metadata | None = None
+        self._native: NativeView | None = None
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), sinfo.offset, sinfo.length))
@@ -75,20 +77,18 @@ class FileSystemReader(StorageReader):
         store = self._store()
         try:
             data = store.get(name, limit=MAX_METADATA_NBYTES)
-        except BlobNotFound as exc:
-            native = self._read_native() if kwargs.get("rank") is None else None
-            if native is None:
-                raise exc from None
-            metadata = native
+        except BlobNotFound:
+            if kwargs.get("rank") is not None or not is_native(store):
+                raise
+            self._native = NativeView(store, self.path)
+            metadata = self._native.metadata()
         else:
+            self._native = None
             metadata = decode_metadata(data, where=str(self.fs.concat_path(self.path, name)))
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-    def _read_native(self) -> Metadata | None:
-        return None
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if metadata.storage_data is None:
@@ -105,7 +105,10 @@ class FileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        read_plan(self._store(), self._metadata, self.storage_data, plan, planner, self.transforms)
+        if self._native is not None:
+            self._native.read(self.storage_data, plan, planner)
+        else:
+            read_plan(self._store(), self._metadata, self.storage_data, plan, planner, self.transforms)
         done: Future[None] = Future()
         done.set_result(None)
         return done
