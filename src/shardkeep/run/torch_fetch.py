@@ -61,14 +61,21 @@ def fill(
     found = _find(files, wanted, items)
     casts: dict[str, str] = {}
     chunks = []
+    views: list[tuple[torch.Tensor, torch.Tensor]] = []
     for each, item, where in zip(wanted, items, found, strict=True):
         if where is not None:
             _check_source(each, where.shape)
             _note_cast(casts, each, to_torch(where.dtype))
-            chunk = ChunkRead(item, where.start, where.shape, where.dtype, each.source, each.target)
+            target = each.target
+            if target.is_conj() or target.is_neg():  # its memory holds other numbers than it shows
+                target = torch.empty_like(target)
+                views.append((each.target, target))
+            chunk = ChunkRead(item, where.start, where.shape, where.dtype, each.source, target)
             in_rows = where.order == tuple(range(len(where.order)))
             chunks.append(chunk if in_rows else in_order(chunk, where.order))
     nbytes = read_chunks(files, chunks, threads=threads, budget_nbytes=budget_nbytes)
+    for view, held in views:
+        view.copy_(held)
     rest = [(each, item) for each, item, where in zip(wanted, items, found, strict=True) if where is None]
     for batch in batches(rest, lambda pair: pair[1].nbytes):
         held = read_raw(files, [item for _, item in batch], threads=threads, budget_nbytes=budget_nbytes)
