@@ -54,6 +54,10 @@ class RawRead(NamedTuple):
     into: memoryview
 
 
+class FileGone(WrongSize, BlobNotFound):
+    """A file that the metadata name is not there; also the FileNotFoundError that callers of torch expect."""
+
+
 class Files:
     """The data files that a load reads from, opened once for what is to be known of them."""
 
@@ -77,7 +81,7 @@ class Files:
         try:
             reader = self.store.open(name)
         except BlobNotFound as exc:
-            raise WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
+            raise FileGone(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
         nbytes = reader.nbytes
         reader.close()
         if known is None:
