@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import Names, load_pickle
 from shardkeep.format.sealed import sealed, unsealed
@@ -88,7 +87,8 @@ def _known() -> Names:
     names[shards, "TensorProperties"] = metadata.TensorProperties
     names[shards, "MEM_FORMAT_ENCODING"] = metadata._MEM_FORMAT_ENCODING
     names.update({(kind.__module__, kind.__qualname__): kind for kind in _CLASSES})
-    names.update({("torch", dtype.name): known for known, dtype in known_to_torch().items()})
+    # All of them, those of quantized tensors too, which only torch reads.
+    names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
     names["torch", "Size"] = torch.Size
     names["torch.serialization", "_get_layout"] = _layout
     return names
