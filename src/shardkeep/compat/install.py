@@ -34,7 +34,12 @@ def install() -> None:
     `multiprocessing`, `subprocess` or `torchrun`. What shardkeep does not have (`_experimental`) stays torch's. Calling
     it again does nothing.
 
-    Names that were imported before keep what they had, which is torch's; a warning lists them. So call it first.
+    Names that were imported before keep what they had, which is torch's; a warning lists them. They go on to work on
+    plain tensors, but may not on DTensors, which describe themselves to ours from now on, nor for saves in a process of
+    their own. So call it first.
+
+    Processes learn of it by PYTHONPATH and SHARDKEEP_DCP_INSTALL: not if they are started with another environment, by
+    a fork server that was started before, or by a Python that ignores both (`-E`, `-I`).
     """
     if finder() is not None:
         return
@@ -107,11 +112,11 @@ def run(argv: Sequence[str]) -> None:
         raise SystemExit(_USAGE)
     install()
     sys.argv[:] = args
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: no folder of the script's then
+        sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(args[0]))
     if as_module:
-        sys.path[0] = os.getcwd()
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(args[0]))
         runpy.run_path(args[0], run_name="__main__")
 
 
