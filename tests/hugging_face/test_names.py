@@ -8,7 +8,7 @@ import pytest
 MODULES = ["hf_storage", "_hf_utils", "quantized_hf_storage", "_consolidate_hf_safetensors"]
 # How torch consolidates: through whole tensors in memory, which is what ours does not do.
 OTHERWISE = {
-    "_FqnData", "_OutputFileData", "_InputFileData", "_parse_input_metadata", "_write_metadata", "_read_tensor_data",
+    "_FqnData", "_OutputFileData", "_InputFileData", "_parse_input_metadata", "_write_metadata", "_read_tensor_data", "_read_tensor_data_mmap",
     "_process_output_file", "_write_data", "_write_sub_tensor_to_file_optimized", "_calculate_max_contiguous_elements",
     "_write_overall_metadata_file", "_consolidate_safetensors_files",
 }  # fmt: skip

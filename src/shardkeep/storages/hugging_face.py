@@ -117,27 +117,23 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         mapping = self.fqn_to_index_mapping
         if self.save_distributed:
             numbered = number_shards(plans, mapping)
-            if mapping is not None and self.enable_consolidation:
+            if mapping is not None and self.enable_consolidation and all(plan.usable for plan in plans):
                 check_complete(plans, mapping)
         else:
             numbered = number_whole(plans, mapping)
-        count = sum(
-            len(files_of(plan.items, numbers)) for plan, numbers in zip(plans, numbered, strict=True) if plan.items
-        )
+        # Unknown where a rank only sent word that its plan has not changed.
+        count = None
+        if all(plan.usable for plan in plans):
+            count = sum(len(files_of(plan.items, numbers)) for plan, numbers in zip(plans, numbered, strict=True))
         self._check_place(prepare(str(self.path)))
         new_plans = []
         for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
             storage_data: dict[str, Any] = {}
-            if numbers.mapping is not None:
-                storage_data["fqn_to_index_mapping"] = dict(numbers.mapping)
+            if mapping is not None:
+                storage_data["fqn_to_index_mapping"] = mapping
             if self.save_distributed:
                 storage_data["shard_index"] = place
-            storage_data[_OURS] = {
-                "save_id": self.save_id,
-                "files": count,
-                "last": numbers.last,
-                "shards": numbers.shards,
-            }
+            storage_data[_OURS] = {"save_id": self.save_id, "files": count, "numbers": numbers}
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
 
@@ -164,16 +160,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         said: dict[str, Any] = plan.storage_data or {}
-        mapping = said.get("fqn_to_index_mapping")
         decided = said.get(_OURS)
         if decided is None:
             # A plan that somebody else made, as torch's `prepare_global_plan` does: there is nobody to wait for.
-            shard = said.get("shard_index")
-            numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, [] if shard is None else [shard])
-            save_id = self.save_id
-        else:
-            numbers = Numbers(mapping, decided["last"], decided["shards"])
-            save_id = decided["save_id"]
+            mapping = said.get("fqn_to_index_mapping")
+            numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
+            decided = {"save_id": self.save_id, "files": None, "numbers": numbers}
+        save_id, numbers = decided["save_id"], decided["numbers"]
         files = files_of(plan.items, numbers)
         options = Options()
         threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
@@ -182,11 +175,11 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             files,
             lambda item: _tensor(planner, item),
             save_id=save_id,
-            file_count=len(files) if decided is None else decided["files"],
+            file_count=decided["files"],
             threads=threads,
             window_nbytes=window,
         )
-        if decided is None:
+        if _OURS not in said:
             for file in files:
                 new = os.path.join(str(self.path), temporary(file.name, save_id))
                 os.replace(new, os.path.join(str(self.path), file.name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardkeep.errors import InvalidShards
 from shardkeep.protocol.plans import SavePlan, WriteItem
@@ -29,8 +29,12 @@ class Numbers:
     """The number of each tensor's file; None where all go to file 1."""
     last: int
     """The largest number."""
-    shards: list[int]
-    """Of this rank; further ones for further shards of one tensor. Empty where files are not cut by rank."""
+    shard: int | None = None
+    """Of this rank; None where files are not cut by rank."""
+    ranks: int = 0
+    """A rank's further shards of one tensor are in shards of numbers that are larger by this, each time."""
+    instead: Mapping[int, int] = field(default_factory=dict)
+    """Other numbers for this rank's files, where other ranks have tensors for the same ones."""
 
 
 def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
@@ -59,15 +63,16 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers) -> list[FileToWrite]:
     files = []
     for number, group in split(numbers.mapping, items).items():
         layers = _layers(group)
-        if len(layers) > max(1, len(numbers.shards)):
+        if len(layers) > 1 and not numbers.ranks:
             raise InvalidShards(
                 f"{layers[-1][0].index.fqn!r} has {len(layers)} shards on one rank, and a file holds only one",
                 hint="save with save_distributed=True",
                 key=layers[-1][0].index.fqn,
             )
         for depth, layer in enumerate(layers):
-            shard = numbers.shards[depth] if numbers.shards else None
-            files.append(FileToWrite(_gen_file_name(number, numbers.last, shard), layer))
+            shard = None if numbers.shard is None else numbers.shard + depth * numbers.ranks
+            name = _gen_file_name(numbers.instead.get(number, number), numbers.last, shard)
+            files.append(FileToWrite(name, layer))
     return files
 
 
@@ -87,13 +92,7 @@ def _layers(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
 def number_shards(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
     """Number the files of a save in which every rank writes its own: rank 0 has shard 1."""
     last = _last(mapping)
-    spare = len(plans)
-    numbered = []
-    for place, plan in enumerate(plans, start=1):
-        extra = max(Counter(item.index.fqn for item in plan.items).values(), default=1) - 1
-        numbered.append(Numbers(mapping, last, [place, *range(spare + 1, spare + 1 + extra)]))
-        spare += extra
-    return numbered
+    return [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
 
 
 def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
@@ -115,20 +114,24 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -
                     hint="save with save_distributed=True, or gather the state on rank 0 first",
                     key=item.index.fqn,
                 )
-    wanted = [sorted(split(mapping, plan.items)) if plan.items else [] for plan in plans]
+    last = _last(mapping)
+    wanted = [_numbers_of(plan, mapping) for plan in plans]
     if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
-        return [Numbers(mapping, _last(mapping), []) for _ in plans]
+        return [Numbers(mapping, last) for _ in plans]
     pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
-    logger.warning("several ranks have tensors for one file: there will be %d files instead", len(pairs))
+    logger.warning("several ranks have tensors for one file: there will be up to %d files instead", len(pairs))
     new = {pair: place for place, pair in enumerate(pairs, start=1)}
     return [
-        Numbers(
-            {item.index.fqn: new[mapping[item.index.fqn] if mapping else 1, rank] for item in plan.items},
-            len(pairs),
-            [],
-        )
-        for rank, plan in enumerate(plans)
+        Numbers(mapping, len(pairs), instead={number: new[number, rank] for number in numbers})
+        for rank, numbers in enumerate(wanted)
     ]
+
+
+def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None) -> list[int]:
+    """Return the files that a rank may write to: all, where it only sent word that its plan has not changed."""
+    if not plan.usable:
+        return sorted(set(mapping.values())) if mapping is not None else [1]
+    return sorted(split(mapping, plan.items)) if plan.items else []
 
 
 def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile
-from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, SUFFIX, _metadata_fn
+from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, SAVE_ID_KEY, SUFFIX, _metadata_fn
 from shardkeep.storages.safetensors_files import read_header
 from shardkeep.store.files import make_directory, storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
@@ -82,10 +82,15 @@ def publish(
         names: their final names.
         weights: the file of each tensor, for the index file; None for a directory without one.
         total_nbytes: the bytes of all tensors, for the index file.
-        replaces_saves: Whether files of earlier saves in the directory are to go.
+        replaces_saves: whether files of earlier saves in the directory are to go.
+
+    Raises:
+        BlobNotFound: a file is not there; what was in the directory is as it was.
 
     """
     store = LocalStore(path, direct=False)
+    for name in names:
+        _check_written(path, name, save_id)
     stale = []
     if replaces_saves:
         present = look(path).files.items()
@@ -96,6 +101,19 @@ def publish(
     note = {"save_id": save_id, "files": list(names), "remove": stale, "index": weights is not None}
     store.put(NOTE, json.dumps(note).encode(), replace=True)
     _carry_out(path, note)
+
+
+def _check_written(path: str, name: str, save_id: str) -> None:
+    """Make sure that a file of this save is there: under its temporary name, or in place already."""
+    if os.path.exists(os.path.join(path, temporary(name, save_id))):
+        return
+    final = os.path.join(path, name)
+    if not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
+        raise BlobNotFound(
+            f"{final}: a rank says that it wrote this file, but it is not there",
+            hint="do all ranks see the same directory, and was the plan made for this save?",
+            file=name,
+        )
 
 
 def made_by_writer(path: str, name: str) -> bool:

@@ -89,7 +89,7 @@ class _Piece:
 
 
 def write_files(
-    directory: str, files: Sequence[FileToWrite], resolve: Resolve, *, save_id: str, file_count: int, threads: int, window_nbytes: int
+    directory: str, files: Sequence[FileToWrite], resolve: Resolve, *, save_id: str, file_count: int | None, threads: int, window_nbytes: int
 ) -> dict[int, int]:  # fmt: skip
     """
     Write files whole and durable, under temporary names; return the bytes of each item, by its identity.
@@ -99,7 +99,7 @@ def write_files(
         files: what is written.
         resolve: gives the tensor of an item.
         save_id: the save they are of.
-        file_count: how many files this save has, of all ranks.
+        file_count: how many files this save has, of all ranks; None if that is not known.
         threads: how many to use.
         window_nbytes: memory that each may use.
 
@@ -164,7 +164,7 @@ def _nbytes(part: tuple[DType, Ints]) -> int:
 
 
 def _lay_out(
-    file: FileToWrite, measure: Callable[[WriteItem], tuple[DType, Ints]], *, save_id: str, file_count: int
+    file: FileToWrite, measure: Callable[[WriteItem], tuple[DType, Ints]], *, save_id: str, file_count: int | None
 ) -> _Layout:
     measured = [(item, measure(item)) for item in file.items]
     measured.sort(key=lambda entry: -alignment_of(_nbytes(entry[1])))
@@ -178,8 +178,9 @@ def _lay_out(
         DCP_VERSION_KEY: str(HF_DCP_VERSION),
         FORMAT_KEY: FORMAT_VALUE,
         SAVE_ID_KEY: save_id,
-        FILE_COUNT_KEY: str(file_count),
     }
+    if file_count is not None:
+        metadata[FILE_COUNT_KEY] = str(file_count)
     header = build_header({item.index.fqn: part for item, part in measured}, metadata, where=file.name)
     starts = [0]
     for part in parts:
