@@ -4,6 +4,7 @@ from shardkeep.codec.transforms import _StorageReaderTransforms, _StorageWriterT
 from shardkeep.protocol.stored_items import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
+    SerializationFormat,
     _metadata_fn,
     _StorageInfo,
     _StoragePrefix,
@@ -11,7 +12,8 @@ from shardkeep.protocol.stored_items import (
 from shardkeep.storages.buckets import _item_size, _split_by_size_and_type
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase
-from shardkeep.storages.file_writer import FileSystemWriter, SerializationFormat, _FileSystemWriter
+from shardkeep.storages.file_writer import FileSystemWriter, _FileSystemWriter, _generate_uuid
+from shardkeep.storages.writing import _write_item
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -26,7 +28,9 @@ __all__ = [
     "_StoragePrefix",
     "_StorageReaderTransforms",
     "_StorageWriterTransforms",
+    "_generate_uuid",
     "_item_size",
     "_metadata_fn",
     "_split_by_size_and_type",
+    "_write_item",
 ]

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 DEFAULT_SUFFIX = ".distcp"
 _metadata_fn = ".metadata"
 CURRENT_DCP_VERSION = "1.0.0"
+
+
+class SerializationFormat(Enum):
+    """What a data file is."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
 
 
 @dataclass

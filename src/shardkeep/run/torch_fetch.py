@@ -8,6 +8,7 @@ read whole, and torch rebuilds it.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -45,6 +46,10 @@ class Wanted(NamedTuple):
     """What it was asked for by; handed to `Undo`."""
 
 
+class _TensorRefused(PickleRefused, pickle.UnpicklingError):
+    """Torch does not hold what a tensor is made of for safe; also the error that torch raises for it."""
+
+
 def undo_known(_: Any, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
     """Undo the extensions that everybody has."""
     return transformed_input(ExtensionRegistry(), descriptors, stream)
@@ -78,9 +83,9 @@ def fill(
         view.copy_(held)
     rest = [(each, item) for each, item, where in zip(wanted, items, found, strict=True) if where is None]
     for batch in batches(rest, lambda pair: pair[1].nbytes):
-        held = read_raw(files, [item for _, item in batch], threads=threads, budget_nbytes=budget_nbytes)
-        nbytes += sum(map(len, held))
-        for (each, _), data in zip(batch, held, strict=True):
+        raw = read_raw(files, [item for _, item in batch], threads=threads, budget_nbytes=budget_nbytes)
+        nbytes += sum(map(len, raw))
+        for (each, _), data in zip(batch, raw, strict=True):
             _fill_decoded(each, data, undo, casts)
     return nbytes, casts
 
@@ -158,7 +163,7 @@ def _fill_decoded(each: Wanted, data: bytearray, undo: Undo, casts: dict[str, st
     try:
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as exc:  # of what is no archive of torch's: whatever torch raises
-        kind = PickleRefused if "weights_only" in str(exc).lower() else MalformedFile
+        kind = _TensorRefused if isinstance(exc, pickle.UnpicklingError) else MalformedFile
         raise kind(f"{where} cannot be read: {exc}", key=each.key, file=each.place.file) from exc
     if not isinstance(tensor, torch.Tensor):
         raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=each.key, file=each.place.file)

@@ -65,22 +65,27 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.resolve_conj().resolve_neg() if tensor.dtype in known_to_torch() else None
 
 
-def lay_out(name: str, items: Sequence[Data]) -> tuple[FileJob, list[Placed]]:
-    """Find the place of every item in a new file, and the memory that each of the file's bytes comes from."""
-    laying = _Laying()
+def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[FileJob, list[Placed]]:
+    """
+    Find the place of every item in a new file, and the memory that each of the file's bytes comes from.
+
+    Tensors are `framed` as archives of torch, or bare bytes.
+    """
+    laying = _Laying(framed=framed)
     placed = [laying.tensor(item) if isinstance(item, torch.Tensor) else laying.raw(item) for item in items]
     return laying.job(name), placed
 
 
 @dataclass
 class _Laying:
+    framed: bool
     at: int = 0
     start: list[int] = field(default_factory=list)
     address: list[int] = field(default_factory=list)
     others: dict[int, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     """What the addresses point into."""
-    framed: list[tuple[int, int, Tail]] = field(default_factory=list)
+    tails: list[tuple[int, int, Tail]] = field(default_factory=list)
 
     def raw(self, data: memoryview) -> Placed:
         offset = self.at
@@ -89,16 +94,18 @@ class _Laying:
 
     def tensor(self, tensor: torch.Tensor) -> Placed:
         offset = self.at
-        frame = _frame(tensor, offset)
-        self._memory(memoryview(frame.head))
+        frame = _frame(tensor, offset) if self.framed else None
+        if frame:
+            self._memory(memoryview(frame.head))
         begin = self.at
         if tensor.numel():
             address = host_address(tensor)
             if not address:
                 self.others[len(self.start)] = scattered(tensor, tensor.dtype)
             self._add(address, tensor.numel() * tensor.element_size(), tensor)
-        self.framed.append((begin, self.at, Tail(frame.tail, frame.crc_at)))
-        self._memory(memoryview(frame.tail))
+        if frame:
+            self.tails.append((begin, self.at, Tail(frame.tail, frame.crc_at)))
+            self._memory(memoryview(frame.tail))
         return Placed(offset, self.at - offset, begin, [])
 
     def _memory(self, data: memoryview) -> None:
@@ -112,7 +119,7 @@ class _Laying:
         self.at += nbytes
 
     def job(self, name: str) -> FileJob:
-        begins, ends, tails = zip(*self.framed, strict=True) if self.framed else ((), (), ())
+        begins, ends, tails = zip(*self.tails, strict=True) if self.tails else ((), (), ())
         return FileJob(
             name=name,
             header=bytearray(),
@@ -135,12 +142,12 @@ def _frame(tensor: torch.Tensor, at: int) -> Frame:
 class Stream:
     """A file that is written from its beginning to its end, and hashed on the way."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
+    def __init__(self, raw: IO[bytes], at: int = 0) -> None:
         self._raw = raw
         self._hash = xxhash.xxh3_128()
         self._room = _STREAM_BLOCK_NBYTES
         self._digests: list[bytes] = []
-        self.nbytes = 0
+        self.nbytes = at
 
     @property
     def block_nbytes(self) -> int:
@@ -188,29 +195,32 @@ class Stream:
         return b"".join(self._digests)
 
 
-def write_stream(out: Stream, items: Iterable[Data], wrap: Wrap) -> list[Placed]:
-    """Write items one after the other; each is asked for when its turn comes."""
+def write_stream(out: Stream, items: Iterable[Data], wrap: Wrap, *, framed: bool = True) -> list[Placed]:
+    """Write items one after the other, tensors framed or bare; each is asked for when its turn comes."""
     placed = []
     for item in items:
         offset = out.nbytes
         stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
-        start = _write_item(stream, item, offset, out)
+        start = _write_item(stream, item, offset, out, framed=framed)
         if descriptors or stream is not cast("Any", out):
             stream.close()
         placed.append(Placed(offset, out.nbytes - offset, None if descriptors else start, descriptors))
     return placed
 
 
-def _write_item(stream: IO[bytes], item: Data, offset: int, out: Stream) -> int | None:
+def _write_item(stream: IO[bytes], item: Data, offset: int, out: Stream, *, framed: bool) -> int | None:
     if not isinstance(item, torch.Tensor):
         stream.write(item)
         return None
-    frame = _frame(item, offset)
-    stream.write(frame.head)
+    frame = _frame(item, offset) if framed else None
+    if frame:
+        stream.write(frame.head)
     start, crc = out.nbytes, 0
     for part in _parts(item):
-        crc = zlib.crc32(part, crc)
+        crc = zlib.crc32(part, crc) if frame else 0
         stream.write(part)
+    if not frame:
+        return start
     for at in frame.crc_at:
         frame.tail[at : at + 4] = crc.to_bytes(4, "little")
     stream.write(frame.tail)

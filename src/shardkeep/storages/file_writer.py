@@ -13,7 +13,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 from torch.futures import Future
@@ -25,9 +24,15 @@ from shardkeep.layout.torch_files import Sums, metadata_name
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from shardkeep.protocol.pickled_metadata import encode_metadata
 from shardkeep.protocol.planners import SavePlanner
-from shardkeep.protocol.plans import SavePlan
+from shardkeep.protocol.plans import SavePlan, WriteItem, WriteItemType
 from shardkeep.protocol.storage import StorageWriter, WriteResult
-from shardkeep.protocol.stored_items import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
+from shardkeep.protocol.stored_items import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from shardkeep.stage.blocking import BlockingAsyncStager
 from shardkeep.storages.buckets import _split_by_size_and_type
 from shardkeep.storages.commit import Commit, files_of
@@ -39,11 +44,8 @@ class CheckpointThere(CheckpointExists, RuntimeError):
     """A checkpoint is there already, and the writer may not replace it."""
 
 
-class SerializationFormat(Enum):
-    """What a data file is."""
-
-    TORCH_SAVE = "torch_save"
-    SAFETENSORS = "safetensors"
+def _generate_uuid() -> str:
+    return str(uuid.uuid4())
 
 
 class _FileSystemWriter(StorageWriter):
@@ -83,7 +85,7 @@ class _FileSystemWriter(StorageWriter):
         self.sync_files = sync_files
         self.thread_count = thread_count
         self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.save_id = str(uuid.uuid4())
+        self.save_id = _generate_uuid()
         self.overwrite = overwrite
         self.transforms = _StorageWriterTransforms(_extensions)
         self.serialization_format = serialization_format
@@ -94,7 +96,7 @@ class _FileSystemWriter(StorageWriter):
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id:
             self.path = self.fs.init_path(checkpoint_id)
-        self.save_id = str(uuid.uuid4())
+        self.save_id = _generate_uuid()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.rank = kwargs.get("rank")
@@ -132,7 +134,7 @@ class _FileSystemWriter(StorageWriter):
         )
         files: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
         number = 0
-        for bucket in filter(None, buckets):
+        for bucket in filter(None, self._split_formats(buckets)):
             # A name that is taken belongs to a checkpoint that must stay whole until this one is.
             while True:
                 name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
@@ -142,6 +144,14 @@ class _FileSystemWriter(StorageWriter):
                     break
             files.put((path, name, bucket))
         return self._write_data(planner, files)
+
+    def _split_formats(self, buckets: list[list[WriteItem]]) -> list[list[WriteItem]]:
+        """Keep objects apart from tensors where tensors are to be in safetensors files."""
+        if self.serialization_format == SerializationFormat.TORCH_SAVE:
+            return buckets
+        objects = [[item for item in bucket if item.type == WriteItemType.BYTE_IO] for bucket in buckets]
+        tensors = [[item for item in bucket if item.type != WriteItemType.BYTE_IO] for bucket in buckets]
+        return [*objects, *tensors]
 
     def _write_data(
         self, planner: SavePlanner, file_queue: queue.Queue[tuple[PathLike, str, list[Any]]]

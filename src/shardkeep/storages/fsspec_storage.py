@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardkeep.codec.extensions import StreamTransformExtension
+from shardkeep.protocol.stored_items import SerializationFormat
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.file_systems import FsspecFileSystem, PathLike
-from shardkeep.storages.file_writer import FileSystemWriter, SerializationFormat
+from shardkeep.storages.file_writer import FileSystemWriter
 
 
 class FsspecWriter(FileSystemWriter):

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from shardkeep.codec.transforms import _StorageWriterTransforms
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, StateError
 from shardkeep.layout.torch_files import SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.options import Options
 from shardkeep.protocol.planners import SavePlanner
@@ -27,13 +27,14 @@ from shardkeep.protocol.plans import WriteItem, WriteItemType
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.save_planner import DefaultSavePlanner
 from shardkeep.protocol.storage import WriteResult
-from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
 from shardkeep.run.torch_write import Data, Placed, Stream, lay_out, plain_tensor, write_stream
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import write_files
+from shardkeep.run.write import FileJob, write_files
 from shardkeep.state.devices import settle
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
+from shardkeep.storages.safetensors_layout import header_of, in_order
 from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import is_name
 
@@ -47,14 +48,27 @@ class FilePlan(NamedTuple):
     path: PathLike
     name: str
     items: list[WriteItem]
+    header: bytes | None = None
+    """What stands before bare tensors; None where each item is an archive of its own."""
 
 
 def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
     """Write files; all of them are there, durable if asked for, or none."""
+    if writer.serialization_format == SerializationFormat.SAFETENSORS:
+        if writer.transforms.extensions:
+            raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
+        plans = [_as_safetensors(plan) for plan in plans]
     plans = [plan._replace(items=_objects_first(plan.items)) for plan in plans]
     if _can_be_laid_out(writer, planner, plans):
         return _write_laid_out(writer, planner, plans)
     return _write_streams(writer, planner, plans)
+
+
+def _as_safetensors(plan: FilePlan) -> FilePlan:
+    if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
+        return plan
+    items = in_order(plan.items)
+    return plan._replace(items=items, header=header_of(items, where=plan.name))
 
 
 def _objects_first(items: Sequence[WriteItem]) -> list[WriteItem]:
@@ -80,7 +94,7 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
     store = LocalStore(writer.path, direct=options.direct_io, durable=writer.sync_files)
     held = [[_data_of(planner, item) for item in plan.items] for plan in plans]
     settle(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
-    laid = [lay_out(plan.name, of_file) for plan, of_file in zip(plans, held, strict=True)]
+    laid = [_lay_out(plan, of_file) for plan, of_file in zip(plans, held, strict=True)]
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
     jobs = [job for job, _ in laid]
     digests = write_files(store, jobs, threads=threads, window_nbytes=window)
@@ -101,6 +115,24 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
     return results
 
 
+def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[Placed]]:
+    if plan.header is None:
+        return lay_out(plan.name, data)
+    for item, each in zip(plan.items, data, strict=True):
+        _check_as_planned(item, each)
+    job, placed = lay_out(plan.name, [memoryview(plan.header), *data], framed=False)
+    return job, placed[1:]
+
+
+def _check_as_planned(item: WriteItem, data: Data) -> None:
+    if not _as_planned(item, data):
+        raise StateError(
+            f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
+            hint="write TORCH_SAVE files, or leave it out",
+            key=item.index.fqn,
+        )
+
+
 def _data_of(planner: SavePlanner, item: WriteItem) -> Data:
     """Resolve an item: a tensor whose memory can be written as it is, or bytes."""
     data = planner.resolve_data(item)
@@ -111,6 +143,10 @@ def _data_of(planner: SavePlanner, item: WriteItem) -> Data:
         return data.getbuffer()
     if not isinstance(data, torch.Tensor):
         raise BrokenProtocol(f"{key!r} is to be written as a tensor, and the planner gave a {type(data).__name__}")
+    return _plain_or_saved(key, data)
+
+
+def _plain_or_saved(key: str, data: torch.Tensor) -> Data:
     plain = plain_tensor(key, data)
     if plain is not None:
         return plain
@@ -137,6 +173,29 @@ def _results(plan: FilePlan, placed: list[Placed], faithful: list[bool], sums: S
     if results:
         results[0].storage_data.keep_sums((sums.nbytes, sums.block_nbytes, sums.checksum))
     return results
+
+
+def _write_item(
+    transforms: Any,
+    stream: io.IOBase,
+    data: io.BytesIO | torch.Tensor,
+    write_item: WriteItem,
+    storage_key: str,
+    serialization_format: SerializationFormat,
+) -> WriteResult:
+    """Write one item to a stream that others write to as well; for writers that have files of their own."""
+    if serialization_format != SerializationFormat.TORCH_SAVE and isinstance(data, torch.Tensor):
+        raise StateError(f"{write_item.index.fqn!r}: a safetensors file is not written item by item")
+    item = data.getbuffer() if isinstance(data, io.BytesIO) else _plain_or_saved(write_item.index.fqn, data)
+    out = Stream(cast("IO[bytes]", stream), at=stream.tell())
+
+    def wrap(raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        wrapped, descriptors = transforms.transform_save_stream(write_item, raw)
+        return wrapped, list(descriptors)
+
+    [place] = write_stream(out, [item], wrap)
+    info = _StorageInfo(storage_key, place.offset, place.nbytes, place.descriptors or None)
+    return WriteResult(index=write_item.index, size_in_bytes=place.nbytes, storage_data=info)
 
 
 def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
@@ -171,11 +230,15 @@ def _write_one_stream(
             data = _data_of(planner, item)
             settle([data] if isinstance(data, torch.Tensor) else [])
             faithful.append(_as_planned(item, data))
+            if plan.header is not None:
+                _check_as_planned(item, data)
             yield data
 
     with fs.create_stream(plan.path, "wb") as raw:
         out = Stream(raw)  # type: ignore[arg-type]  # opened to be written
-        placed = write_stream(out, resolved(), wrap)
+        if plan.header is not None:
+            out.write(plan.header)
+        placed = write_stream(out, resolved(), wrap, framed=plan.header is None)
         _sync(raw, sync)
     sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
     with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
