@@ -20,7 +20,7 @@ ROUNDS = 50
 def delay():
     """Keep the current stream busy, so that what is queued next has not happened when the host goes on."""
     busy = torch.ones(3000, 3000, device=torch.accelerator.current_accelerator())
-    for _ in range(random.randrange(30)):
+    for _ in range(random.randrange(8)):
         busy = busy @ busy * 1e-4
     return busy
 
@@ -48,7 +48,7 @@ def fill(state, value):
 def values(staged):
     tensors = [t for each in staged.values() for t in (each if isinstance(each, list) else [each])]
     assert all(tensor.device.type == "cpu" for tensor in tensors)
-    return {value for tensor in tensors for value in torch.unique(tensor.float()).tolist()}
+    return {value for tensor in tensors for value in (tensor.min().item(), tensor.max().item())}
 
 
 def rounds(stage, state):
@@ -65,9 +65,7 @@ def rounds(stage, state):
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
-@pytest.mark.parametrize(
-    "options", [(p, s, a, n) for p in (0, 1) for s in (0, 1) for a, n in ((0, 0), (0, 1), (1, 0), (1, 1))]
-)
+@pytest.mark.parametrize("options", [(0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 0), (1, 0, 1, 1), (1, 1, 1, 1)])
 def test_values_are_those_of_the_call(options, side):
     """
     Whatever the options and the stream, each of 50 snapshots by one stager has the values that were queued before it.
