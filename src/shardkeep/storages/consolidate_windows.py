@@ -9,25 +9,21 @@ fails, all of them are removed.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from shardkeep.errors import CheckpointError
 from shardkeep.format.columns import IntArray
 from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, intersect, relative, slices
 from shardkeep.run.workers import run_workers, window_for
 from shardkeep.storages.hugging_face_names import FORMAT_KEY, FORMAT_VALUE
 from shardkeep.storages.safetensors_catalog import Chunk, Stored
 from shardkeep.storages.safetensors_files import OpenFiles, alignment_of, build_header
-from shardkeep.storages.safetensors_publish import temporary
+from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import BlobWriter
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes are moved as these, whatever they mean."""
@@ -80,19 +76,10 @@ class _Span(NamedTuple):
 
 
 class _Window(NamedTuple):
-    file: _Output
+    file: NewFile
     start: int
     """Where it begins in the data."""
-    nbytes: int
     spans: list[_Span]
-
-
-@dataclass
-class _Output:
-    file: OutputFile
-    writer: BlobWriter
-    bytes_left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def write_whole(
@@ -107,18 +94,10 @@ def write_whole(
     with closing(OpenFiles(direct=direct)) as inputs, ExitStack() as undo:
 
         def work(task: _Window, buffer: memoryview) -> bool:
-            output, start, nbytes, spans = task
             at = 0
-            for span in spans:
+            for span in task.spans:
                 at += _fill(span, buffer[at:window], buffer[window:], inputs)
-            if nbytes:
-                output.writer.write_at(len(output.file.header) + start, buffer[:nbytes])
-            with output.lock:
-                output.bytes_left -= nbytes
-                last = not output.bytes_left
-            if last:
-                output.writer.write_at(0, memoryview(output.file.header))
-                output.writer.finish()
+            task.file.write(task.start, buffer[:at])
             return True
 
         run_workers(_windows(store, files, save_id, window, undo), work, threads=threads, buffer_nbytes=both)
@@ -130,12 +109,9 @@ def _windows(
 ) -> Iterator[_Window]:
     """Open the files, one after the other, and cut their data into windows of whole elements."""
     for file in files:
-        name = temporary(file.name, save_id)
-        writer = store.create(name, len(file.header) + file.data_nbytes)
-        undo.callback(_take_back, store, name, writer)
-        output = _Output(file, writer, file.data_nbytes)
+        output = NewFile(store, file.name, save_id, file.header, file.data_nbytes, undo)
         if not file.data_nbytes:
-            yield _Window(output, 0, 0, [])
+            yield _Window(output, 0, [])
         start = nbytes = 0
         spans: list[_Span] = []
         for stored in file.tensors:
@@ -149,16 +125,10 @@ def _windows(
                     nbytes += (last - first) * size
                 first = last
                 if first < count or nbytes == window:
-                    yield _Window(output, start, nbytes, spans)
+                    yield _Window(output, start, spans)
                     start, nbytes, spans = start + nbytes, 0, []
         if spans:
-            yield _Window(output, start, nbytes, spans)
-
-
-def _take_back(store: LocalStore, name: str, writer: BlobWriter) -> None:
-    writer.abandon()
-    with contextlib.suppress(CheckpointError):
-        store.delete(name)  # one that was finished outlives its writer's abandon
+            yield _Window(output, start, spans)
 
 
 def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: OpenFiles) -> int:

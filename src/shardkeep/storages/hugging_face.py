@@ -20,10 +20,10 @@ from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.plans import SavePlan, WriteItem
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.storage import WriteResult
-from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
 from shardkeep.run.workers import window_for
 from shardkeep.storages.consolidate import consolidate_files
-from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter, SerializationFormat
+from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter
 from shardkeep.storages.hugging_face_files import (
     Numbers,
     check_complete,
@@ -36,6 +36,7 @@ from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
 from shardkeep.storages.safetensors_catalog import read_weight_map
 from shardkeep.storages.safetensors_publish import Folder, made_by_writer, prepare, publish, temporary
 from shardkeep.storages.safetensors_writes import no_tensor, write_files
+from shardkeep.store.local import LocalStore
 
 _OURS = "shardkeep"
 """Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
@@ -171,7 +172,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         options = Options()
         threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
         sizes = write_files(
-            str(self.path),
+            LocalStore(self.path, direct=options.direct_io),
             files,
             lambda item: _tensor(planner, item),
             save_id=save_id,

@@ -56,12 +56,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         super().__init__(path=path)
         self.thread_count = thread_count
         self._catalog: Catalog = {}
+        self._chunks: dict[tuple[str, Ints], tuple[DType, Chunk]] = {}
         self._headers: dict[str, SafetensorsFile] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the previous load; the next one is from `checkpoint_id`, if given."""
         super().reset(checkpoint_id)
-        self._catalog, self._headers = {}, {}
+        self._catalog, self._chunks, self._headers = {}, {}, {}
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,11 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         """
         self._catalog = read_catalog(look(self.path), threads=self._threads())
+        self._chunks = {
+            (key, chunk.box.offsets): (stored.dtype, chunk)
+            for key, stored in self._catalog.items()
+            for chunk in stored.chunks
+        }
         entries: dict[str, Any] = {}
         places: dict[MetadataIndex, _HFStorageInfo] = {}
         for key, stored in self._catalog.items():
@@ -96,11 +102,10 @@ class HuggingFaceStorageReader(FileSystemReader):
             NoSuchValue: there is none.
 
         """
-        at: Ints | None = None if index.offset is None else tuple(index.offset)
-        stored = self._catalog.get(index.fqn)
-        for chunk in stored.chunks if stored is not None else ():
-            if stored is not None and at in {None, chunk.box.offsets}:
-                return stored.dtype, chunk
+        at: Ints = tuple(index.offset or ())
+        found = self._chunks.get((index.fqn, at))
+        if found is not None:
+            return found
         # Metadata that another reader read: the file says the rest.
         info = (self.storage_data or {}).get(index)
         if info is None:
@@ -109,7 +114,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         if index.fqn not in header.tensors:
             raise NoSuchValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
         part = header.tensors[index.fqn]
-        return part.dtype, Chunk(header.path, part.start, Box(at or (0,) * len(part.shape), part.shape))
+        return part.dtype, Chunk(header.path, part.start, Box(at, part.shape))
 
     def _header(self, path: str) -> SafetensorsFile:
         if path not in self._headers:

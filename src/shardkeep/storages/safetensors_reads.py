@@ -71,8 +71,7 @@ def read_boxes(wants: Sequence[Want], files: OpenFiles, *, threads: int, budget_
         return
 
     def work(task: _Task, buffer: memoryview) -> bool:
-        do_read(task, files, buffer)
-        return True
+        return not do_read(task, files, buffer)
 
     run_workers(tasks, work, threads=min(threads, len(tasks)), buffer_nbytes=min(window, _largest(tasks)))
 
@@ -83,13 +82,15 @@ def read_box(want: Want, files: OpenFiles, buffer: memoryview) -> None:
         do_read(task, files, buffer)
 
 
-def do_read(task: _Task, files: OpenFiles, buffer: memoryview) -> None:
-    """Read the bytes of a task and put them where they belong."""
+def do_read(task: _Task, files: OpenFiles, buffer: memoryview) -> bool:
+    """Read the bytes of a task and put them where they belong; return whether they were in memory already."""
     window = view_memory(task.address, task.nbytes) if task.address else buffer[: task.nbytes]
     with files.reader(task.path) as reader:
-        reader.read_into(task.start, window)
+        cached = reader.cached(task.start, task.nbytes)
+        reader.read_into(task.start, window, cached=cached)
     if task.place is not None:
         task.place(window)
+    return cached
 
 
 def _largest(tasks: Iterable[_Task]) -> int:

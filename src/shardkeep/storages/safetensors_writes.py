@@ -8,17 +8,15 @@ all alive. Tensors are laid in an order that aligns each to the largest power of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from shardkeep.errors import CheckpointError, UnsupportedLeaf
+from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.dtypes import DType, Ints, of_torch
 from shardkeep.protocol.plans import WriteItem
 from shardkeep.run.workers import run_workers
@@ -35,10 +33,9 @@ from shardkeep.storages.hugging_face_names import (
     SAVED_OFFSETS_KEY,
 )
 from shardkeep.storages.safetensors_files import alignment_of, build_header
-from shardkeep.storages.safetensors_publish import temporary
+from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.aligned import address_of
 from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import BlobWriter
 
 Resolve = Callable[[WriteItem], torch.Tensor]
 
@@ -66,14 +63,6 @@ class _Layout:
     data_nbytes: int
 
 
-@dataclass
-class _OpenFile:
-    layout: _Layout
-    writer: BlobWriter
-    bytes_left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Some bytes of a tensor, and where they go in the data of a file."""
@@ -89,13 +78,20 @@ class _Piece:
 
 
 def write_files(
-    directory: str, files: Sequence[FileToWrite], resolve: Resolve, *, save_id: str, file_count: int | None, threads: int, window_nbytes: int
-) -> dict[int, int]:  # fmt: skip
+    store: LocalStore,
+    files: Sequence[FileToWrite],
+    resolve: Resolve,
+    *,
+    save_id: str,
+    file_count: int | None,
+    threads: int,
+    window_nbytes: int,
+) -> dict[int, int]:
     """
     Write files whole and durable, under temporary names; return the bytes of each item, by its identity.
 
     Args:
-        directory: where they go.
+        store: where they go.
         files: what is written.
         resolve: gives the tensor of an item.
         save_id: the save they are of.
@@ -113,11 +109,11 @@ def write_files(
 
     layouts = lay_out(_planned)
     try:
-        _write(directory, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
+        _write(store, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
     except _Unplanned:
         # A planner that stores something else than what it planned: its tensors must be made once to be measured.
-        layouts = lay_out(lambda item: _described(_checked(item, resolve(item))))
-        _write(directory, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
+        layouts = lay_out(lambda item: _described(item, _checked(item, resolve(item))))
+        _write(store, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
     return {
         id(item): _nbytes(part) for layout in layouts for item, part in zip(layout.items, layout.parts, strict=True)
     }
@@ -129,7 +125,14 @@ def write_files(
 def _planned(item: WriteItem) -> tuple[DType, Ints]:
     if item.tensor_data is None:
         raise no_tensor(item)
-    return of_torch(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
+    return _dtype(item, item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
+
+
+def _dtype(item: WriteItem, dtype: torch.dtype) -> DType:
+    try:
+        return of_torch(dtype)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{item.index.fqn!r}: {error.message}", hint=error.hint, key=item.index.fqn) from None
 
 
 def no_tensor(item: WriteItem) -> UnsupportedLeaf:
@@ -141,8 +144,8 @@ def no_tensor(item: WriteItem) -> UnsupportedLeaf:
     )
 
 
-def _described(tensor: torch.Tensor) -> tuple[DType, Ints]:
-    return of_torch(tensor.dtype), tuple(tensor.shape)
+def _described(item: WriteItem, tensor: torch.Tensor) -> tuple[DType, Ints]:
+    return _dtype(item, tensor.dtype), tuple(tensor.shape)
 
 
 def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
@@ -192,33 +195,18 @@ def _lay_out(
 
 
 def _write(
-    directory: str, layouts: Sequence[_Layout], resolve: Resolve, *, save_id: str, threads: int, window_nbytes: int
+    store: LocalStore, layouts: Sequence[_Layout], resolve: Resolve, *, save_id: str, threads: int, window_nbytes: int
 ) -> None:
-    store = LocalStore(directory)
     with ExitStack() as undo:
 
-        def work(task: tuple[_OpenFile, list[_Piece]], buffer: memoryview) -> bool:
+        def work(task: tuple[NewFile, list[_Piece]], buffer: memoryview) -> bool:
             file, pieces = task
-            nbytes = sum(piece.nbytes for piece in pieces)
-            if pieces:
-                file.writer.write_at(len(file.layout.header) + pieces[0].at, _gathered(pieces, nbytes, buffer))
-            with file.lock:
-                file.bytes_left -= nbytes
-                last = not file.bytes_left
-            if last:
-                file.writer.write_at(0, memoryview(file.layout.header))
-                file.writer.finish()
+            file.write(pieces[0].at if pieces else 0, _gathered(pieces, buffer))
             return True
 
         tasks = _tasks(store, layouts, resolve, save_id, window_nbytes, undo)
         run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
         undo.pop_all()
-
-
-def _take_back(store: LocalStore, name: str, writer: BlobWriter) -> None:
-    writer.abandon()
-    with contextlib.suppress(CheckpointError):
-        store.delete(name)  # one that was finished outlives its writer's abandon
 
 
 def _tasks(
@@ -228,13 +216,10 @@ def _tasks(
     save_id: str,
     window_nbytes: int,
     undo: ExitStack,
-) -> Iterator[tuple[_OpenFile, list[_Piece]]]:
+) -> Iterator[tuple[NewFile, list[_Piece]]]:
     """Open the files, one after the other, and cut what goes into them into windows."""
     for layout in layouts:
-        name = temporary(layout.name, save_id)
-        writer = store.create(name, len(layout.header) + layout.data_nbytes)
-        undo.callback(_take_back, store, name, writer)
-        file = _OpenFile(layout, writer, layout.data_nbytes)
+        file = NewFile(store, layout.name, save_id, layout.header, layout.data_nbytes, undo)
         if not layout.data_nbytes:
             yield file, []
         together: list[_Piece] = []
@@ -252,7 +237,7 @@ def _tasks(
 def _pieces(layout: _Layout, resolve: Resolve, window_nbytes: int) -> Iterator[_Piece]:
     for item, part, start in zip(layout.items, layout.parts, layout.starts, strict=True):
         tensor = _checked(item, resolve(item))
-        if _described(tensor) != part:
+        if _described(item, tensor) != part:
             raise _Unplanned
         address = host_address(tensor)
         source = None if address else scattered(tensor, tensor.dtype)
@@ -262,16 +247,15 @@ def _pieces(layout: _Layout, resolve: Resolve, window_nbytes: int) -> Iterator[_
             yield _Piece(start + first, size, address and address + first, source, first, tensor)
 
 
-def _gathered(pieces: Sequence[_Piece], nbytes: int, buffer: memoryview) -> memoryview:
+def _gathered(pieces: Sequence[_Piece], buffer: memoryview) -> memoryview:
     """Return pieces that follow each other as one run of bytes: the tensor's own memory, if it is one."""
     if len(pieces) == 1 and pieces[0].address:
-        return view_memory(pieces[0].address, nbytes)
-    window = buffer[:nbytes]
-    base = address_of(window) - pieces[0].at
+        return view_memory(pieces[0].address, pieces[0].nbytes)
+    window = buffer[: sum(piece.nbytes for piece in pieces)]
     for piece in pieces:
+        low = piece.at - pieces[0].at
         if piece.address:
-            copy_memory(base + piece.at, piece.address, piece.nbytes)
+            copy_memory(address_of(window) + low, piece.address, piece.nbytes)
         elif piece.scattered is not None:
-            low = piece.at - pieces[0].at
             piece.scattered.read(piece.first, piece.first + piece.nbytes, window[low : low + piece.nbytes])
     return window
