@@ -20,7 +20,7 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
 from shardkeep.errors import CheckpointError
 from shardkeep.storages import consolidate, consolidate_windows
 from shardkeep.storages.consolidate_windows import OutputFile, write_whole
-from tests.hugging_face.samples import INDEX, by_library, full_state, memory_used, same, save, shard, spread_state
+from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
 from tests.toolkit.samples import numbered, seen
 
 DTYPES = [
@@ -235,6 +235,24 @@ def test_a_tensor_without_elements_makes_a_file_of_a_header(tmp_path):
     consolidate_safetensors_files(tmp_path, tmp_path / "out", None)
     assert by_library(tmp_path / "out")["none"].shape == (0, 4)
     assert isinstance(consolidate._plan(tmp_path, tmp_path / "out", None, 1).files[1], OutputFile)
+
+
+def test_types_of_less_than_a_byte(tmp_path):
+    """
+    Two 4-bit floats to a byte, and 8-bit exponents: the same bytes, for safetensors too.
+    """
+    raw = torch.arange(60, dtype=torch.uint8).reshape(5, 12)
+    full = {"four": raw.view(torch.float4_e2m1fn_x2), "eight": raw.view(torch.float8_e8m0fnu)}
+    save("ours", full, tmp_path, no_dist=True, save_distributed=True)
+    consolidate_safetensors_files(tmp_path, tmp_path / "out", None)
+    for found in (
+        by_library(tmp_path / "out"),
+        load(
+            "ours", {key: raw.clone().zero_().view(value.dtype) for key, value in full.items()}, tmp_path, no_dist=True
+        ),
+    ):
+        assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in full.items()}
+        assert all(torch.equal(value.view(torch.uint8), raw) for value in found.values())
 
 
 def test_tensors_left_out_of_the_mapping_are_named(tmp_path, caplog):
