@@ -1,5 +1,7 @@
 """Asynchronous saves on a thread: what is saved, in which order, and who learns of what fails."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -189,6 +191,25 @@ def test_a_storage_that_cannot_be_found_fails_the_future():
     """
     with pytest.raises(RuntimeError, match="checkpoint_id"):
         quietly(async_save, {"w": numbered(2)}).result(30)
+
+
+LEAVES_EARLY = """
+import sys, warnings
+import torch
+from shardkeep.compat.async_save import async_save
+from shardkeep.dcp.filesystem import FileSystemWriter
+
+warnings.simplefilter("ignore")
+async_save({"w": torch.arange(1000.0)}, storage_writer=FileSystemWriter(sys.argv[1]))
+"""
+
+
+def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
+    """
+    The interpreter waits for what is under way, which can still start the threads it needs.
+    """
+    subprocess.run([sys.executable, "-c", LEAVES_EARLY, str(tmp_path / "a")], check=True, timeout=60)
+    assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
 
 
 class Own(DefaultStager):

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -63,6 +64,8 @@ class Lane:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
+        # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
+        threading._register_atexit(self._thread.shutdown)  # type: ignore[attr-defined]  # there is no public way
         self._failed: list[SaveFuture[Any]] = []
         self.saver: SaverProcess | None = None
         """The process that writes, once there is one; used by this lane's thread alone."""

@@ -7,11 +7,16 @@ from __future__ import annotations
 import multiprocessing.connection
 import pickle
 import signal
-from typing import Any
+from typing import Any, Final
 
 from shardkeep.compat.saver_process import Answer, Order, Place, serve
 from shardkeep.errors import CheckpointError
 from shardkeep.protocol.problems import BrokenProtocol
+
+_HOW_TO_START: Final = (
+    'start training under `if __name__ == "__main__":` and not in a daemonic process, or save with '
+    "AsyncCheckpointerType.THREAD"
+)
 
 
 class SaverDied(CheckpointError, RuntimeError):
@@ -49,8 +54,7 @@ class SaverProcess:
         except (AssertionError, RuntimeError, OSError) as error:
             raise SaverDied(
                 f"the process that saves could not be started: {error}",
-                hint='start training under `if __name__ == "__main__":` and not in a daemonic process, or save with '
-                "AsyncCheckpointerType.THREAD",
+                hint=_HOW_TO_START,
             ) from error
         finally:
             theirs.close()  # so that the pipe ends with the process
@@ -114,7 +118,7 @@ class SaverProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
         return SaverDied(
             f"the process that saves (pid {self.pid}) {how} in step {step!r}",
-            hint="the next save starts a new one; was the machine out of memory?",
+            hint=_HOW_TO_START if step == "start" else "the next save starts a new one; was there too little memory?",
         )
 
 
