@@ -120,6 +120,18 @@ def shardkeep_load(state: State, where: str) -> None:
     sk.load(state, where)
 
 
+def drop_in_save(state: State, where: str) -> None:
+    from shardkeep import dcp
+
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(where))
+
+
+def drop_in_load(state: State, where: str) -> None:
+    from shardkeep import dcp
+
+    dcp.load(state, storage_reader=dcp.FileSystemReader(where))
+
+
 def _with(function: Callable[..., None], **fixed: object) -> Callable[[State, str], None]:
     return lambda state, where: function(state, where, **fixed)
 
@@ -134,5 +146,6 @@ CONTENDERS = {
     "torch DCP x2": Contender("dcp", _with(dcp_save, threads=2), None),
     "torch.save": Contender("torch", torch_save, torch_load, durable=False),
     "safetensors": Contender("safetensors", safetensors_save, safetensors_load, durable=False),
+    "shardkeep.dcp": Contender("shardkeep-dcp", drop_in_save, drop_in_load),
     "shardkeep": Contender("shardkeep", shardkeep_save, shardkeep_load),
 }

@@ -23,6 +23,7 @@ from pathlib import Path
 import pagecache
 import planning
 import report
+import reshard
 from contenders import CONTENDERS
 from report import Sample
 from shardkeep.options import Options
@@ -32,6 +33,9 @@ RESULTS = HERE.parent / "bench-results"
 PACKAGES = ("shardkeep", "torch", "numpy", "safetensors", "xxhash")
 SMALL_ROUNDS = 2
 """At most: torch DCP takes half a minute for each save and each load of 50,000 tensors."""
+
+
+RESHARD_GB = 1.0
 
 
 class Worker:
@@ -138,7 +142,7 @@ def machine(directory: str) -> dict[str, object]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("--only", choices=("large", "small", "planning"), help="measure one part")
+    parser.add_argument("--only", choices=("large", "small", "reshard", "planning"), help="measure one part")
     parser.add_argument("--rounds", type=int, default=5, help="times each contender is measured (default %(default)s)")
     parser.add_argument("--gb", type=float, default=1.5, help="size of the large state (default %(default)s)")
     parser.add_argument("--tensors", type=int, default=50_000, help="of 4 KB, in the small one (default %(default)s)")
@@ -160,6 +164,15 @@ def main() -> None:
             measured, sizes[workload] = measure(workload, args)
             samples += measured
     verdicts = report.judge(samples, Options().host_budget_bytes)
+    resharded = None
+    if args.only in (None, "reshard"):
+        scratch = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=args.dir)
+        try:
+            resharded = reshard.measure(scratch, min(args.gb, RESHARD_GB), min(args.rounds, 3))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        print("reshard, torch's layout\n" + "\n".join(report.reshard_lines(resharded)) + "\n")
+        verdicts += report.judge_reshard(resharded)
     plans = None
     if args.only in (None, "planning"):
         plans = planning.run()
@@ -169,7 +182,13 @@ def main() -> None:
     print("\n".join(verdict.line() for verdict in verdicts))
     path = args.json or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = {"machine": facts, "nbytes": sizes, "planning": plans, **report.as_json(samples, verdicts)}
+    results = {
+        "machine": facts,
+        "nbytes": sizes,
+        "planning": plans,
+        "reshard": resharded,
+        **report.as_json(samples, verdicts),
+    }
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\nevery sample: {path}")
 

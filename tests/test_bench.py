@@ -24,7 +24,13 @@ def run(script, *arguments):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("part", "target"), [("large", "large warm: ours / raw"), ("small", "small cold: ours / torch DCP")]
+    ("part", "target"),
+    [
+        ("large", "large warm: ours / raw"),
+        ("large", "large save: shardkeep.dcp / torch DCP"),
+        ("small", "small cold: ours / torch DCP"),
+        ("reshard", "resharded load: shardkeep.dcp / torch DCP"),
+    ],
 )
 def test_a_tiny_round(part, target, tmp_path):
     """
@@ -36,7 +42,7 @@ def test_a_tiny_round(part, target, tmp_path):
     printed = run("run.py", "--only", part, *sizes, "--json", samples, "--dir", tmp_path)
 
     assert target in printed
-    assert "raw O_DIRECT x2" in printed
+    assert ("raw O_DIRECT x2" in printed) == (part != "reshard")
     assert json.loads(samples.read_text())
 
 
