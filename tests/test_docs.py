@@ -26,6 +26,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(8, 8)])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is not in use")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page, tmp_path, monkeypatch):
     """
