@@ -65,7 +65,7 @@ class _StatePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, _PROTOCOL)
         self.storages: list[StandIn | torch.UntypedStorage] = []
-        self._numbers: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def reducer_override(self, obj: Any, /) -> Any:
         if not isinstance(obj, StandIn):
@@ -82,8 +82,8 @@ class _StatePickler(pickle.Pickler):
             number = self._add(obj.tensor)
             name = _STORAGE_OF.get(obj.tensor.dtype.name)
             if name is None:
-                return "storage", torch.UntypedStorage, str(number), "cpu", obj.tensor.nbytes
-            return "storage", getattr(torch, name), str(number), "cpu", math.prod(obj.tensor.shape)
+                return "storage", torch.UntypedStorage, number, "cpu", obj.tensor.nbytes
+            return "storage", getattr(torch, name), number, "cpu", math.prod(obj.tensor.shape)
         if isinstance(obj, torch.storage.TypedStorage):
             typed: Any = obj
             return self._stored(typed._untyped_storage, getattr(torch, typed._pickle_storage_type()), typed._size())
@@ -93,12 +93,13 @@ class _StatePickler(pickle.Pickler):
 
     def _stored(self, storage: torch.UntypedStorage, kind: Any, elements: int) -> tuple[Any, ...]:
         # Tensors that share memory share it after they were loaded, too.
-        known = self._numbers.get(storage._cdata)
-        # What stands for the storage is kept with it: no other one may come to have its address.
-        number, _ = known or (self._add(storage.cpu()), storage)  # type: ignore[no-untyped-call]  # torch's
-        self._numbers[storage._cdata] = number, storage
-        return "storage", kind, str(number), torch.serialization.location_tag(storage), elements
+        known = self._known.get(storage._cdata)
+        if known is None:
+            number = self._add(storage.cpu())  # type: ignore[no-untyped-call]  # torch's
+            # Kept as well: no other storage may come to have its address.
+            known = self._known[storage._cdata] = number, storage
+        return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
 
-    def _add(self, storage: StandIn | torch.UntypedStorage) -> int:
+    def _add(self, storage: StandIn | torch.UntypedStorage) -> str:
         self.storages.append(storage)
-        return len(self.storages) - 1
+        return str(len(self.storages) - 1)

@@ -106,7 +106,8 @@ def _entries(files: Descriptors, where: str) -> list[_Entry]:
 
 def _entry(files: Descriptors, listed: zipfile.ZipInfo, where: str) -> _Entry:
     header = bytearray(_LOCAL_NBYTES)
-    got = read_at(files.buffered, memoryview(header), listed.header_offset)
+    inside = 0 <= listed.header_offset < files.nbytes
+    got = read_at(files.buffered, memoryview(header), listed.header_offset) if inside else 0
     lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = listed.header_offset + _LOCAL_NBYTES + lengths
     if got < _LOCAL_NBYTES or header[:4] != _ZIP or start + listed.file_size > files.nbytes:

@@ -1,0 +1,390 @@
+"""Checkpoints and files of torch.save, converted into each other: the same values, read by torch and by us."""
+
+import datetime as dt
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import zipfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as their_dcp
+from torch.distributed.checkpoint import format_utils as theirs
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from shardkeep.codec.registry import ExtensionRegistry
+from shardkeep.compat import conversion as compat_conversion
+from shardkeep.compat import conversion_archive
+from shardkeep.compat.conversion_pickle import pickle_state
+from shardkeep.dcp import format_utils as ours
+from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp.state_dict_saver import save
+from shardkeep.format.dtypes import known_to_torch
+from shardkeep.testing import checkpoint_utils
+from tests.protocol.samples import quietly
+from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, spread_out
+
+
+def plain_state():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {
+            "weight": torch.randn(300, 70, generator=generator),
+            "deep": {"er": {"bias": numbered(7, dtype=torch.bfloat16)}},
+            "transposed": numbered(40, 30).t(),
+            "scalar": torch.tensor(3.5),
+            "none": torch.empty(0, 3),
+            "eighth": numbered(9).to(torch.float8_e4m3fn),
+            "wide": numbered(5).to(torch.uint16),
+        },
+        "optim": [{"moment": numbered(3), "lr": 0.1}, {"moment": numbered(2), "lr": 0.2}],
+        "tuple": (numbered(3), numbered(4)[1:]),
+        "names": ["a", "b"],
+        "nothing": None,
+        "step": 5,
+        "odd.key/with spaces": numbered(1),
+    }
+
+
+def save_spread(folder, by):
+    """Every rank saves its part of tensors that are cut in different ways."""
+    line = mesh_of(dist.get_world_size())
+    state = {
+        "rows": spread_out(numbered(50, 30), line, Cut(0)),
+        "columns": {"inside": spread_out(numbered(50, 30), line, Cut(1))},
+        "middle": spread_out(numbered(6, 9, 5), line, Cut(1)),
+        "both": spread_out(numbered(16, 12, dtype=torch.float64), grid(), Cut(0), Cut(1)),
+        "copied": spread_out(numbered(33), line, Replicate()),
+        "few rows": spread_out(numbered(2, 3), line, Cut(0)),
+        "chunks": in_chunks(numbered(10, 3)),
+        "plain": numbered(4),
+        "step": 7,
+    }
+    quietly(save if by == "ours" else their_dcp.save, state, checkpoint_id=folder)
+
+
+def same(ours_path, theirs_path):
+    mine, other = (torch.load(path, weights_only=False) for path in (ours_path, theirs_path))
+    assert seen(mine) == seen(other)
+    assert list(mine) == list(other)
+
+
+def archive_root(path):
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()[0].split("/")[0]
+
+
+@pytest.mark.parametrize("by", ["ours", "theirs"])
+@pytest.mark.parametrize("window", [4096, None], ids=["small windows", "one window"])
+def test_a_checkpoint_of_four_ranks_becomes_the_file_that_torch_makes(rank_pool, tmp_path, monkeypatch, by, window):
+    """
+    Tensors that were cut by rows, columns and both are whole again, with the very pickle that torch writes.
+    """
+    if window:
+        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", window)
+    rank_pool.run(4, save_spread, str(tmp_path / "ck"), by)
+    theirs.dcp_to_torch_save(tmp_path / "ck", tmp_path / "theirs.pt")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "ours.pt")
+    same(tmp_path / "ours.pt", tmp_path / "theirs.pt")
+    assert torch.equal(torch.load(tmp_path / "ours.pt")["columns"]["inside"], numbered(50, 30))
+    pickles = []
+    for name in ("ours.pt", "theirs.pt"):
+        with zipfile.ZipFile(tmp_path / name) as archive:
+            pickles.append(archive.read(f"{archive_root(tmp_path / name)}/data.pkl"))
+    assert pickles[0] == pickles[1]
+
+
+@pytest.mark.parametrize("how", [{}, {"mmap": True}, {"mmap": True, "weights_only": True}, {"map_location": "meta"}])
+def test_torch_loads_the_file_in_every_way(tmp_path, how):
+    """
+    Read into memory, mapped, under torch's allow-list, or as shapes only; and every checksum in it is right.
+    """
+    quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", **how)
+    assert loaded["model"]["weight"].shape == (300, 70)
+    if "map_location" not in how:
+        theirs.dcp_to_torch_save(tmp_path / "ck", tmp_path / "theirs.pt")
+        assert seen(loaded) == seen(torch.load(tmp_path / "theirs.pt"))
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None
+    assert os.listdir(tmp_path).count("file.pt") == 1
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
+    """
+    Byte for byte the same, whether everything fits a window or headers, tensors and the directory are cut.
+    """
+    quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
+    made = []
+    for nbytes in (4096, 3 * 4096, 1 << 20):
+        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", nbytes)
+        assert conversion_archive.window_nbytes() == nbytes
+        ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+        made.append((tmp_path / "file.pt").read_bytes())
+    assert len(made[0]) > 20 * 4096
+    assert made[0] == made[1] == made[2]
+
+
+def test_every_dtype_goes_both_ways(tmp_path):
+    """
+    The bits of each dtype that this torch has come back, also of those that it can only store.
+    """
+    raw = torch.arange(64, dtype=torch.uint8).reshape(4, 16)
+    state = {
+        dtype.name: (raw % 2).bool() if known is torch.bool else raw.clone().view(known)
+        for known, dtype in known_to_torch().items()
+    }
+    quietly(save, state, checkpoint_id=tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "out.pt")
+    for mapped in (False, True):
+        assert seen(torch.load(tmp_path / "out.pt", mmap=mapped)) == seen(state)
+    quietly(ours.torch_save_to_dcp, tmp_path / "out.pt", tmp_path / "again")
+    ours.dcp_to_torch_save(tmp_path / "again", tmp_path / "last.pt")
+    assert seen(torch.load(tmp_path / "last.pt")) == seen(state)
+
+
+def test_tensors_inside_objects_keep_their_memory_shared(tmp_path):
+    """
+    A tuple of two views of one tensor is an object; in the file, they share its bytes.
+    """
+    base = numbered(1000)
+    quietly(save, {"pair": (base[:10], base[5:])}, checkpoint_id=tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    first, second = torch.load(tmp_path / "file.pt")["pair"]
+    first[5] = -1
+    assert second[0] == -1
+    assert torch.equal(second[1:], base[6:])
+    assert os.path.getsize(tmp_path / "file.pt") < 8000
+
+
+def test_the_pickle_of_a_state_is_torchs(tmp_path):
+    """
+    Real tensors, parameters and storages are pickled as torch.save does it.
+    """
+    shared = numbered(6)
+    state = {
+        "a": shared[2:],
+        "b": torch.nn.Parameter(shared),
+        "c": torch.ones(3, dtype=torch.uint8).untyped_storage(),
+        "d": numbered(2).int(),
+    }
+    torch.save(state, tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert pickle_state(state).data == archive.read("file/data.pkl")
+
+
+def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypatch):
+    """
+    What was written through an extension cannot be read in parts, and comes out right in small windows all the same.
+    """
+    monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", 4096)
+    registry = checkpoint_utils.get_test_extension_registry()
+    writer = FileSystemWriter(tmp_path / "ck", _extensions=[checkpoint_utils.Rot13Example()])
+    state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70)}}
+    quietly(save, state, storage_writer=writer)
+    assert isinstance(registry, ExtensionRegistry)
+    monkeypatch.setattr(compat_conversion, "FileSystemReader", lambda path: FileSystemReader(path, registry))
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    assert seen(torch.load(tmp_path / "file.pt")) == seen(state)
+
+
+def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
+    """
+    Torch makes of our checkpoint the same file as of its own, and loads it into a state.
+    """
+    torch.save(plain_state(), tmp_path / "file.pt")
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ours")
+    quietly(theirs.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "theirs")
+    for name in ("ours", "theirs"):
+        theirs.dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+    same(tmp_path / "ours.pt", tmp_path / "theirs.pt")
+    into = {"model": {"weight": torch.zeros(300, 70)}, "step": 0}
+    quietly(their_dcp.load, into, checkpoint_id=tmp_path / "ours")
+    assert seen(into) == seen({"model": {"weight": plain_state()["model"]["weight"]}, "step": 5})
+
+
+def test_there_and_back_again(tmp_path):
+    """
+    A file that went through a checkpoint holds what it held: keys and values, bit for bit.
+    """
+    torch.save(plain_state(), tmp_path / "file.pt")
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
+    ours.dcp_to_torch_save(str(tmp_path / "ck"), str(tmp_path / "back.pt"))
+    assert seen(torch.load(tmp_path / "back.pt")) == seen(plain_state())
+
+
+@pytest.mark.parametrize("form", ["legacy", "without checksums"])
+def test_other_forms_of_files_are_read(tmp_path, form):
+    """
+    Those from before archives, which cannot be mapped, and those that were written without checksums.
+    """
+    state = plain_state()
+    if form == "legacy":
+        del state["model"]["eighth"], state["model"]["wide"]  # torch itself cannot read these from such a file
+        torch.save(state, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
+    else:
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(state, tmp_path / "file.pt")
+        finally:
+            torch.serialization.set_crc32_options(True)
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
+    assert seen(torch.load(tmp_path / "back.pt")) == seen(state)
+
+
+def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
+    """
+    Dates and sets need no permission, in either direction.
+    """
+    state = {"when": dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc), "seen": {1, 2}, "w": numbered(3)}
+    torch.save(state, tmp_path / "file.pt")
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    assert (back["when"], back["seen"]) == (state["when"], state["seen"])
+
+
+def test_a_checkpoint_that_ranks_saved_alone_is_that_of_the_first(tmp_path):
+    """
+    Without metadata of the whole, rank 0's own are used, as torch does it.
+    """
+    quietly(save, {"w": numbered(5)}, checkpoint_id=tmp_path / "ck", use_collectives=False)
+    assert not (tmp_path / "ck" / ".metadata").exists()
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    assert seen(torch.load(tmp_path / "file.pt")) == seen({"w": numbered(5)})
+
+
+def test_what_was_at_the_destination_is_replaced_through_links(tmp_path):
+    """
+    As torch.save does it, and a link stays a link.
+    """
+    quietly(save, {"w": numbered(5)}, checkpoint_id=tmp_path / "ck")
+    (tmp_path / "real.pt").write_bytes(b"old")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    assert torch.equal(torch.load(tmp_path / "real.pt")["w"], numbered(5))
+    torch.save({"v": numbered(2)}, tmp_path / "other.pt")
+    with pytest.warns(UserWarning, match="replace"):
+        ours.torch_save_to_dcp(tmp_path / "other.pt", tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "link.pt")
+    assert list(torch.load(tmp_path / "real.pt")) == ["v"]
+
+
+class AnonymousMemory(threading.Thread):
+    """Watches how much memory of this process no file backs, and keeps the most."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.first = self.most = self._now()
+        self._over = threading.Event()
+
+    @staticmethod
+    def _now():
+        with open("/proc/self/status") as status:
+            line = next(line for line in status if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    def run(self):
+        while not self._over.is_set():
+            self.most = max(self.most, self._now())
+            time.sleep(0.002)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self.join()
+
+
+MIB = 1 << 20
+BIG = 192 * MIB
+MOST = 64 * MIB
+"""What a conversion may take of BIG: two windows of 1 MiB, the read pipeline's, and slack for the allocator."""
+
+
+def convert_big(folder):
+    warnings.simplefilter("ignore")
+    os.environ["SHARDKEEP_HOST_BUDGET_BYTES"] = str(8 * MIB)
+    torch.manual_seed(0)
+    taken = {}
+    try:
+        state = {"one": torch.randn(BIG // 8), **{f"{i}": torch.randn(BIG // 80) for i in range(10)}}
+        with AnonymousMemory() as held:
+            first = held.first
+        assert first > BIG  # the watch sees tensors
+        torch.save(state, f"{folder}/file.pt")
+        del state
+        for name, convert, src, dst in (
+            ("to dcp", ours.torch_save_to_dcp, "file.pt", "ck"),
+            ("to torch", ours.dcp_to_torch_save, "ck", "back.pt"),
+        ):
+            with AnonymousMemory() as held:
+                convert(f"{folder}/{src}", f"{folder}/{dst}")
+            taken[name] = held.most - held.first
+        files = [torch.load(f"{folder}/{name}", mmap=True) for name in ("file.pt", "back.pt")]
+        return taken, all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    finally:
+        del os.environ["SHARDKEEP_HOST_BUDGET_BYTES"]
+
+
+def test_neither_direction_holds_the_model(rank_pool, tmp_path):
+    """
+    Of 192 MiB, half of them in one tensor, a third at most is ever in memory, and the values are right.
+    """
+    [(taken, right)] = rank_pool.run(1, convert_big, str(tmp_path))
+    assert right
+    assert {name: nbytes for name, nbytes in taken.items() if nbytes > MOST} == {}
+
+
+def command(*args):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "shardkeep.dcp.format_utils", *map(str, args)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_converts_both_ways(tmp_path):
+    """
+    With torch's arguments; a file goes into a checkpoint and back.
+    """
+    torch.save({"w": numbered(5)}, tmp_path / "file.pt")
+    there = command("torch_to_dcp", tmp_path / "file.pt", tmp_path / "ck")
+    back = command("dcp_to_torch", tmp_path / "ck", tmp_path / "back.pt")
+    assert (there.returncode, back.returncode) == (0, 0), there.stderr + back.stderr
+    assert "using method: 'dcp_to_torch'" in back.stdout
+    assert seen(torch.load(tmp_path / "back.pt")) == seen({"w": numbered(5)})
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    """
+    Nothing at the source is no failure, as with torch; an unknown direction is one.
+    """
+    ours.main(["torch_to_dcp", str(tmp_path / "absent.pt"), str(tmp_path / "ck")])
+    ours.main(["dcp_to_torch", str(tmp_path / "absent"), str(tmp_path / "file.pt")])
+    assert capsys.readouterr().out.count("Skipping conversion") == 2
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(SystemExit):
+        ours.main(["sideways", "a", "b"])
+    assert [mode.value for mode in ours.FormatMode] == ["torch_to_dcp", "dcp_to_torch"]
+
+
+def test_the_names_are_torchs():
+    """
+    Every name of torch's module is here, and the readers and planners can be pickled.
+    """
+    assert set(theirs.__all__) <= set(ours.__all__)
+    reader = pickle.loads(pickle.dumps(ours.BroadcastingTorchSaveReader("a", 1)))
+    assert (reader.checkpoint_id, reader.coordinator_rank) == ("a", 1)
+    assert isinstance(pickle.loads(pickle.dumps(ours.DynamicMetaLoadPlanner())), ours.DynamicMetaLoadPlanner)

@@ -1,0 +1,364 @@
+"""Conversions of what is broken, hostile or absent: a clear error, nothing half-written, the source untouched."""
+
+import os
+import pickle
+import resource
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from shardkeep.dcp import format_utils as ours
+from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.state_dict_saver import save
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    DamagedCheckpoint,
+    MalformedFile,
+    PickleRefused,
+    StateError,
+    StorageError,
+    WrongSize,
+)
+from tests.protocol.samples import quietly
+from tests.toolkit.samples import numbered, seen
+
+OLD = b"what was there"
+
+
+class Config:
+    """A class of the user's."""
+
+    def __init__(self):
+        self.width = 3
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    __hash__ = None
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def everything_in(folder):
+    """Every file below a folder, and its bytes."""
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def checkpoint_in(folder, state=None):
+    quietly(save, state or {"w": numbered(100, 3), "step": 1}, checkpoint_id=folder)
+    return folder
+
+
+def fails_to_torch(tmp_path, expected, *, match=None):
+    """Convert a checkpoint that is broken: the error says so, and all is as it was."""
+    (tmp_path / "file.pt").write_bytes(OLD)
+    before = everything_in(tmp_path)
+    with pytest.raises(CheckpointException, match=match) as caught:
+        ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    [(error, _)] = caught.value.failures.values()
+    assert isinstance(error, expected)
+    assert everything_in(tmp_path) == before
+    return error
+
+
+def data_file(folder):
+    [path] = folder.glob("*.distcp")
+    return path
+
+
+def test_an_absent_checkpoint(tmp_path):
+    """
+    Told as torch tells it: an AssertionError in a CheckpointException; a file there is left alone.
+    """
+    (tmp_path / "ck").mkdir()
+    fails_to_torch(tmp_path, AssertionError, match="metadata is None")
+
+
+def test_a_flipped_bit_in_a_data_file(tmp_path):
+    """
+    Found by the digests of a checkpoint of ours, with the key and the file in the message.
+    """
+    path = data_file(checkpoint_in(tmp_path / "ck", {"w": numbered(100, 3)}))
+    data = bytearray(path.read_bytes())
+    data[data.index(numbered(100, 3).numpy().tobytes()) + 500] ^= 4
+    path.write_bytes(data)
+    fails_to_torch(tmp_path, ChecksumMismatch, match=r"__0_0.distcp[\s\S]*'w'")
+
+
+@pytest.mark.parametrize("left", [0, 700, -1])
+def test_a_data_file_that_was_cut_short(tmp_path, left):
+    """
+    At any place.
+    """
+    path = data_file(checkpoint_in(tmp_path / "ck"))
+    path.write_bytes(path.read_bytes()[:left])
+    fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
+
+
+def test_a_data_file_that_is_gone(tmp_path):
+    """
+    Named in the message.
+    """
+    data_file(checkpoint_in(tmp_path / "ck")).unlink()
+    fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
+
+
+@pytest.mark.parametrize("left", [0, 10, -60])
+def test_metadata_that_were_cut_short(tmp_path, left):
+    """
+    No pickle is trusted to be whole.
+    """
+    path = checkpoint_in(tmp_path / "ck") / ".metadata"
+    path.write_bytes(path.read_bytes()[:left])
+    fails_to_torch(tmp_path, CheckpointError, match=".metadata")
+
+
+def forged(folder, change):
+    """Change what a checkpoint's metadata say."""
+    path = checkpoint_in(folder) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def set_chunks(*chunks):
+    def change(metadata):
+        made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+        metadata.state_dict_metadata["w"].chunks[:] = made
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_chunks(((0, 0), (99, 3))), "only 297 elements"),
+        (set_chunks(), "only 0 elements"),
+        (set_chunks(((0, 0), (100, 2)), ((0, 1), (100, 1))), "overlap"),
+        (set_chunks(((1, 0), (100, 3))), "not inside"),
+        (set_chunks(((0,), (300,))), "not inside"),
+    ],
+    ids=["a hole", "nothing", "an overlap", "outside", "other axes"],
+)
+def test_chunks_that_do_not_make_the_tensor(tmp_path, change, words):
+    """
+    Torch leaves the memory between them as it finds it, and writes that into the file.
+    """
+    forged(tmp_path / "ck", change)
+    fails_to_torch(tmp_path, MalformedFile, match=f"'w'.*{words}")
+
+
+@pytest.mark.parametrize("path", [("a", 10**12), ("a", -1), 5, ("a", None)])
+def test_paths_that_no_state_has(tmp_path, path):
+    """
+    A forged path does not fill the memory.
+    """
+    forged(tmp_path / "ck", lambda metadata: metadata.planner_data.update(w=path))
+    (tmp_path / "file.pt").write_bytes(OLD)
+    with pytest.raises(MalformedFile, match="'w' cannot stand at"):
+        ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    assert (tmp_path / "file.pt").read_bytes() == OLD
+
+
+def test_an_object_of_an_unknown_class(tmp_path, monkeypatch):
+    """
+    Refused with its key and what to do; taken if the user says so.
+    """
+    checkpoint_in(tmp_path / "ck", {"w": numbered(3), "config": Config()})
+    error = fails_to_torch(tmp_path, PickleRefused, match="'config'")
+    assert "SHARDKEEP_ALLOW_PICKLE" in error.hint
+    monkeypatch.setenv("SHARDKEEP_ALLOW_PICKLE", "1")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt", weights_only=False)["config"] == Config()
+
+
+def test_a_full_disk(tmp_path):
+    """
+    What was at the destination is still there, and nothing beside it.
+    """
+    checkpoint_in(tmp_path / "ck", {"w": torch.zeros(100_000)})
+    (tmp_path / "file.pt").write_bytes(OLD)
+    before = everything_in(tmp_path)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="EFBIG"):
+            ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert everything_in(tmp_path) == before
+
+
+def test_places_that_no_file_can_have(tmp_path):
+    """
+    As from torch.save, a RuntimeError; nothing is made.
+    """
+    checkpoint_in(tmp_path / "ck")
+    for path in (tmp_path / "no" / "file.pt", tmp_path):
+        with pytest.raises(RuntimeError, match=r"exist|directory"):
+            ours.dcp_to_torch_save(tmp_path / "ck", path)
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+# -- files of torch.save -----------------------------------------------------------------------------------------------
+
+
+def fails_to_dcp(tmp_path, expected, *, match=None):
+    """Convert a file that is broken, over a checkpoint that is not: all is as it was."""
+    if not (tmp_path / "ck").exists():
+        checkpoint_in(tmp_path / "ck")
+    before = everything_in(tmp_path)
+    with pytest.raises(expected, match=match) as caught:
+        quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
+    with pytest.raises(expected):
+        ours.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "new")
+    assert everything_in(tmp_path) == before
+    assert not (tmp_path / "new").exists()
+    return caught.value
+
+
+def test_an_absent_file(tmp_path):
+    """
+    FileNotFoundError, as from torch.
+    """
+    assert isinstance(fails_to_dcp(tmp_path, CheckpointNotFound), FileNotFoundError)
+
+
+@pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_that_was_cut_short(tmp_path, share, form):
+    """
+    At any place.
+    """
+    path = tmp_path / "file.pt"
+    torch.save({"w": numbered(2000), "v": numbered(10)}, path, _use_new_zipfile_serialization=form)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    fails_to_dcp(tmp_path, MalformedFile, match=r"file.pt")
+
+
+def test_a_flipped_bit_in_a_file(tmp_path):
+    """
+    Torch loads it; here the file and the key are named.
+    """
+    path = tmp_path / "file.pt"
+    torch.save({"model": {"v": numbered(10), "w": numbered(2000)}}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(numbered(2000).numpy().tobytes()) + 5000] ^= 1
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path)["model"]["w"], numbered(2000))
+    assert fails_to_dcp(tmp_path, ChecksumMismatch, match=r"file\.pt: file/data/1 \('model\.w'\)").details["keys"] == [
+        "model.w"
+    ]
+
+
+def test_every_byte_of_a_small_file_counts(tmp_path):
+    """
+    Whatever bit of it is flipped: either the conversion fails, or the values are those that were saved.
+    """
+    path = tmp_path / "file.pt"
+    state = {"w": numbered(3), "step": 7}
+    torch.save(state, path)
+    good = path.read_bytes()
+    failed = 0
+    for at in range(0, len(good), 23):
+        data = bytearray(good)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        try:
+            quietly(ours.torch_save_to_dcp, path, tmp_path / f"{at}")
+        except DamagedCheckpoint:
+            failed += 1
+            assert not (tmp_path / f"{at}").exists()
+            continue
+        ours.dcp_to_torch_save(tmp_path / f"{at}", tmp_path / "back.pt")
+        assert seen(torch.load(tmp_path / "back.pt")) == seen(state), at
+    assert failed > 10
+
+
+@pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
+def test_a_hostile_file(tmp_path, form):
+    """
+    What it names is not run, and the message says how to allow what is trusted.
+    """
+    trap = tmp_path / "trap"
+    path = tmp_path / "file.pt"
+    torch.save({"w": numbered(3), "x": Hostile(str(trap))}, path, _use_new_zipfile_serialization=form)
+    error = fails_to_dcp(tmp_path, PickleRefused, match="mkdir")
+    assert "SHARDKEEP_ALLOW_PICKLE" in error.hint
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
+def test_a_file_with_a_class_of_the_users(tmp_path, monkeypatch, form):
+    """
+    Refused, and taken once torch was told that it is safe, or we that everything is.
+    """
+    path = tmp_path / "file.pt"
+    torch.save({"w": numbered(3), "config": Config()}, path, _use_new_zipfile_serialization=form)
+    fails_to_dcp(tmp_path, PickleRefused, match="Config")
+    with torch.serialization.safe_globals([Config]):
+        quietly(ours.torch_save_to_dcp, path, tmp_path / "safe")
+    monkeypatch.setenv("SHARDKEEP_ALLOW_PICKLE", "1")
+    quietly(ours.torch_save_to_dcp, path, tmp_path / "any")
+    for name in ("safe", "any"):
+        ours.dcp_to_torch_save(tmp_path / name, tmp_path / "back.pt")
+        assert torch.load(tmp_path / "back.pt", weights_only=False)["config"] == Config()
+
+
+def test_a_file_that_holds_no_state(tmp_path):
+    """
+    A single tensor has no key to be saved under.
+    """
+    torch.save(numbered(3), tmp_path / "file.pt")
+    fails_to_dcp(tmp_path, StateError, match="holds a Tensor")
+
+
+@pytest.mark.parametrize("kind", ["text", "zip", "compressed", "twice", "program"])
+def test_other_files(tmp_path, kind):
+    """
+    No text, no other archive, and no compiled program, which torch would load in another way.
+    """
+    path = tmp_path / "file.pt"
+    if kind == "text":
+        path.write_text("hello, world\n" * 100)
+    elif kind == "program":
+        quietly(torch.jit.save, quietly(torch.jit.script, torch.nn.ReLU()), path)
+    else:
+        torch.save({"w": numbered(3)}, tmp_path / "good.pt")
+        how = zipfile.ZIP_DEFLATED if kind == "compressed" else zipfile.ZIP_STORED
+        with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(path, "w", how) as made:
+            if kind == "zip":
+                made.writestr("a/b", "c")
+            else:
+                for name in good.namelist():
+                    made.writestr(name, good.read(name))
+            if kind == "twice":
+                with pytest.warns(UserWarning, match="Duplicate"):
+                    made.writestr("good/data/0", bytes(12))
+    fails_to_dcp(tmp_path, MalformedFile, match=r"file\.pt")
+
+
+def test_a_destination_that_cannot_be_written(tmp_path):
+    """
+    A file where the directory should be: the error is that of a save, and the file stays.
+    """
+    torch.save({"w": numbered(3)}, tmp_path / "file.pt")
+    (tmp_path / "ck").write_bytes(OLD)
+    before = everything_in(tmp_path)
+    with pytest.raises(CheckpointException):
+        ours.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "ck")
+    assert everything_in(tmp_path) == before
