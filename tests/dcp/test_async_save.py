@@ -1,5 +1,6 @@
 """Asynchronous saves on a thread: what is saved, in which order, and who learns of what fails."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -183,6 +184,25 @@ def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
     assert isinstance(caught.value.__cause__, CheckpointException)
     assert "an asynchronous save, to" in caplog.text
     quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "c")).result(30)
+
+
+def test_memory_is_free_again_when_a_save_is_done(tmp_path):
+    """
+    As soon as the future is done the next state is staged in the same place; one that failed keeps it no longer than
+    its future is kept.
+    """
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    places = []
+    for step in range(6):
+        writer = writer_to(tmp_path / str(step), Broken if step == 3 else FileSystemWriter)
+        response = quietly(async_save, {"w": numbered(1000)}, storage_writer=writer, async_stager=stager)
+        places.append(stager._staging_future.result(30)["w"].data_ptr())
+        response.upload_completion.exception(30)
+        del response
+    gc.collect()
+    assert len({*places[:4]}) == 1
+    assert stager._state_dict_stager._memory.kept_bytes <= 2 * 4000
+    stager.close()
 
 
 def test_a_storage_that_cannot_be_found_fails_the_future():

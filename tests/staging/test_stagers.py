@@ -227,6 +227,26 @@ def test_attributes_of_tensors_come_along():
     assert staged.lock is tensor.lock
 
 
+class Fleeting:
+    """Copies itself through tensors that live for a moment, and with no memory of what was copied before."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __deepcopy__(self, memo):
+        return Fleeting([copy.deepcopy(torch.tensor(value)).item() for value in self.values])
+
+
+def test_tensors_that_live_for_a_moment():
+    """
+    An object that copies itself through other tensors sees their values, and none is taken for one before it.
+    """
+    numbers = [float(number) for number in range(200)]
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    assert stager.stage({"o": Fleeting(numbers)}).result(30)["o"].values == numbers
+    stager.close()
+
+
 def test_a_state_that_contains_itself():
     """
     A cycle is copied as a cycle.

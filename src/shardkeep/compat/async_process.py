@@ -119,7 +119,7 @@ def _place_in_world(*, no_dist: bool) -> Place | None:
 
 def _in_shared_memory(lane: Lane, state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     """Return a state whose tensors another process can map: itself, or a copy in a few large pieces."""
-    parts: list[Any] = [part for tensor in tensors_in(state, set()) for part in open_tensor(tensor).parts]
+    parts: list[Any] = [part for tensor in tensors_in(state) for part in open_tensor(tensor).parts]
     if all(part.is_shared() for part in parts):
         return state
     shared: STATE_DICT_TYPE = lane.shared_memory.stage(state)

@@ -75,7 +75,7 @@ class Lane:
     def submit(self, work: Callable[[], T], what: str) -> SaveFuture[T]:
         """Run a save after those before it."""
         future: SaveFuture[T] = SaveFuture(what)
-        self._thread.submit(self._carry_out, work, future)
+        self._thread.submit(self._carry_out, [work], future)
         return future
 
     def raise_unasked(self) -> None:
@@ -89,9 +89,10 @@ class Lane:
                 hint="ask each future for its result before the next save",
             ) from error
 
-    def _carry_out(self, work: Callable[[], T], future: SaveFuture[T]) -> None:
+    def _carry_out(self, box: list[Callable[[], T]], future: SaveFuture[T]) -> None:
         try:
-            result = work()
+            # Taken out of its box: nothing here may hold the state when the future is done.
+            result = box.pop()()
         except BaseException as error:  # read by whoever asks, or raised by the next save
             log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
             self._failed.append(future)

@@ -69,7 +69,7 @@ def prepare(state: Any, memory: HostMemory) -> Snapshot:
     """
     copying = _Copying(memory)
     with torch.no_grad():
-        copying.add(list(tensors_in(state, set())))
+        copying.add(list(tensors_in(state)))
         try:
             copying.snapshot.tree = copying.deepcopy(state)
         except Exception as error:
@@ -90,6 +90,8 @@ class _Copying(TorchFunctionMode):
         self.snapshot = Snapshot()
         self._memory = memory
         self._memo: dict[int, Any] = {}
+        # What the memo knows by id must not be freed, and its id given to another.
+        self._alive: list[torch.Tensor] = []
 
     def deepcopy(self, value: Any) -> Any:
         """Copy anything; an object that was copied already is that copy again."""
@@ -98,6 +100,7 @@ class _Copying(TorchFunctionMode):
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Find memory for tensors, which share it where they do so now."""
+        self._alive += tensors
         opened = [open_tensor(tensor) for tensor in tensors]
         parts = [part for each in opened for part in each.parts]
         self.snapshot.devices |= {part.device for part in parts if part.device.type != "cpu"}
@@ -106,6 +109,14 @@ class _Copying(TorchFunctionMode):
             self._memo[id(tensor)] = each.rebuild([made(part) for part in each.parts])
         for tensor in tensors:
             self._copy_attributes(tensor, self._memo[id(tensor)])
+
+    def _add_at_once(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor inside an object, values and all: the object may look at them while it is being copied."""
+        before = len(self.snapshot.copies)
+        self.add([tensor])
+        for target, source in self.snapshot.copies[before:]:
+            copy_bits(target, source)
+        del self.snapshot.copies[before:]
 
     def _place(self, parts: list[torch.Tensor]) -> Any:
         found = list(runs(part for part in parts if part.numel()))
@@ -135,7 +146,7 @@ class _Copying(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             tensor = args[0]
             if id(tensor) not in self._memo:
-                self.add([tensor])
+                self._add_at_once(tensor)
             return self._memo[id(tensor)]
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.device.type not in ("cpu", "meta"):
@@ -165,20 +176,17 @@ def _view(tensor: torch.Tensor, run: Run, place: Place) -> torch.Tensor:
     return made.set_(place.storage, offset // size, tensor.shape, tensor.stride())
 
 
-def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Give the tensors in nested mappings, lists and tuples, each once."""
-    if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Give the tensors in nested mappings, lists and tuples, each once; `seen` are the ids of values to leave out."""
+    seen = set() if seen is None else seen
+    if not isinstance(value, (torch.Tensor, Mapping, list, tuple)) or id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each, seen)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each, seen)
+        return
+    for each in value.values() if isinstance(value, Mapping) else value:
+        yield from tensors_in(each, seen)
 
 
 def _culprit(value: Any, path: Path = ()) -> tuple[Path, Any]:
