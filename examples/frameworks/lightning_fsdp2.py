@@ -1,0 +1,81 @@
+"""
+Lightning with FSDP2 (`ModelParallelStrategy`): fit, save a sharded checkpoint on the way; or fit on from there.
+
+    torchrun --nproc-per-node 2 examples/frameworks/lightning_fsdp2.py /tmp/checkpoint
+    torchrun --nproc-per-node 2 -m shardkeep.dcp examples/frameworks/lightning_fsdp2.py /tmp/checkpoint --resume
+
+The first is on torch's distributed checkpoint, the second on shardkeep's: the program does not know.
+"""
+# ruff: noqa: INP001 - a script to read and run
+
+import os
+
+import lightning as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tiny_job import SAVED, STEPS, arguments, batch_of, fingerprint, loss_of, say, tiny_model
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Job(pl.LightningModule):
+    def __init__(self, *, resumed: bool) -> None:
+        super().__init__()
+        self.resumed = resumed
+        self.losses: dict[int, float] = {}
+        self.at_save = ""
+
+    def configure_model(self) -> None:
+        self.net = tiny_model(resumed=self.resumed)
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        if self.resumed and not self.losses:
+            self.at_save = self.fingerprint()
+        loss = loss_of(self.net, batch[0])
+        self.losses[self.global_step + 1] = loss.item()
+        return loss
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.net, self.optimizers().optimizer)
+
+
+class Save(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Job, *_: object) -> None:
+        if trainer.global_step == SAVED and not module.resumed:
+            trainer.save_checkpoint(self.folder)
+            module.at_save = module.fingerprint()
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    job = Job(resumed=args.resume)
+    ranks = int(os.environ["WORLD_SIZE"])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        max_steps=STEPS,
+        callbacks=[Save(args.folder)],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = torch.cat([batch_of(step) for step in range(1, STEPS + 1)])
+    loader = DataLoader(TensorDataset(batches), batch_size=len(batches) // STEPS)
+    trainer.fit(job, loader, ckpt_path=args.folder if args.resume else None)
+    say("lightning", args.folder, job.losses, job.at_save, job.fingerprint())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""
+What the programs in this folder share: a tiny model, its data, and the line that each prints about its run.
+
+Every rank sees the same batches. Then the mean of their gradients is exact, and a run gives the same bits on 1, 2 and 4
+ranks: what differs after a load was loaded wrong.
+"""
+# ruff: noqa: INP001, T201 - beside scripts to read and run
+
+import argparse
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+STEPS = 4
+SAVED = 2
+"""The step after which a checkpoint is saved."""
+
+
+def arguments(about: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="where the checkpoint is")
+    parser.add_argument("--resume", action="store_true", help="load the checkpoint and go on from there")
+    return parser.parse_args()
+
+
+def tiny_model(*, resumed: bool) -> nn.Module:
+    """Return a model that has other weights when they are about to be loaded, and 25 rows that 2 ranks cannot halve."""
+    torch.manual_seed(1 if resumed else 0)
+    return nn.Sequential(nn.Linear(16, 25), nn.GELU(), nn.Linear(25, 8))
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of all parameters and of the optimizer's state of each, the same for every sharding of them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = {"": parameter, **{key: optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter])}}
+        for key, value in values.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            digest.update(f"{name} {key} {whole.dtype} {tuple(whole.shape)}".encode())
+            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def say(framework: str, folder: str, losses: dict[int, float], loaded: str, final: str) -> None:
+    """Print, on rank 0, one line of what this run was and saw: whose code, which files, each loss and the state."""
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - as late as frameworks do
+
+    if dist.get_rank() == 0:
+        names = [path.name for path in Path(folder).rglob("*") if path.is_file()]
+        line = {
+            "framework": f"{framework} {version(framework)}",
+            "ranks": dist.get_world_size(),
+            "dcp": dcp.__name__,
+            "writer": dcp.FileSystemWriter.__module__,
+            "data files": sum(name.endswith(".distcp") for name in names),
+            "checksum files": sum(name.endswith(".sums") for name in names),
+            "losses": {step: loss.hex() for step, loss in losses.items()},
+            f"state after step {SAVED}": loaded,
+            f"state after step {STEPS}": final,
+        }
+        print(json.dumps(line), flush=True)
+
+
