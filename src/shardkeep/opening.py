@@ -265,6 +265,9 @@ class Checkpoint(Mapping[str, Any]):
         file, headers, key_at = self.record.files[number], Headers(), keys_at(self.index)
         if isinstance(self._source, TorchSource):
             headers, key_at = self._source.files.headers, self._source.keys_at
+            if not file.block_nbytes:
+                yield from self._source.bad_archives(number)
+                return
         # The real size first: a plan is as long as the record says the file is.
         open_checked(self._store, file, headers)[0].close()
         plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)

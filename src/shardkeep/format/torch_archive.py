@@ -225,9 +225,24 @@ def read_object(data: bytes, *, where: str) -> Any:
     return load_pickle(get(_data_of(get, described, where), described.nbytes), plain_names(), where=where)
 
 
+class StoredPart(NamedTuple):
+    """An entry of an archive: where its bytes are, and the CRC-32 that they should have."""
+
+    start: int
+    nbytes: int
+    crc: int
+
+
+def stored_parts(get: Get, nbytes: int, *, where: str) -> list[StoredPart]:
+    """Return every entry of an archive, so that it can be checked."""
+    entries = _entries(get, nbytes, where).values()
+    return [StoredPart(_data_of(get, entry, where), entry.nbytes, entry.crc) for entry in entries]
+
+
 class _Entry(NamedTuple):
     at: int
     nbytes: int
+    crc: int
 
 
 def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
@@ -248,7 +263,7 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
     for _ in range(count):
         if at + _CENTRAL.size > size:
             raise problem
-        mark, _, _, _, method, _, _, _, packed, plain, name, extra, note, _, _, _, offset = _CENTRAL.unpack_from(
+        mark, _, _, _, method, _, _, crc, packed, plain, name, extra, note, _, _, _, offset = _CENTRAL.unpack_from(
             directory, at
         )
         at += _CENTRAL.size
@@ -260,7 +275,7 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
             plain, wide = wide[0], wide[2:]
         if offset == _MAX32 and wide:
             offset = wide[0]
-        entries[key] = _Entry(offset, plain)
+        entries[key] = _Entry(offset, plain, crc)
         at += name + extra + note
     return entries
 

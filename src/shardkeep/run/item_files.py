@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,16 +17,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkeep.errors import BlobNotFound, WrongSize
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    ChecksumMismatch,
+    DamagedCheckpoint,
+    MalformedFile,
+    WrongSize,
+)
 from shardkeep.format.dtypes import DType
 from shardkeep.format.record import FileEntry
 from shardkeep.format.region import Ints
-from shardkeep.format.torch_archive import FoundTensor, find_tensor
+from shardkeep.format.torch_archive import FoundTensor, StoredPart, find_tensor, stored_parts
 from shardkeep.layout.torch_files import Sums, read_sums
 from shardkeep.plan.loads import Runs, Scatter
 from shardkeep.plan.ranges import plan_reads
 from shardkeep.run.read import Headers, Reads, read_files
-from shardkeep.run.workers import window_for
+from shardkeep.run.workers import WINDOW_NBYTES, window_for
 from shardkeep.stage.memory import Scattered
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader
@@ -205,6 +213,49 @@ class _Known:
         if made is not None and len(known) < 8:
             known.append((get(0, made.start), made))
         return made
+
+
+def bad_archives(files: Files, items: Sequence[Item]) -> Iterator[CheckpointError]:
+    """
+    Compare items that are archives with the checksums in them: all there is where nobody took digests.
+
+    Torch can be told to write none (`set_crc32_options`); such a file cannot be told from a damaged one.
+    """
+    buffer = memoryview(bytearray(WINDOW_NBYTES))
+    for item in items:
+        name = files.entries[item.file].name
+        where = f"{name} ({item.key!r} at offset {item.offset})"
+        with closing(files.store.open(name)) as reader:
+
+            def get(at: int, nbytes: int, reader: BlobReader = reader, item: Item = item) -> bytes:
+                return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
+
+            try:
+                parts = stored_parts(get, item.nbytes, where=where)
+                bad = next((part for part in parts if _crc_of(reader, item, part, buffer) != part.crc), None)
+            except DamagedCheckpoint as exc:
+                yield exc
+                continue
+        if bad is not None:
+            yield ChecksumMismatch(
+                f"{name}: bytes {item.offset + bad.start} to {item.offset + bad.start + bad.nbytes} have another CRC-32"
+                f" than their archive says; they hold {item.key!r}",
+                hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
+                file=name,
+                offset=item.offset + bad.start,
+                key=item.key,
+            )
+
+
+def _crc_of(reader: BlobReader, item: Item, part: StoredPart, buffer: memoryview) -> int:
+    if part.start + part.nbytes > item.nbytes:
+        raise MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
+    crc = 0
+    for at in range(0, part.nbytes, len(buffer)):
+        window = buffer[: min(len(buffer), part.nbytes - at)]
+        reader.read_into(item.offset + part.start + at, window)
+        crc = zlib.crc32(window, crc)
+    return crc
 
 
 def find_tensors(files: Files, items: Sequence[Item]) -> list[FoundTensor | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -31,7 +31,7 @@ from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, wri
 from shardkeep.layout.torch_metadata import Place, TorchMetadata, decode_torch_metadata
 from shardkeep.options import Options
 from shardkeep.plan.tiling import tiled
-from shardkeep.run.item_files import Files, Item, check_inside, keys_in, read_raw
+from shardkeep.run.item_files import Files, Item, bad_archives, check_inside, keys_in, read_raw
 from shardkeep.run.read import Reads, Source
 from shardkeep.store.protocol import BlobInfo
 
@@ -44,6 +44,7 @@ class TorchSource(Source):
 
     files: Files
     places: Sequence[Place]
+    objects: Mapping[str, Place]
 
     def check(self, tensors: IntArray) -> None:
         """Insist that the chunks of these tensors tile them, and that their files are there."""
@@ -66,11 +67,25 @@ class TorchSource(Source):
         key = self.index.keys.raw(row).decode()
         return Item(self.files.number(place.file), place.offset, place.nbytes, key)
 
+    def items(self) -> list[Item]:
+        """Return all chunks and objects."""
+        tensors = [(row, self.index.chunk_rows(row)) for row in range(len(self.index.keys))]
+        chunks = [self.item(row, place) for row, rows in tensors for place in self.places_of(rows)]
+        objects = [
+            Item(self.files.number(place.file), place.offset, place.nbytes, key) for key, place in self.objects.items()
+        ]
+        return [*chunks, *objects]
+
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors and objects in a range of a file."""
-        counts = [self.index.chunk_rows(row) for row in range(len(self.index.keys))]
-        items = [self.item(row, place) for row, rows in enumerate(counts) for place in self.places_of(rows)]
-        return keys_in(items, file, at, end)
+        return keys_in(self.items(), file, at, end)
+
+    def bad_archives(self, file: int) -> Iterator[CheckpointError]:
+        """Check what lies in a file that nobody took digests of; what was transformed cannot be."""
+        plain = {(p.file, p.offset) for p in (*self.places, *self.objects.values()) if not p.descriptors}
+        name = self.files.entries[file].name
+        items = [item for item in self.items() if item.file == file and (name, item.offset) in plain]
+        return bad_archives(self.files, items)
 
 
 def read_torch_record(store: Reads) -> Record:
@@ -120,7 +135,7 @@ def open_torch(store: Reads, record: Record, options: Options) -> TorchSource:
     whole = Record(
         **{name: getattr(record, name) for name in record.__struct_fields__ if name != "files"}, files=files.entries
     )
-    return TorchSource(store, whole, index, files.headers, files=files, places=places)
+    return TorchSource(store, whole, index, files.headers, files=files, places=places, objects=metadata.objects)
 
 
 def _all_places(metadata: TorchMetadata) -> list[Place]:
