@@ -137,6 +137,10 @@ class StorageError(CheckpointError, OSError):
         super().__init__(message, hint=hint, **details)
         self.errno = details.get("errno")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError keeps its number where pickle does not look.
+        return type(self), self.args, {**vars(self), "errno": self.errno}
+
 
 class BlobNotFound(StorageError, FileNotFoundError):
     """The store has no blob of that name."""
