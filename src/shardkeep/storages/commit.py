@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from shardkeep.errors import CheckpointError, WrongSize
-from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums, is_data, is_metadata
+from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, SUMS_SUFFIX, Sums, is_data, is_metadata
 from shardkeep.protocol.metadata import Metadata
 from shardkeep.protocol.pickled_metadata import decode_metadata
 from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.store.files import storage_errors
 from shardkeep.store.local import LocalStore
 
 log = logging.getLogger("shardkeep")
@@ -45,15 +46,14 @@ class Commit:
         self._path = path
         self._sync = sync
 
-    def check_written(self, sums: Mapping[str, Sums]) -> None:
+    def _check_written(self, sums: Mapping[str, Sums]) -> None:
         """Insist that every data file is there, whole: another save into the same place may have removed one."""
         if not is_local(self._fs):
             return
         for name, each in sums.items():
-            try:
+            found = -1
+            with storage_errors("cannot look at", os.fspath(self._path), name), suppress(FileNotFoundError):
                 found = os.stat(Path(self._path) / name).st_size
-            except FileNotFoundError:
-                found = -1
             if found != each.nbytes:
                 raise WrongSize(
                     f"{Path(self._path) / name}: {found if found >= 0 else 'no'} bytes where {each.nbytes} were written",
@@ -61,16 +61,44 @@ class Commit:
                     file=name,
                 )
 
-    def publish(self, name: str, data: bytes, *, keep: set[str], began_s: float) -> None:
-        """Put the metadata in place, then remove the files that belonged to what they replace."""
+    def publish(self, name: str, data: bytes, *, sums: Mapping[str, Sums], keep: set[str], began_s: float) -> None:
+        """
+        Put the metadata in place if all files are, then remove the files that belonged to what they replace.
+
+        Args:
+            name: of the metadata.
+            data: the metadata.
+            sums: what is known of each data file.
+            keep: the files that the metadata name.
+            began_s: when the save began: files that nobody names are left alone if they are younger.
+
+        """
         old = self._files_of_old(name)
+        try:
+            self._check_written(sums)
+            if is_local(self._fs):
+                LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
+            else:
+                self._put(name, data)
+        except BaseException:
+            self._take_back(name, data, keep)
+            raise
+        self.remove(old - keep)
         if is_local(self._fs):
-            LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
-        else:
-            self._put(name, data)
-        self._remove(old - keep)
-        if is_local(self._fs):
-            self._remove(self._abandoned(keep, began_s))
+            self.remove(self._abandoned(name, keep, began_s))
+
+    def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
+        """Remove the files of a save that was not committed; one that failed only after that keeps them."""
+        path = self._fs.concat_path(self._path, name)
+        try:
+            if self._fs.exists(path):
+                with self._fs.create_stream(path, "rb") as stream:
+                    if stream.read(len(data) + 1) == data:
+                        return
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: then nobody knows, and they stay
+            log.warning("%s cannot be read, so the files of the failed save stay: %s", path, exc)
+            return
+        self.remove(files)
 
     def _put(self, name: str, data: bytes) -> None:
         path, temporary = (self._fs.concat_path(self._path, each) for each in (name, f"{name}.tmp"))
@@ -93,28 +121,35 @@ class Commit:
             log.warning("%s cannot be read, so the files it names stay: %s", path, exc)
             return set()
 
-    def _abandoned(self, keep: set[str], began_s: float) -> set[str]:
+    def _abandoned(self, published: str, keep: set[str], began_s: float) -> set[str]:
         """Find data files that nobody's metadata name, left by saves that ended before this one began."""
         directory = Path(self._path)
-        names = {each.name: each for each in directory.iterdir()}
-        others = [name for name in names if is_metadata(name)]
-        for name in others:
-            owned = self._files_of_old(name)
-            if not owned and name != ".metadata":
-                return set()  # metadata that cannot be read may name any of them
-            keep = keep | owned
+        try:
+            names = {each.name: each for each in directory.iterdir()}
+        except OSError as exc:
+            log.warning("%s cannot be listed, so files of dead saves stay: %s", directory, exc)
+            return set()
+        # Of a rank that saved alone, only its own: others may be at work, and nothing names their files yet.
+        alone = published.removesuffix(METADATA_NAME)
+        for name in filter(is_metadata, names):
+            if name in (published, METADATA_NAME) or not alone:
+                owned = self._files_of_old(name)
+                if not owned and name != published:
+                    return set()  # metadata that cannot be read may name any of them
+                keep = keep | owned
         left = set()
         for name in filter(is_data, names.keys() - keep):
             with suppress(OSError):
-                if names[name].stat().st_mtime < began_s:
+                if name.startswith(f"{alone}_" if alone else "") and names[name].stat().st_mtime < began_s:
                     left.add(name)
         return left
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files that no checkpoint needs any more; what cannot be removed stays."""
         for name in sorted(names):
             path = self._fs.concat_path(self._path, name)
             try:
                 if self._fs.exists(path):
                     self._fs.rm_file(path)
-            except (CheckpointError, OSError) as exc:
+            except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
                 log.warning("could not remove %s, which no checkpoint needs any more: %s", path, exc)

@@ -20,7 +20,7 @@ from torch.futures import Future
 from shardkeep.codec.extensions import StreamTransformExtension
 from shardkeep.codec.transforms import _StorageWriterTransforms
 from shardkeep.errors import CheckpointExists
-from shardkeep.layout.torch_files import Sums, metadata_name
+from shardkeep.layout.torch_files import SUMS_SUFFIX, Sums, metadata_name
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from shardkeep.protocol.pickled_metadata import encode_metadata
 from shardkeep.protocol.planners import SavePlanner
@@ -92,6 +92,7 @@ class _FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._began_s = time.time()
+        self._written: list[str] = []
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id:
@@ -143,7 +144,14 @@ class _FileSystemWriter(StorageWriter):
                 if not self.fs.exists(path):
                     break
             files.put((path, name, bucket))
+        self._written = [name for _, name, _ in files.queue]
         return self._write_data(planner, files)
+
+    def _discard_written(self) -> None:
+        """Remove what this rank wrote last; for a save that failed on another rank, and was not committed."""
+        Commit(self.fs, self.path, sync=False).remove(
+            {name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)}
+        )
 
     def _split_formats(self, buckets: list[list[WriteItem]]) -> list[list[WriteItem]]:
         """Keep objects apart from tensors where tensors are to be in safetensors files."""
@@ -180,9 +188,13 @@ class _FileSystemWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         _keep_sums(metadata, sums)
         rank = None if self.use_collectives else self.rank
-        commit = Commit(self.fs, self.path, sync=self.sync_files)
-        commit.check_written(sums)
-        commit.publish(metadata_name(rank), encode_metadata(metadata), keep=files_of(metadata), began_s=self._began_s)
+        Commit(self.fs, self.path, sync=self.sync_files).publish(
+            metadata_name(rank),
+            encode_metadata(metadata),
+            sums=sums,
+            keep=files_of(metadata),
+            began_s=self._began_s,
+        )
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)

@@ -104,8 +104,8 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
         for plan, (job, placed), of_file, items in zip(plans, laid, digests, held, strict=True):
             faithful = [_as_planned(item, data) for item, data in zip(plan.items, items, strict=True)]
             sums, data = encode_sums(job.data_nbytes, job.block_nbytes, of_file)
+            made.append(f"{plan.name}{SUMS_SUFFIX}")  # before: it may fail with the file in place
             store.put(f"{plan.name}{SUMS_SUFFIX}", data, replace=True)
-            made.append(f"{plan.name}{SUMS_SUFFIX}")
             results += _results(plan, placed, faithful, sums)
     except BaseException:
         for name in made:
