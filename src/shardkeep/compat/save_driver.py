@@ -29,6 +29,7 @@ from shardkeep.compat.calls import (
     takes,
     without_ranks,
 )
+from shardkeep.protocol.failures import CheckpointException
 from shardkeep.protocol.foreign import ours, translator
 from shardkeep.protocol.gatherings import _DistWrapper, in_step
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
@@ -37,6 +38,7 @@ from shardkeep.protocol.plans import SavePlan
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.save_planner import DefaultSavePlanner
 from shardkeep.protocol.storage import StorageWriter, WriteResult
+from shardkeep.storages.file_writer import _FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,7 +154,13 @@ def _run(
         ranks.all_gather("write", alone)
         return mine[0]
     plan = ranks.reduce_scatter("plan", local_step, global_step)
-    return ranks.all_reduce("write", lambda: write_data(plan), finish_checkpoint)
+    try:
+        return ranks.all_reduce("write", lambda: write_data(plan), finish_checkpoint)
+    except CheckpointException as failed:
+        # The coordinator ends a save only where no rank failed. Where it failed itself, that may have been after it.
+        if ranks.coordinator_rank not in failed.failures and isinstance(storage_writer, _FileSystemWriter):
+            storage_writer._discard_written()
+        raise
 
 
 class _Save:
