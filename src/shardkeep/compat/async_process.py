@@ -20,6 +20,7 @@ from shardkeep.compat.lanes import Lane, fail_together, is_alone, lane_of, ranks
 from shardkeep.compat.saver_handle import RemoteSave, SaverDied, SaverProcess
 from shardkeep.compat.saver_process import Order, Place
 from shardkeep.options import Options
+from shardkeep.protocol.failures import CheckpointException
 from shardkeep.protocol.gatherings import _DistWrapper
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
 from shardkeep.protocol.planners import SavePlanner
@@ -94,7 +95,14 @@ def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: b
         [written] = mine
     else:
         plan = ranks.reduce_scatter("plan", remote.plan, remote.decide)
-        written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
+        try:
+            written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
+        except CheckpointException as failed:
+            # Where the coordinator itself failed, it may have been after the checkpoint was complete.
+            if ranks.coordinator_rank not in failed.failures:
+                with contextlib.suppress(SaverDied):
+                    remote.discard()
+            raise
     metadata: Metadata = pickle.loads(written)
     return metadata
 

@@ -150,6 +150,11 @@ class RemoteSave:
         finished: bytes = self._saver.ask("finish", results)
         return finished
 
+    def discard(self) -> None:
+        """Have what was written of a failed save removed, if the process still lives."""
+        if self._saver.alive():
+            self._saver.ask("discard")
+
     def forget(self) -> None:
         """Let the process drop the state, if it still lives."""
         if self._saver.alive():

@@ -85,6 +85,7 @@ class _Served:
     def __init__(self) -> None:
         self._save: Any = None
         self._state: Any = None
+        self._writer: Any = None
 
     def begin(self, order: Order) -> None:
         """Set up a save."""
@@ -94,6 +95,7 @@ class _Served:
         # An order says of itself what a save asks of its ranks.
         self._save = _Save(order, planner, writer, order.use_collectives)  # type: ignore[arg-type]
         self._state = order.state
+        self._writer = writer
 
     def plan(self, _: None) -> bytes:
         """Return this rank's plan."""
@@ -111,9 +113,15 @@ class _Served:
         """Complete the checkpoint, and return its metadata."""
         return pickle.dumps(self._save.finish([pickle.loads(result) for result in results]))
 
+    def discard(self, _: None) -> None:
+        """Remove what was written of a save that failed on another rank, if the writer can."""
+        remove = getattr(self._writer, "_discard_written", None)
+        if remove is not None:
+            remove()
+
     def forget(self, _: None) -> None:
         """Let go of the state, whose memory the training process uses again."""
-        self._save = self._state = None
+        self._save = self._state = self._writer = None
         gc.collect()
 
 
