@@ -310,7 +310,7 @@ class AnonymousMemory(threading.Thread):
 
 MIB = 1 << 20
 BIG = 192 * MIB
-MOST = 64 * MIB
+MOST = 32 * MIB
 """What a conversion may take of BIG: two windows of 1 MiB, the read pipeline's, and slack for the allocator."""
 
 
@@ -341,7 +341,7 @@ def convert_big(folder):
 
 def test_neither_direction_holds_the_model(rank_pool, tmp_path):
     """
-    Of 192 MiB, half of them in one tensor, a third at most is ever in memory, and the values are right.
+    Of 192 MiB, half of them in one tensor, a sixth at most is ever in memory, and the values are right.
     """
     [(taken, right)] = rank_pool.run(1, convert_big, str(tmp_path))
     assert right
@@ -350,7 +350,7 @@ def test_neither_direction_holds_the_model(rank_pool, tmp_path):
 
 def command(*args):
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "shardkeep.dcp.format_utils", *map(str, args)],
+        [sys.executable, "-m", "shardkeep.dcp.format_utils", *map(str, args)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -364,6 +364,7 @@ def test_the_command_converts_both_ways(tmp_path):
     back = command("dcp_to_torch", tmp_path / "ck", tmp_path / "back.pt")
     assert (there.returncode, back.returncode) == (0, 0), there.stderr + back.stderr
     assert "using method: 'dcp_to_torch'" in back.stdout
+    assert (there.stderr, back.stderr) == ("", "")
     assert seen(torch.load(tmp_path / "back.pt")) == seen({"w": numbered(5)})
 
 

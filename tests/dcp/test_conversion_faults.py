@@ -160,6 +160,19 @@ def test_chunks_that_do_not_make_the_tensor(tmp_path, change, words):
     fails_to_torch(tmp_path, MalformedFile, match=f"'w'.*{words}")
 
 
+@pytest.mark.parametrize("size", [(-2, -150), (0, -1), (1 << 40, 1 << 40)])
+def test_sizes_that_no_tensor_has(tmp_path, size):
+    """
+    Negative ones, and more than any file can hold.
+    """
+
+    def change(metadata):
+        metadata.state_dict_metadata["w"].size = torch.Size(size)
+
+    forged(tmp_path / "ck", change)
+    fails_to_torch(tmp_path, MalformedFile, match="'w': there is no tensor of")
+
+
 @pytest.mark.parametrize("path", [("a", 10**12), ("a", -1), 5, ("a", None)])
 def test_paths_that_no_state_has(tmp_path, path):
     """
@@ -317,6 +330,17 @@ def test_a_file_with_a_class_of_the_users(tmp_path, monkeypatch, form):
     for name in ("safe", "any"):
         ours.dcp_to_torch_save(tmp_path / name, tmp_path / "back.pt")
         assert torch.load(tmp_path / "back.pt", weights_only=False)["config"] == Config()
+
+
+def test_torch_may_be_told_to_take_no_other_reader(tmp_path, monkeypatch):
+    """
+    With TORCH_FORCE_WEIGHTS_ONLY_LOAD only what torch holds for safe is read, and that is.
+    """
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"w": numbered(3)}, tmp_path / "file.pt")
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "good")
+    torch.save({"w": numbered(3), "config": Config()}, tmp_path / "file.pt")
+    fails_to_dcp(tmp_path, PickleRefused, match="Config")
 
 
 def test_a_file_that_holds_no_state(tmp_path):

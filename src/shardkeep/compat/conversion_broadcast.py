@@ -148,6 +148,8 @@ class BroadcastingTorchSaveReader(StorageReader):
             state, _ = flatten_state_dict(state)
         held: dict[str, Any] = {}
         for key, value in state.items():
+            if not isinstance(key, str):
+                continue  # of a state that is not flattened; no plan names it
             if not isinstance(value, torch.Tensor):
                 held[key] = f"{key!r} is a {type(value).__qualname__} in {self._file()}, and a tensor in the state"
                 continue

@@ -31,6 +31,8 @@ from shardkeep.state.toolkit.trees import OBJ_PATH, set_element
 
 T = TypeVar("T")
 
+_MOST_ELEMENTS = 1 << 58
+"""No file is large enough for more."""
 _MOST_GAPS = 1 << 20
 """Lists that are longer than the number of values by more than this are no lists of a state."""
 
@@ -150,6 +152,8 @@ def _stand_in(key: str, entry: Any) -> StandIn:
 
 def _check_chunks(key: str, entry: Any) -> None:
     """Insist that every element of a tensor is stored, and once."""
+    if any(n < 0 for n in entry.size) or math.prod(entry.size) >= _MOST_ELEMENTS:
+        raise MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
     chunks = list({(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in entry.chunks}.values())
     outside = [chunk for chunk in chunks if not within(entry.size, chunk)]
     wrong = f"{outside[0]} is not inside" if outside else ""

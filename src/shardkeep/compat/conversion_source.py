@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardkeep.errors import CheckpointError, CheckpointNotFound, ChecksumMismatch, MalformedFile, PickleRefused
+from shardkeep.errors import CheckpointNotFound, ChecksumMismatch, MalformedFile, PickleRefused
 from shardkeep.format import crc
 from shardkeep.options import Options
 from shardkeep.protocol.objects import _Plain
@@ -66,11 +66,14 @@ def _load(where: str, *, mapped: bool, device: str = "cpu") -> Any:
         if Options().allow_pickle:
             return torch.load(where, weights_only=False, **how)
         if mapped:  # others are several pickles in a row, which only torch's own reader tells apart
-            with suppress(PickleRefused):
+            try:
                 return torch.load(where, weights_only=False, pickle_module=_Plain, **how)
+            except PickleRefused:
+                pass
+            except RuntimeError as error:
+                if "pickle_module" not in str(error):  # the user told torch to take no other reader than its own
+                    raise
         return torch.load(where, weights_only=True, **how)
-    except CheckpointError:
-        raise
     except pickle.UnpicklingError as error:
         said = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), None)
         if said is None:
@@ -82,7 +85,7 @@ def _load(where: str, *, mapped: bool, device: str = "cpu") -> Any:
             file=where,
         ) from error
     except Exception as error:  # torch raises whatever the contents of a broken file lead to
-        raise MalformedFile(f"{where}: not a file that torch.save wrote: {error}", file=where) from error
+        raise MalformedFile(f"{where}: not a file that torch.save wrote: {error!r}", file=where) from error
 
 
 def _entries(files: Descriptors, where: str) -> list[_Entry]:
