@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import format_utils as theirs
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as Cut
 
+import shardkeep
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.compat import conversion as compat_conversion
 from shardkeep.compat import conversion_archive
@@ -261,6 +262,25 @@ def test_a_checkpoint_that_ranks_saved_alone_is_that_of_the_first(tmp_path):
     assert not (tmp_path / "ck" / ".metadata").exists()
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     assert seen(torch.load(tmp_path / "file.pt")) == seen({"w": numbered(5)})
+
+
+def save_native(folder):
+    line = mesh_of(dist.get_world_size())
+    spread = {"rows": spread_out(numbered(50, 30), line, Cut(0)), "columns": spread_out(numbered(9, 7), line, Cut(1))}
+    shardkeep.save({**plain_state(), **spread}, folder)
+
+
+@pytest.mark.parametrize("window", [4096, None], ids=["small windows", "one window"])
+def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, window):
+    """
+    What `shardkeep.save` wrote on three ranks, nested as it was.
+    """
+    if window:
+        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", window)
+    rank_pool.run(3, save_native, str(tmp_path / "ck"))
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
+    full = {**plain_state(), "rows": numbered(50, 30), "columns": numbered(9, 7)}
+    assert seen(torch.load(tmp_path / "file.pt")) == seen(full)
 
 
 def test_what_was_at_the_destination_is_replaced_through_links(tmp_path):
