@@ -9,6 +9,7 @@ The first is on torch's distributed checkpoint, the second on shardkeep's: the p
 # ruff: noqa: INP001 - a script to read and run
 
 import os
+from collections.abc import Iterator
 
 import lightning as pl
 import torch
@@ -16,7 +17,27 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny_job import SAVED, STEPS, arguments, batch_of, fingerprint, loss_of, say, tiny_model
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+
+
+class Batches:
+    """A loader whose position Lightning saves and restores."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.given < STEPS:
+            self.given += 1
+            yield batch_of(self.given)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
 
 
 class Job(pl.LightningModule):
@@ -33,10 +54,10 @@ class Job(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         if self.resumed and not self.losses:
             self.at_save = self.fingerprint()
-        loss = loss_of(self.net, batch[0])
+        loss = loss_of(self.net, batch)
         self.losses[self.global_step + 1] = loss.item()
         return loss
 
@@ -64,15 +85,12 @@ def main() -> None:
         strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
         max_steps=STEPS,
         callbacks=[Save(args.folder)],
-        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = torch.cat([batch_of(step) for step in range(1, STEPS + 1)])
-    loader = DataLoader(TensorDataset(batches), batch_size=len(batches) // STEPS)
-    trainer.fit(job, loader, ckpt_path=args.folder if args.resume else None)
+    trainer.fit(job, Batches(), ckpt_path=args.folder if args.resume else None)
     say("lightning", args.folder, job.losses, job.at_save, job.fingerprint())
     dist.destroy_process_group()
 
