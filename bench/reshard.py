@@ -8,6 +8,7 @@ reads for it are counted.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -87,8 +88,8 @@ def _timed(call: Any, kind: str) -> float:
 
 def measure(directory: str, gb: float, rounds: int) -> dict[str, Any]:
     """Let both take turns; return every sample, and what a row took."""
-    tensors = 8
-    rows = max(64, int((gb * 1e9 / 4 / tensors) ** 0.5) // 64 * 64)
+    tensors = 4
+    rows = max(64, 1 << round(math.log2((gb * 1e9 / 4 / tensors) ** 0.5)))
     samples: list[dict[str, Any]] = []
     with RankPool(SAVERS) as pool:
         for number in range(rounds):
