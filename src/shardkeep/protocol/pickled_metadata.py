@@ -207,6 +207,8 @@ def _bool(value: bool) -> bytes:
 
 
 def _int(number: int) -> bytes:
+    if 0 <= number < 1 << 16:
+        return b"K" + number.to_bytes(1, "little") if number < 1 << 8 else b"M" + number.to_bytes(2, "little")
     if 0 <= number < 1 << 31:
         return b"J" + number.to_bytes(4, "little")
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
