@@ -20,6 +20,7 @@ from shardkeep.protocol.metadata import Metadata
 from shardkeep.protocol.pickled_metadata import decode_metadata
 from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.storages.stream_store import read_up_to
 from shardkeep.store.files import storage_errors
 from shardkeep.store.local import LocalStore
 
@@ -93,7 +94,7 @@ class Commit:
         try:
             if self._fs.exists(path):
                 with self._fs.create_stream(path, "rb") as stream:
-                    if stream.read(len(data) + 1) == data:
+                    if read_up_to(stream, len(data) + 1) == data:
                         return
         except Exception as exc:  # noqa: BLE001 - whatever a file system raises: then nobody knows, and they stay
             log.warning("%s cannot be read, so the files of the failed save stay: %s", path, exc)
@@ -116,7 +117,7 @@ class Commit:
             if not self._fs.exists(path):
                 return set()
             with self._fs.create_stream(path, "rb") as stream:
-                return files_of(decode_metadata(stream.read(MAX_METADATA_NBYTES), where=str(path)))
+                return files_of(decode_metadata(read_up_to(stream, MAX_METADATA_NBYTES), where=str(path)))
         except (CheckpointError, OSError) as exc:
             log.warning("%s cannot be read, so the files it names stay: %s", path, exc)
             return set()

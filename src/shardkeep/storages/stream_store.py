@@ -17,6 +17,8 @@ from typing import Any
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
 
+_PIECE_NBYTES = 1 << 20
+
 
 class StreamStore:
     """The files of one directory, to be read."""
@@ -33,7 +35,7 @@ class StreamStore:
     def get(self, name: str, *, limit: int) -> bytes:
         """Read a whole small file."""
         with stream_errors(str(self._below(name)), name), self._fs.create_stream(self._below(name), "rb") as stream:
-            data: bytes = stream.read(limit + 1)
+            data = read_up_to(stream, limit + 1)
         if len(data) > limit:
             raise MalformedFile(f"{self._below(name)}: more than {limit} bytes", name=name)
         return data
@@ -42,6 +44,14 @@ class StreamStore:
         if not name or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or "\0" in name:
             raise MalformedFile(f"{name!r} is no name of a file in {self.url}", hint="do not trust this checkpoint")
         return self._fs.concat_path(self._path, name)
+
+
+def read_up_to(stream: Any, limit: int) -> bytes:
+    """Read a stream to its end, or so much of it; in pieces, as many streams take all they are asked for beforehand."""
+    held = io.BytesIO()
+    while held.tell() < limit and (piece := stream.read(min(_PIECE_NBYTES, limit - held.tell()))):
+        held.write(piece)
+    return held.getvalue()
 
 
 @contextmanager
