@@ -99,7 +99,7 @@ def test_every_rank_gets_its_part(rank_pool, tmp_path, ranks, coordinator):
 def model_from(path, device):
     with torch.device(device):
         model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
-    fully_shard(model)
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
     state = {"model": model.state_dict()}
     quietly(
         load,
