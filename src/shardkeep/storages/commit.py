@@ -20,7 +20,7 @@ from shardkeep.protocol.metadata import Metadata
 from shardkeep.protocol.pickled_metadata import decode_metadata
 from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
-from shardkeep.storages.stream_store import read_up_to
+from shardkeep.storages.stream_store import read_up_to, write_all
 from shardkeep.store.files import storage_errors
 from shardkeep.store.local import LocalStore
 
@@ -104,7 +104,7 @@ class Commit:
     def _put(self, name: str, data: bytes) -> None:
         path, temporary = (self._fs.concat_path(self._path, each) for each in (name, f"{name}.tmp"))
         with self._fs.create_stream(temporary, "wb") as stream:
-            stream.write(data)
+            write_all(stream, data, sync=self._sync)
         try:
             self._fs.rename(temporary, path)
         except FileExistsError:

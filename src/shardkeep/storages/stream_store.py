@@ -54,6 +54,23 @@ def read_up_to(stream: Any, limit: int) -> bytes:
     return held.getvalue()
 
 
+def write_all(stream: Any, data: bytes, *, sync: bool) -> None:
+    """Write all of it, to a stream that may take less than it is given, and make it durable if asked for."""
+    view = memoryview(data)
+    while view:
+        done = stream.write(view)
+        view = view[len(view) if done is None else done :]
+    sync_stream(stream, sync=sync)
+
+
+def sync_stream(stream: Any, *, sync: bool) -> None:
+    """Make a stream durable if it is a file of this machine; others are when they are closed, or nobody can tell."""
+    stream.flush()
+    if sync:
+        with suppress(AttributeError, io.UnsupportedOperation):
+            os.fsync(stream.fileno())
+
+
 @contextmanager
 def stream_errors(path: str, name: str, offset: int | None = None) -> Iterator[None]:
     """Turn whatever a file system raises into our errors, with the file and the offset in it."""

@@ -35,6 +35,7 @@ from shardkeep.state.devices import settle
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
 from shardkeep.storages.safetensors_layout import header_of, in_order
+from shardkeep.storages.stream_store import sync_stream, write_all
 from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import is_name
 
@@ -239,18 +240,8 @@ def _write_one_stream(
         if plan.header is not None:
             out.write(plan.header)
         placed = write_stream(out, resolved(), wrap, framed=plan.header is None)
-        _sync(raw, sync)
+        sync_stream(raw, sync=sync)
     sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
     with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
-        raw.write(data)
-        _sync(raw, sync)
+        write_all(raw, data, sync=sync)
     return _results(plan, placed, faithful, sums)
-
-
-def _sync(stream: Any, sync: bool) -> None:
-    """Make a stream durable if it is a file of this machine; others are when they are closed, or nobody can tell."""
-    stream.flush()
-    if sync:
-        with suppress(AttributeError, OSError):
-            number = stream.fileno()
-            os.fsync(number)
