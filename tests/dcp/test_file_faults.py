@@ -481,3 +481,60 @@ def test_an_old_checkpoint_is_asked_for_once_it_is_gone(place: str) -> None:
     into = {"w": torch.zeros(90, 50)}
     error = failure_of(dcp.load, into, storage_reader=Late(place), no_dist=True)
     assert isinstance(causes_of(error)[0], FileNotFoundError)
+
+
+def test_metadata_are_read_in_their_own_size(place: str) -> None:
+    """
+    Reading metadata, the old ones of an overwriting save and those of a load, takes no more memory than they have.
+    """
+    asked = []
+
+    class Greedy(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size)
+            return super().read(-1 if size is None else size)
+
+    class System(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: Any, mode: str) -> Any:
+            with Greedy(os.fspath(path), mode) as stream:
+                yield stream
+
+    save(place, 1)
+    writer = dcp.FileSystemWriter(place)
+    writer.fs = System()
+    quietly(dcp.save, state_of(2), storage_writer=writer, no_dist=True)
+    reader = dcp.FileSystemReader(place)
+    reader.fs = System()
+    assert len(reader.read_metadata().state_dict_metadata) == 4
+    assert asked
+    assert all(0 < size <= 1 << 20 for size in asked)
+
+
+def test_streams_that_take_less_than_they_are_given(place: str) -> None:
+    """
+    Metadata larger than what a stream takes at once are written whole.
+    """
+    state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(1500)}
+    quietly(dcp.save, state, storage_writer=writer_of(Faulty(-1))(place), no_dist=True)
+    assert os.path.getsize(os.path.join(place, ".metadata")) > 200_000
+    into = {key: torch.zeros(2) for key in state}
+    quietly(dcp.load, into, checkpoint_id=place, no_dist=True)
+    assert all(into[f"layer.{n}.weight"].eq(n).all() for n in range(1500))
+
+
+def test_a_file_that_cannot_be_made_durable_fails_the_save(place: str) -> None:
+    """
+    A disk that fails in fsync is told, also where files are streams.
+    """
+
+    def fail(name: str, call: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    assert save(place, 1, writer=writer_of(Faulty(-1))) is None
+    for n in range(3):
+        with strike_at(n, fail, ("fsync",)) as made:
+            error = save(place, 2, writer=writer_of(Faulty(-1)), thread_count=1)
+        assert len(made) > n
+        assert isinstance(error, OSError)
+        assert level_at(place) == 1
