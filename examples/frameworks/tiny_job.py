@@ -22,10 +22,13 @@ SAVED = 2
 """The step after which a checkpoint is saved."""
 
 
-def arguments(about: str) -> argparse.Namespace:
+def arguments(about: str, **more: list[str]) -> argparse.Namespace:
+    """Return the command line's arguments; `more` are options and their choices, of which the first is the default."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where the checkpoint is")
     parser.add_argument("--resume", action="store_true", help="load the checkpoint and go on from there")
+    for option, choices in more.items():
+        parser.add_argument(f"--{option}", choices=choices, default=choices[0])
     return parser.parse_args()
 
 
@@ -55,7 +58,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest.hexdigest()[:16]
 
 
-def say(framework: str, folder: str, losses: dict[int, float], loaded: str, final: str) -> None:
+def say(framework: str, folder: str, losses: dict[int, float], loaded: str, final: str, **more: object) -> None:
     """Print, on rank 0, one line of what this run was and saw: whose code, which files, each loss and the state."""
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - as late as frameworks do
 
@@ -71,7 +74,6 @@ def say(framework: str, folder: str, losses: dict[int, float], loaded: str, fina
             "losses": {step: loss.hex() for step, loss in losses.items()},
             f"state after step {SAVED}": loaded,
             f"state after step {STEPS}": final,
+            **more,
         }
         print(json.dumps(line), flush=True)
-
-
