@@ -189,7 +189,7 @@ def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypa
     monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", 4096)
     registry = checkpoint_utils.get_test_extension_registry()
     writer = FileSystemWriter(tmp_path / "ck", _extensions=[checkpoint_utils.Rot13Example()])
-    state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70)}}
+    state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70), "tiny": numbered(3)}}
     quietly(save, state, storage_writer=writer)
     assert isinstance(registry, ExtensionRegistry)
     monkeypatch.setattr(compat_conversion, "FileSystemReader", lambda path: FileSystemReader(path, registry))

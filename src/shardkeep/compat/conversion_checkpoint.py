@@ -71,7 +71,7 @@ class CheckpointTensors:
         plan: list[ReadItem] = []
         for tensor, part in parts:
             values = torch.frombuffer(part.into, dtype=torch.uint8)
-            if tensor.key in self._transformed:
+            if tensor.key in self._transformed and values.numel() < tensor.nbytes:
                 values.copy_(self._decoded(tensor)[part.start : part.stop])
                 continue
             plan += self._items(
