@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -145,3 +148,20 @@ def test_objects_under_numbers(folder: str) -> None:
         found[name] = into["groups"]
     assert found["ours"] == {0: {"lr": 0.5}, 1: "x"}
     assert found["torch"] == {0: {"lr": None}, 1: None, "0": {"lr": 0.5}, "1": "x"}
+
+
+def test_modules_are_reached_through_the_package() -> None:
+    """
+    After one import, our package has every submodule that torch's has then: scripts write `dcp.staging`.
+    """
+    code = "import types; print(sorted(k for k, v in vars(dcp).items() if isinstance(v, types.ModuleType)))"
+    found = {
+        module: ast.literal_eval(
+            subprocess.run(
+                [sys.executable, "-c", f"import {module} as dcp; {code}"], capture_output=True, check=True, text=True
+            ).stdout
+        )
+        for module in ("torch.distributed.checkpoint", "shardkeep.dcp")
+    }
+    assert set(found["torch.distributed.checkpoint"]) - set(found["shardkeep.dcp"]) == set()
+    assert len(found["shardkeep.dcp"]) > 20

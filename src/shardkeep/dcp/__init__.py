@@ -7,7 +7,31 @@ or, for code that imports torch's module itself, `shardkeep.dcp.install()` befor
 """
 
 from shardkeep.compat.install import install, uninstall
-from shardkeep.dcp import _extension
+
+# Those that torch's package has once it is imported, and scripts reach through it.
+from shardkeep.dcp import (
+    _async_executor,
+    _async_process_executor,
+    _async_thread_executor,
+    _consolidate_hf_safetensors,
+    _dedup_save_plans,
+    _extension,
+    _hf_utils,
+    _nested_dict,
+    _pg_transport,
+    _sharded_tensor_utils,
+    _state_dict_stager,
+    _storage_utils,
+    _traverse,
+    _version,
+    logger,
+    logging_handlers,
+    planner_helpers,
+    resharding,
+    staging,
+    stateful,
+    utils,
+)
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
@@ -41,13 +65,33 @@ __all__ = [
     "StorageWriter",
     "TensorStorageMetadata",
     "WriteItem",
+    "_async_executor",
+    "_async_process_executor",
+    "_async_thread_executor",
+    "_consolidate_hf_safetensors",
+    "_dedup_save_plans",
     "_extension",
+    "_hf_utils",
+    "_nested_dict",
+    "_pg_transport",
+    "_sharded_tensor_utils",
+    "_state_dict_stager",
+    "_storage_utils",
+    "_traverse",
+    "_version",
     "async_save",
     "install",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
+    "logger",
+    "logging_handlers",
+    "planner_helpers",
+    "resharding",
     "save",
     "save_state_dict",
+    "staging",
+    "stateful",
     "uninstall",
+    "utils",
 ]
