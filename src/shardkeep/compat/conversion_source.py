@@ -17,7 +17,7 @@ import torch
 from shardkeep.errors import CheckpointNotFound, ChecksumMismatch, MalformedFile, PickleRefused
 from shardkeep.format import crc
 from shardkeep.options import Options
-from shardkeep.protocol.objects import _Plain
+from shardkeep.protocol.objects import load_plain
 from shardkeep.run.workers import run_workers, window_for
 from shardkeep.state.toolkit.trees import flatten_state_dict
 from shardkeep.store.files import Descriptors, open_files, read_at, storage_errors
@@ -67,12 +67,9 @@ def _load(where: str, *, mapped: bool, device: str = "cpu") -> Any:
             return torch.load(where, weights_only=False, **how)
         if mapped:  # others are several pickles in a row, which only torch's own reader tells apart
             try:
-                return torch.load(where, weights_only=False, pickle_module=_Plain, **how)
+                return load_plain(where, **how)
             except PickleRefused:
                 pass
-            except RuntimeError as error:
-                if "pickle_module" not in str(error):  # the user told torch to take no other reader than its own
-                    raise
         return torch.load(where, weights_only=True, **how)
     except pickle.UnpicklingError as error:
         said = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), None)

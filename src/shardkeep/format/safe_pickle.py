@@ -29,10 +29,10 @@ _MAX_INT_TEXT = 32
 
 def load_pickle(data: bytes, names: Names, *, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
     """
-    Read the pickle at the beginning of `data`.
+    Read a pickle.
 
     Args:
-        data: the pickle, and perhaps more behind it.
+        data: the pickle, and nothing behind it.
         names: what it may name, and what that stands for.
         where: the file, for errors.
         persistent: gives the object for an id that the pickle's writer stored apart; without it such ids are refused.
@@ -42,9 +42,11 @@ def load_pickle(data: bytes, names: Names, *, where: str, persistent: Callable[[
         MalformedFile: it is no pickle, or no pickle that any program writes.
 
     """
-    raw = data[: end_of_pickle(data, where)]
+    end = end_of_pickle(data, where)
+    if end != len(data):
+        raise MalformedFile(f"{where}: {len(data) - end} bytes behind the end of the pickle", file=where, offset=end)
     try:
-        return _Reader(raw, names, where, persistent).load()
+        return _Reader(data, names, where, persistent).load()
     except PickleRefused:
         raise
     except Exception as exc:

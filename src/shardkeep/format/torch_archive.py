@@ -225,6 +225,20 @@ def read_object(data: bytes, *, where: str) -> Any:
     return load_pickle(get(_data_of(get, described, where), described.nbytes), plain_names(), where=where)
 
 
+def is_archive(data: bytes) -> bool:
+    """Say whether these bytes are an archive of values that torch.save wrote, and not one of a compiled program."""
+
+    def get(at: int, nbytes: int) -> bytes:
+        return data[at : at + nbytes]
+
+    try:
+        names = _entries(get, len(data), "an object")
+    except MalformedFile:
+        return False
+    root = next(iter(names), "/").partition("/")[0]
+    return f"{root}/data.pkl" in names and f"{root}/constants.pkl" not in names
+
+
 class StoredPart(NamedTuple):
     """An entry of an archive: where its bytes are, and the CRC-32 that they should have."""
 

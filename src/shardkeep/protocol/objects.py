@@ -20,6 +20,7 @@ from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import Names, end_of_pickle
+from shardkeep.format.torch_archive import is_archive
 from shardkeep.options import Options
 
 
@@ -28,7 +29,7 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
     Read an object from the bytes that `torch.save` wrote for it.
 
     Args:
-        stream: the bytes; it must be able to go back.
+        stream: the bytes.
         key: the object's name, for errors.
 
     Raises:
@@ -38,17 +39,19 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
     """
     if Options().allow_pickle:
         return torch.load(stream, weights_only=False)
-    begin = stream.tell()
+    data = stream.read()
     try:
-        return torch.load(stream, weights_only=False, pickle_module=_Plain)
+        if not is_archive(data):  # torch would take it for a program of its own, or for the older form of its files
+            raise PickleRefused("not an archive of plain values")
+        return load_plain(io.BytesIO(data))
     except PickleRefused:
-        stream.seek(begin)
+        pass
     except (MalformedFile, pickle.UnpicklingError) as exc:
         raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc}", key=key) from exc
     except Exception as exc:  # of a forged pickle: whatever the constructors that it may call raise
         raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
     try:
-        return torch.load(stream, weights_only=True)
+        return torch.load(io.BytesIO(data), weights_only=True)
     except pickle.UnpicklingError as exc:
         said = next((line.strip() for line in str(exc).splitlines() if "GLOBAL" in line), str(exc).splitlines()[-1])
         raise PickleRefused(
@@ -57,6 +60,23 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
             " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
             key=key,
         ) from exc
+
+
+def load_plain(file: Any, **how: Any) -> Any:
+    """
+    Read what `torch.save` wrote, if it is made of plain values and tensors; `how` is for `torch.load`.
+
+    Raises:
+        PickleRefused: it names anything else.
+
+    """
+    try:
+        return torch.load(file, weights_only=False, pickle_module=_Plain, **how)
+    except RuntimeError as exc:
+        if "pickle_module" not in str(exc):
+            raise
+        # The user told torch to take no reader of pickles but its own.
+        raise PickleRefused("torch reads pickles itself") from exc
 
 
 class _PlainReader(pickle.Unpickler):
