@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, PickleRefused, RanksDisagree
+from shardkeep.errors import CheckpointError, ChecksumMismatch, DamagedCheckpoint, PickleRefused, RanksDisagree
 from tests.dcp import faulty
 from tests.dcp.sides import SIDES, causes_of, failure_of, part, quietly, side
 from tests.faults.forks import Fork
@@ -593,3 +593,61 @@ def test_14_memory_bombs(tmp_path: Any, bomb: str) -> None:
         error = failure_of(side("ours").FileSystemReader(str(tmp_path)).read_metadata)
     assert isinstance(error, DamagedCheckpoint | PickleRefused), error
     assert ".metadata" in str(error)
+
+
+def _set(name: str, **fields: Any) -> Any:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        target = {"entry": entry, "chunk": entry.chunks[0], "properties": entry.properties}.get(name)
+        target = target or next(place for index, place in metadata.storage_data.items() if index.fqn == "w")
+        vars(target).update(fields)
+
+    return change
+
+
+FORGED = {
+    "a negative size": _set("chunk", sizes=torch.Size([-6])),
+    "a size that is no number": _set("entry", size=(2, "3")),
+    "offsets of another dimension": _set("chunk", offsets=torch.Size([0, 0, 0])),
+    "a size of 2**62": _set("chunk", sizes=torch.Size([1 << 62, 3])),
+    "no chunks": _set("entry", chunks=None),
+    "a dtype in words": _set("properties", dtype="float32"),
+    "a dtype that is larger": _set("properties", dtype=torch.complex128),
+    "a place behind the end": _set("place", offset=1 << 40),
+    "a place before the beginning": _set("place", offset=-10),
+    "a length that is no number": _set("place", length=3.5),
+    "a file above": _set("place", relative_path="../.metadata"),
+    "a file elsewhere": _set("place", relative_path="/etc/passwd"),
+    "no file": _set("place", relative_path=None),
+    "bytes before the item": _set("place", shardkeep_data_start=-4096),
+    "bytes behind the item": _set("place", shardkeep_data_start=1 << 40),
+    "an extension nobody has": _set("place", transform_descriptors=["stream.nobody/1"]),
+    "extensions without names": _set("place", transform_descriptors=[3]),
+    "storage data that are none": lambda metadata: vars(metadata).update(storage_data=7),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_14_forged_metadata(tmp_path: Any, forged: str) -> None:
+    """
+    Line 14: metadata in torch's own classes that say what cannot be are refused in words, or do no harm: memory that
+    is not the tensor's is neither read nor written, nor a file outside the checkpoint.
+    """
+    folder = str(tmp_path / "ck")
+    quietly(side("torch").save, {"w": numbered(2, 3), "n": 1}, checkpoint_id=folder)
+    path = os.path.join(folder, ".metadata")
+    with open(path, "rb") as file:
+        metadata = pickle.load(file)
+    FORGED[forged](metadata)
+    with open(path, "wb") as file:
+        pickle.dump(metadata, file)
+    into = {"w": torch.zeros(2, 3), "n": None}
+    failed: Any = None
+    try:
+        quietly(side("ours").load, into, checkpoint_id=folder)
+    except side("ours").CheckpointException as error:
+        failed = causes_of(error)[0]
+    if failed is None:
+        assert seen(into) == seen({"w": numbered(2, 3), "n": 1})
+    else:
+        assert isinstance(failed, CheckpointError | ValueError), failed

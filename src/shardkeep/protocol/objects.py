@@ -60,6 +60,8 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
             " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
             key=key,
         ) from exc
+    except Exception as exc:  # of what is no archive: whatever torch raises
+        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
 
 
 def load_plain(file: Any, **how: Any) -> Any:

@@ -64,7 +64,35 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
     for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
         vars(found).setdefault(name, default)  # of an older torch
+    try:
+        _check_entries(found)
+    except (AttributeError, TypeError) as exc:
+        raise MalformedFile(f"{where}: not the metadata of a checkpoint: {exc}", file=where) from exc
     return found
+
+
+def _check_entries(found: metadata.Metadata) -> None:
+    """Insist that what will be computed with is what it should be; what belongs to planners is left to them."""
+    for key, entry in found.state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            sizes = [entry.size, *(each for chunk in entry.chunks for each in (chunk.offsets, chunk.sizes))]
+            if not all(_is_size(each, len(entry.size)) for each in sizes):
+                raise TypeError(f"{key!r} has sizes or offsets that no tensor has")
+            if not isinstance(entry.properties.dtype, torch.dtype):
+                raise TypeError(f"{key!r} has no dtype")
+    if found.storage_data is None:
+        return
+    for index, place in found.storage_data.items():
+        if isinstance(place, _StorageInfo):
+            numbers, descriptors = (place.offset, place.length), place.transform_descriptors
+            if type(place.relative_path) is not str or not all(type(n) is int and n >= 0 for n in numbers):
+                raise TypeError(f"{index} is at no place in a file")
+            if descriptors is not None and not all(type(each) is str for each in descriptors):
+                raise TypeError(f"{index} was written through extensions that have no names")
+
+
+def _is_size(size: Any, dimensions: int) -> bool:
+    return isinstance(size, tuple) and len(size) == dimensions and all(type(n) is int and n >= 0 for n in size)
 
 
 def _names() -> Names:
