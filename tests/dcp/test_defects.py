@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import threading
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -593,6 +594,37 @@ def test_14_memory_bombs(tmp_path: Any, bomb: str) -> None:
         error = failure_of(side("ours").FileSystemReader(str(tmp_path)).read_metadata)
     assert isinstance(error, DamagedCheckpoint | PickleRefused), error
     assert ".metadata" in str(error)
+
+
+OBJECT_BOMBS = {
+    "a decimal of a billion digits": b"\x80\x02cbuiltins\nint\ncdecimal\nDecimal\nX\x0c\0\0\x001e1000000000\x85R\x85R.",
+    "a list of a long range": b"\x80\x02cbuiltins\nlist\ncbuiltins\nrange\n\x8a\x05\0\0\0\0\x10\x85R\x85R.",
+    "a bytearray by its size": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R.",
+    "a storage by its size": b"\x80\x02ctorch.storage\nUntypedStorage\n\x8a\x05\0\0\0\0\x10\x85R.",
+}
+
+
+@pytest.mark.parametrize("bomb", OBJECT_BOMBS)
+def test_14_memory_bombs_among_objects(bomb: str) -> None:
+    """
+    Line 14: an object whose pickle asks plain constructors for all the memory, or all the time, is refused by name.
+    """
+    plain, made = io.BytesIO(), io.BytesIO()
+    torch.save([1], plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(made, "w") as archive:
+        for entry in source.infolist():
+            forged = entry.filename.endswith("data.pkl")
+            archive.writestr(entry.filename, OBJECT_BOMBS[bomb] if forged else source.read(entry))
+    dcp = side("ours")
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"cfg": None}, dcp.Metadata({}), True)
+    index = part("ours", "metadata").MetadataIndex("cfg")
+    item = dcp.ReadItem(part("ours", "planner").LoadItemType.BYTE_IO, index, (0,), index, (0,), (0,))
+    made.seek(0)
+    with faulty.no_more_memory(512 << 20):
+        error = failure_of(planner.load_bytes, item, made)
+    assert isinstance(error, DamagedCheckpoint | PickleRefused), error
+    assert "'cfg'" in str(error)
 
 
 def _set(name: str, **fields: Any) -> Any:

@@ -25,6 +25,7 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.safe_pickle import Names
 
 _MOST_ITEMS = 1 << 24
+_MAX_EXPONENT = 100_000
 _FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
 
 
@@ -35,7 +36,7 @@ def plain_names() -> Names:
         *(set, frozenset, complex, slice, dict, list, tuple, int, float, str, bool),
         *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
         *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
-        *(decimal.Decimal, uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
+        *(uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
         *(np.ndarray, np.dtype, np.random.bit_generator.SeedSequence),
         *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
     ]
@@ -43,6 +44,7 @@ def plain_names() -> Names:
     names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
     names["_codecs", "encode"] = _encode
     names["fractions", "Fraction"] = _fraction
+    names["decimal", "Decimal"] = _decimal
     names["builtins", "range"] = names["__builtin__", "xrange"] = _range
     names["builtins", "bytearray"] = names["__builtin__", "bytearray"] = _bytearray
     core: Any = getattr(np, "_core", None) or np.core
@@ -81,3 +83,11 @@ def _fraction(*parts: Any) -> fractions.Fraction:
     if not all(type(part) is int or (type(part) is str and _FRACTION(part)) for part in parts):
         raise MalformedFile("a fraction that no program writes")
     return fractions.Fraction(*parts)
+
+
+def _decimal(*parts: Any) -> decimal.Decimal:
+    made = decimal.Decimal(*parts)
+    # As a whole number, which a pickle may ask for, it has as many digits.
+    if made.is_finite() and abs(made.adjusted()) > _MAX_EXPONENT:
+        raise MalformedFile(f"a decimal with {abs(made.adjusted())} zeros")
+    return made
