@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,28 +131,33 @@ class Dead(BaseException):
     """The process is no more."""
 
 
+@contextlib.contextmanager
+def dead_from(n: int) -> Iterator[list[str]]:
+    """From the n-th call of `os` on, no call that would change anything is made; the list grows with every call."""
+
+    def end(*_: Any) -> Any:
+        raise Dead
+
+    def wrap(name: str) -> Any:
+        real = getattr(os, name)
+        return lambda *args, **kwargs: end() if len(made) > n else real(*args, **kwargs)
+
+    with strike_at(n, end, CALLS) as made, mock.patch.multiple(os, **{name: wrap(name) for name in CHANGING}):
+        yield made
+
+
 def test_dead_from_any_call_on(place: str) -> None:
     """
     A process that does nothing more from some call on leaves the earlier checkpoint or the new one, whole; the next
     save finds the way clear and leaves not one file of the dead.
     """
 
-    def gone(*_: Any) -> Any:
-        raise Dead
-
     assert save(place, 0) is None
     kept = set()
     for n in itertools.count():
         earlier = 2 * n
-        with strike_at(n, gone, CALLS) as made:
-            dead = threading.Event()
-
-            def die(name: str, call: Any, dead: threading.Event = dead) -> Any:
-                dead.set()
-                raise Dead
-
-            with contextlib.suppress(Dead, dcp.CheckpointException), after(n, die, made):
-                save(place, earlier + 1)
+        with contextlib.suppress(Dead, dcp.CheckpointException), dead_from(n) as made:
+            save(place, earlier + 1)
         if len(made) <= n:
             break
         found = level_at(place)
@@ -166,25 +172,6 @@ def test_dead_from_any_call_on(place: str) -> None:
             os.unlink(os.path.join(place, name))
     assert n >= 20
     assert kept == {0, 1}
-
-
-@contextlib.contextmanager
-def after(n: int, die: Any, made: list[str]) -> Iterator[None]:
-    """From call `n` on, every call that changes something is the end too."""
-    from unittest import mock
-
-    def wrap(name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(made) > n:
-                return die(name, None)
-            return real(*args, **kwargs)
-
-        return call
-
-    with mock.patch.multiple(os, **{name: wrap(name) for name in CHANGING}):
-        yield
 
 
 def overwrite_and_die(pipe: Any, where: str, k: int, n: int) -> None:
