@@ -159,13 +159,13 @@ def bury_claims(place: str) -> int:
 @contextlib.contextmanager
 def no_leaks(*, crashing: bool = False) -> Iterator[None]:
     """Whatever happens inside, our threads end and every file descriptor is closed; a process that dies closes none."""
-    before = _open_fds()
+    before, threads = _open_fds(), _our_threads()
     yield
     deadline = time.monotonic() + 5
     # A thread that has handed over its result may need a moment to end.
-    while (_our_threads() or _open_fds() != before) and time.monotonic() < deadline and not crashing:
+    while (_our_threads() != threads or _open_fds() != before) and time.monotonic() < deadline and not crashing:
         time.sleep(0.001)
-    assert _our_threads() == []
+    assert _our_threads() == threads
     assert crashing or _open_fds() == before
 
 
@@ -174,7 +174,7 @@ def _open_fds() -> int:
 
 
 def _our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep")]
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep"))
 
 
 class DyingStore(FaultyStore):

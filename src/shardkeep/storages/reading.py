@@ -54,6 +54,8 @@ def read_plan(
     casts: dict[str, str] = {}
     for some in [tensors] if in_place else batches(tensors, lambda each: each[1].nbytes):
         casts |= _read_tensors(files, some, chunks, planner, transforms, options)
+    if isinstance(planner, DefaultLoadPlanner):
+        return  # it has said so itself
     for change in sorted(set(casts.values())):
         key = next(key for key, each in casts.items() if each == change)
         log.warning("tensors are converted as they are loaded: %s (%r, and perhaps others)", change, key)
