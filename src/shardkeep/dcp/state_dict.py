@@ -1,10 +1,10 @@
 """Model and optimizer state under the names of `torch.distributed.checkpoint.state_dict`."""
 
+from shardkeep.format.collector import collector_paused as _gc_context
 from shardkeep.state.training.both import get_state_dict, set_state_dict
 from shardkeep.state.training.both import patch_model_state_dict as _patch_model_state_dict
 from shardkeep.state.training.both import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from shardkeep.state.training.calls import check_states as _verify_state_dict
-from shardkeep.state.training.calls import collector_paused as _gc_context
 from shardkeep.state.training.calls import gathered_or_offloaded as _maybe_full_or_cpu_state_dict
 from shardkeep.state.training.calls import own_method as _state_dict_fn
 from shardkeep.state.training.fresh import init_optim_state as _init_optim_state

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.format.collector import collector_paused
 
 Names = Mapping[tuple[str, str], Any]
 """What each module and name of a pickle stands for."""
@@ -46,7 +47,8 @@ def load_pickle(data: bytes, names: Names, *, where: str, persistent: Callable[[
     if end != len(data):
         raise MalformedFile(f"{where}: {len(data) - end} bytes behind the end of the pickle", file=where, offset=end)
     try:
-        return _Reader(data, names, where, persistent).load()
+        with collector_paused():
+            return _Reader(data, names, where, persistent).load()
     except PickleRefused:
         raise
     except Exception as exc:

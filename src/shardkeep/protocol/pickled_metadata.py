@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardkeep.errors import MalformedFile
+from shardkeep.format.collector import collector_paused
 from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.safe_pickle import Names, load_pickle
 from shardkeep.format.sealed import sealed, unsealed
@@ -45,7 +46,8 @@ _CLASSES: dict[type, tuple[str, str]] = {
 def encode_metadata(value: metadata.Metadata) -> bytes:
     """Pickle metadata as torch does, in the names of torch's classes, and seal it."""
     file = io.BytesIO()
-    _Writer(file, protocol=4).dump(value)
+    with collector_paused():
+        _Writer(file, protocol=4).dump(value)
     return sealed(file.getvalue())
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardkeep.state.training.calls import PATCHED, as_tuple, check_states, collector_paused
+from shardkeep.format.collector import collector_paused
+from shardkeep.state.training.calls import PATCHED, as_tuple, check_states
 from shardkeep.state.training.model import (
     by_submodule,
     get_model_state_dict,

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardkeep.errors import KeyCollision
+from shardkeep.format.collector import collector_paused
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
-from shardkeep.state.training.calls import check_states, collector_paused, gathered_or_offloaded, own_method
+from shardkeep.state.training.calls import check_states, gathered_or_offloaded, own_method
 from shardkeep.state.training.live import LiveItem
 from shardkeep.state.training.names import canonical_key, state_dict_key
 from shardkeep.state.training.options import StateDictInfo, StateDictOptions, ValueType, checked_options

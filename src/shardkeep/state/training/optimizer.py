@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardkeep.format.collector import collector_paused
 from shardkeep.state.training import fsdp1
 from shardkeep.state.training.calls import (
     as_tuple,
     check_states,
-    collector_paused,
     gathered_or_offloaded,
     own_method,
 )
