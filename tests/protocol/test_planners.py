@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._dedup_save_plans import dedup_save_plans
 from shardkeep.dcp._dedup_tensors import dedup_tensors
+from shardkeep.dcp._nested_dict import flatten_state_dict
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import (
     DefaultLoadPlanner,
@@ -67,7 +68,10 @@ def state_to_plan():
 def local_plans(options):
     planners = DefaultSavePlanner(**options), theirs.DefaultSavePlanner(**options)
     for planner in planners:
-        planner.set_up_planner(state_to_plan(), None, dist.get_rank() == 0)
+        state = state_to_plan()
+        if not options.get("flatten_state_dict", True):
+            state, _ = flatten_state_dict(state)  # ours refuses spread tensors inside what is saved as one object
+        planner.set_up_planner(state, None, dist.get_rank() == 0)
     return [planner.create_local_plan() for planner in planners]
 
 

@@ -8,7 +8,7 @@ in torch's classes; what they say becomes ours here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from shardkeep.protocol.metadata import (
     is_tensor_entry,
 )
 from shardkeep.protocol.plans import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from shardkeep.protocol.problems import NotSavable
 from shardkeep.state.toolkit.recognise import is_dtensor, is_sharded_tensor
 
 if TYPE_CHECKING:
@@ -43,8 +44,32 @@ def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002
     if is_sharded_tensor(object):
         return [_create_write_item_for_shard(fqn, object, shard.metadata) for shard in object.local_shards()]
     if isinstance(object, torch.Tensor):
+        if object.layout != torch.strided:
+            raise NotSavable(
+                f"{fqn!r} is a tensor of layout {object.layout}, which could not be loaded again",
+                hint="save its indices and values",
+                key=fqn,
+            )
         return [_create_write_item_for_tensor(fqn, object)]
+    if _holds_shards(object):
+        raise NotSavable(
+            f"{fqn!r} is a {type(object).__qualname__} that holds tensors spread over ranks: it would be saved as one"
+            " object, with the part of one rank",
+            hint="put them in a dict or a list, and leave flatten_state_dict as it is",
+            key=fqn,
+        )
     return [_create_write_item_for_bytesio(fqn, object)]
+
+
+def _holds_shards(value: Any) -> bool:
+    """Say whether a part of a tensor, of which other ranks have the rest, is somewhere in these containers."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_shards, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_shards, value))
+    if is_dtensor(value):
+        return bool(value.device_mesh.size() > 1) and not all(each.is_replicate() for each in value.placements)
+    return is_sharded_tensor(value) and len(value.metadata().shards_metadata) > len(value.local_shards())
 
 
 def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardkeep.protocol.default_plans import create_default_global_load_plan, create_default_local_load_plan
-from shardkeep.protocol.lookup import find_state_dict_object
+from shardkeep.protocol.lookup import find_state_dict_object, saved_path
 from shardkeep.protocol.materialise import _init_state_dict
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
 from shardkeep.protocol.objects import load_object
@@ -173,18 +173,17 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             raise BrokenProtocol("the state is made from the checkpoint's metadata", hint="give them to set_up_planner")
         wanted = {k: v for k, v in metadata.state_dict_metadata.items() if self._should_include_key(k, metadata)}
-        paths = metadata.planner_data or {}
         flat: dict[str, Any] = {}
         for key, entry in wanted.items():
             flat[key] = entry
             if is_tensor_entry(entry):
                 flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]  # a tensor's
-            set_element(state_dict, paths.get(key, (key,)), flat[key])
+            set_element(state_dict, saved_path(metadata, key), flat[key])
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.flatten_state_dict:
             # The checkpoint says which names there are. Flattened again, a list of which some items were not asked for
             # would have others.
-            self.state_dict, self.mappings = flat, {key: paths.get(key, (key,)) for key in flat}
+            self.state_dict, self.mappings = flat, {key: saved_path(metadata, key) for key in flat}
 
 
 def _as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:

@@ -1,5 +1,5 @@
 """
-The value, or the shard of it, that an index names in a state.
+The value, or the shard of it, that an index names in a state; and where in a nested state a name belongs.
 """
 
 from __future__ import annotations
@@ -8,13 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkeep.protocol.metadata import STATE_DICT_TYPE, MetadataIndex
+from shardkeep.errors import MalformedFile
+from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from shardkeep.protocol.problems import NoSuchValue
 from shardkeep.state.toolkit.recognise import is_sharded_tensor
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
+
+
+_MOST_GAPS = 1 << 20
+"""Items of lists that left no trace in a checkpoint, such as empty dicts."""
+
+
+def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
+    """
+    Return the keys and positions that led to a value in the state that was saved, as the default planners store them.
+
+    Raises:
+        MalformedFile: they lead nowhere, or to a place in a list that is longer than the checkpoint.
+
+    """
+    paths = metadata.planner_data
+    path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
+    most = len(metadata.state_dict_metadata) + _MOST_GAPS
+    if not isinstance(path, tuple) or not all(
+        isinstance(part, str) or (type(part) is int and 0 <= part < most) for part in path
+    ):
+        raise MalformedFile(f"{key!r} cannot stand at {path!r}", key=key)
+    return path
 
 
 def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:

@@ -4,7 +4,7 @@ Errors of the protocol: each is one of ours, and of the builtin type that caller
 
 from __future__ import annotations
 
-from shardkeep.errors import CheckpointError, StateError
+from shardkeep.errors import CheckpointError, StateError, UnsupportedLeaf
 
 
 class BrokenProtocol(StateError, AssertionError, RuntimeError):
@@ -21,6 +21,10 @@ class MissingKeys(StateError, RuntimeError):
 
 class NoSuchValue(StateError, ValueError):
     """A plan asks for a value, or a shard of one, that the state does not have."""
+
+
+class NotSavable(UnsupportedLeaf, RuntimeError):
+    """A value of the state that would be lost, or could not be read again."""
 
 
 class NoStorage(CheckpointError, RuntimeError):
