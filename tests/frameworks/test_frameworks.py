@@ -21,7 +21,13 @@ import pytest
 import torch
 
 PROGRAMS = Path(__file__).parent.parent.parent / "examples" / "frameworks"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": None, "SHARDKEEP_DCP_INSTALL": None}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": None,
+    "SHARDKEEP_DCP_INSTALL": None,
+}
 FRAMEWORKS = ["accelerate", "lightning", "torchtitan"]
 OURS = ["-m", "shardkeep.dcp"]
 AT_SAVE, AT_END = "state after step 2", "state after step 4"
