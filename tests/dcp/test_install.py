@@ -341,3 +341,25 @@ def test_pickles_between_processes_with_and_without(script, tmp_path):
     printed = run(script(READ), str(file), cwd=tmp_path)
     assert printed.strip() == str(["shardkeep.protocol.metadata", "shardkeep.protocol.plans"])
     assert pickle.loads(file.read_bytes()) == ours(values)
+
+
+EACH_FIRST = """
+    import importlib, pkgutil, sys
+    import shardkeep.dcp
+    for each in pkgutil.iter_modules(shardkeep.dcp.__path__, "shardkeep.dcp."):
+        if each.name.endswith("__main__"):
+            continue
+        for name in [name for name in sys.modules if name.startswith("shardkeep.dcp")]:
+            del sys.modules[name]
+        module = importlib.import_module(each.name)
+        assert ("shardkeep.dcp.format_utils" in sys.modules) == (each.name == "shardkeep.dcp.format_utils"), each.name
+        exec(f"from {each.name} import *", {})
+    print("done")
+"""
+
+
+def test_each_module_may_be_the_first(script, tmp_path):
+    """
+    No order of imports leads in a circle, all that is listed is there, and none loads the one that is also a command.
+    """
+    assert run(script(EACH_FIRST), cwd=tmp_path) == "done\n"

@@ -3,13 +3,15 @@ Each name of torch's tree is in ours, and means the same: the walk over the inst
 
 Compared are all classes and functions that a module of torch defines, private ones too, as people import them, and the
 names it assigns: whether ours exist and are of the same kind; parameters with their order, kinds and defaults; methods
-and properties; fields of dataclasses, members of enums, abstract methods. What differs on purpose is in one table.
+and properties; fields of dataclasses, members of enums, abstract methods. What a module has from its neighbours, ours
+has too, as the same objects. What differs on purpose is in one table.
 """
 
 import ast
 import dataclasses
 import enum
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import typing
@@ -18,11 +20,15 @@ import pytest
 import torch.distributed.checkpoint
 
 PACKAGE = "torch.distributed.checkpoint"
+UTILS = "torch.distributed._state_dict_utils"
 MODULES = [
     "",
     *sorted(each.name for each in pkgutil.iter_modules(torch.distributed.checkpoint.__path__) if not each.ispkg),
     "_state_dict_utils",
 ]
+
+OTHERS_ARE_WANTED = {"state_dict", "logging_handlers"}
+"""Modules that people also import classes and tables of torch's from which are at home outside its tree."""
 
 OWN_STEP = "a step of torch's own implementation; ours is cut otherwise"
 ARGUMENT = "private, and called by torch itself only, by position; the arguments and their order are torch's"
@@ -104,7 +110,7 @@ ACCEPTED = {
 
 def torchs(module):
     if module == "_state_dict_utils":
-        return importlib.import_module("torch.distributed._state_dict_utils")
+        return importlib.import_module(UTILS)
     return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
 
 
@@ -125,6 +131,12 @@ def differences(module):
             found[name] = "missing"
         elif module:  # what the package gathers is compared where it is defined
             found.update(compared(name, value, getattr(own, name)))
+    for name, home, original in gathered(theirs):
+        expected = home_of(home, original)
+        if not hasattr(own, name):
+            found[name] = f"missing, which is {home}'s {original}"
+        elif getattr(own, name) != expected:  # aliases of types are equal, and not one object
+            found[name] = f"is not the {original} of {home}, or what stands for it"
     return found
 
 
@@ -142,6 +154,38 @@ def is_its_own(module, name, value):
     if module.__name__ == PACKAGE:
         return not name.startswith("_")
     return getattr(value, "__module__", None) == module.__name__
+
+
+def gathered(module):
+    """Names that a module has from others, with the module it has them from and the name there."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
+            found = [(each.asname or each.name, base, each.name) for each in node.names]
+        elif isinstance(node, ast.Import):
+            found = [(each.asname, *each.name.rpartition(".")[::2]) for each in node.names if each.asname]
+        else:
+            continue
+        for name, home, original in found:
+            if name in vars(module) and (is_of_the_tree(home) or is_wanted_of_others(module, home, vars(module)[name])):
+                yield name, home, original
+
+
+def is_of_the_tree(home):
+    return home == UTILS or f"{home}.".startswith(f"{PACKAGE}.")
+
+
+def is_wanted_of_others(module, home, value):
+    part = module.__name__.rpartition(".")[2]
+    return part in OTHERS_ARE_WANTED and home.startswith("torch.") and isinstance(value, (type, dict))
+
+
+def home_of(home, name):
+    """What one of our modules is to have for a name that torch's has from there."""
+    if not is_of_the_tree(home):
+        return getattr(importlib.import_module(home), name)
+    part = home.removeprefix(PACKAGE).removeprefix(".").removeprefix("torch.distributed.")
+    return getattr(ours(part), name)
 
 
 def assigned(module):

@@ -4,6 +4,9 @@
     import shardkeep.dcp as dcp
 
 or, for code that imports torch's module itself, `shardkeep.dcp.install()` before that import.
+
+Each module has the names that torch's module defines, from where they live in our tree, and those that it only imports
+from its neighbours, since people import them from there: these come from the same neighbours of ours.
 """
 
 from shardkeep.compat.install import install, uninstall

@@ -1,5 +1,8 @@
 """The names of `torch.distributed.checkpoint._async_executor`."""
 
 from shardkeep.compat.async_thread import _AsyncCheckpointExecutor
+from shardkeep.dcp.metadata import STATE_DICT_TYPE
+from shardkeep.dcp.planner import SavePlanner
+from shardkeep.dcp.storage import StorageWriter
 
-__all__ = ["_AsyncCheckpointExecutor"]
+__all__ = ["STATE_DICT_TYPE", "SavePlanner", "StorageWriter", "_AsyncCheckpointExecutor"]

@@ -1,5 +1,6 @@
 """The names of `torch.distributed.checkpoint._nested_dict`."""
 
+from shardkeep.dcp import _version
 from shardkeep.dcp._traverse import (
     OBJ_PATH,
     STATE_DICT_ITEM,
@@ -15,6 +16,7 @@ __all__ = [
     "OBJ_PATH",
     "STATE_DICT_ITEM",
     "STATE_DICT_TYPE",
+    "_version",
     "flatten_state_dict",
     "set_element",
     "traverse_state_dict",

@@ -8,8 +8,10 @@ from shardkeep.compat.call_log import (
     _msg_dict_from_dcp_method_args,
     logger,
 )
+from shardkeep.dcp.logging_handlers import DCP_LOGGER_NAME
 
 __all__ = [
+    "DCP_LOGGER_NAME",
     "_dcp_logger",
     "_dcp_method_logger",
     "_get_msg_dict",

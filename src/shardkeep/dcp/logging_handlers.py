@@ -1,5 +1,7 @@
 """The names of `torch.distributed.checkpoint.logging_handlers`."""
 
+from torch.distributed.logging_handlers import _log_handlers
+
 from shardkeep.compat.call_log import DCP_LOGGER_NAME
 
-__all__ = ["DCP_LOGGER_NAME"]
+__all__ = ["DCP_LOGGER_NAME", "_log_handlers"]

@@ -1,5 +1,6 @@
 """The names of `torch.distributed.checkpoint.metadata`."""
 
+from shardkeep.dcp.stateful import StatefulT
 from shardkeep.protocol.metadata import (
     _MEM_FORMAT_ENCODING,
     STATE_DICT_TYPE,
@@ -21,6 +22,7 @@ __all__ = [
     "ChunkStorageMetadata",
     "Metadata",
     "MetadataIndex",
+    "StatefulT",
     "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",

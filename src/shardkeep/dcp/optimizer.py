@@ -10,14 +10,48 @@ from shardkeep.compat.sharded_optimizer import (
     _ReaderWithOffset,
     load_sharded_optimizer_state_dict,
 )
+from shardkeep.dcp._nested_dict import unflatten_state_dict
+from shardkeep.dcp.default_planner import DefaultLoadPlanner
+from shardkeep.dcp.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from shardkeep.dcp.planner import LoadPlan, LoadPlanner
+from shardkeep.dcp.planner_helpers import _create_read_items, create_read_items_for_chunk_list
+from shardkeep.dcp.state_dict_loader import load_state_dict
+from shardkeep.dcp.storage import StorageReader
+from shardkeep.dcp.utils import _element_wise_add, _element_wise_sub, _normalize_device_info
 
 __all__ = [
     "STATE_DICT_2D_LAYOUT",
+    "STATE_DICT_TYPE",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "StorageReader",
+    "TensorProperties",
+    "TensorStorageMetadata",
     "_ReaderWithOffset",
     "_alloc_tensor",
     "_create_colwise_spec",
+    "_create_read_items",
+    "_element_wise_add",
+    "_element_wise_sub",
     "_gen_rank_device",
     "_get_state_dict_2d_layout",
     "_is_nested_tensor",
+    "_normalize_device_info",
+    "create_read_items_for_chunk_list",
     "load_sharded_optimizer_state_dict",
+    "load_state_dict",
+    "unflatten_state_dict",
 ]

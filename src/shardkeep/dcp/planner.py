@@ -1,5 +1,13 @@
 """The names of `torch.distributed.checkpoint.planner`."""
 
+from shardkeep.dcp.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from shardkeep.protocol.planners import LoadPlanner, SavePlanner
 from shardkeep.protocol.plans import (
     BytesIOWriteData,
@@ -13,13 +21,19 @@ from shardkeep.protocol.plans import (
 )
 
 __all__ = [
+    "STATE_DICT_TYPE",
     "BytesIOWriteData",
+    "ChunkStorageMetadata",
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "StorageMeta",
+    "TensorProperties",
     "TensorWriteData",
     "WriteItem",
     "WriteItemType",

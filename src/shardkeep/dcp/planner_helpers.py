@@ -1,5 +1,16 @@
 """The names of `torch.distributed.checkpoint.planner_helpers`."""
 
+from shardkeep.dcp.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from shardkeep.dcp.planner import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from shardkeep.dcp.resharding import _check_shard_metadata_pair_overlap, _shards_get_overlap_region_wrt_saved_tensor
 from shardkeep.protocol.items import (
     _chunk_for_shard,
     _create_chunk_from_dtensor,
@@ -21,6 +32,20 @@ from shardkeep.protocol.materialise import _init_state_dict, _iterate_state_dict
 from shardkeep.protocol.plan_cache import _compare_save_plans, _contains_usable_plan, _merge_delta_local_plans
 
 __all__ = [
+    "STATE_DICT_TYPE",
+    "STORAGE_TYPES",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "LoadItemType",
+    "MetadataIndex",
+    "ReadItem",
+    "SavePlan",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "_check_shard_metadata_pair_overlap",
     "_chunk_for_shard",
     "_compare_save_plans",
     "_contains_usable_plan",
@@ -40,5 +65,6 @@ __all__ = [
     "_iterate_state_dict",
     "_merge_delta_local_plans",
     "_sharded_tensor_metadata",
+    "_shards_get_overlap_region_wrt_saved_tensor",
     "create_read_items_for_chunk_list",
 ]

@@ -1,5 +1,28 @@
 """Model and optimizer state under the names of `torch.distributed.checkpoint.state_dict`."""
 
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as torch calls it there
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+
+from shardkeep.dcp._state_dict_utils import (
+    _broadcast_state_dict,
+    _distribute_state_dict,
+    _flatten_state_dict,
+    _gather_state_dict,
+    _offload_state_dict_to_cpu,
+    _unflatten_state_dict,
+)
 from shardkeep.format.collector import collector_paused as _gc_context
 from shardkeep.state.training.both import get_state_dict, set_state_dict
 from shardkeep.state.training.both import patch_model_state_dict as _patch_model_state_dict
@@ -34,19 +57,35 @@ from shardkeep.state.training.options import checked_options as _verify_options
 from shardkeep.state.training.saved import flatten as _flatten_optim_state_dict
 
 __all__ = [
+    "DDP",
     "FQNS_T",
+    "FSDP",
     "_FLAT_PARAM",
     "_PARAMS",
     "_PG",
     "_STATE",
+    "DTensor",
     "DictValueType",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "ListDictValueType",
+    "OptimStateDictConfig",
     "OptimizerStateType",
     "PrimitiveType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardedTensor",
+    "StateDictConfig",
     "StateDictOptions",
+    "StateDictType",
     "ValueType",
+    "_IncompatibleKeys",
     "_StateDictInfo",
+    "_broadcast_state_dict",
+    "_distribute_state_dict",
     "_flatten_optim_state_dict",
+    "_flatten_state_dict",
+    "_gather_state_dict",
     "_gc_context",
     "_get_fqns",
     "_get_model_state_dict",
@@ -55,10 +94,12 @@ __all__ = [
     "_load_model_state_dict",
     "_load_optim_state_dict",
     "_maybe_full_or_cpu_state_dict",
+    "_offload_state_dict_to_cpu",
     "_patch_model_state_dict",
     "_patch_optimizer_state_dict",
     "_state_dict_fn",
     "_unflatten_model_state_dict",
+    "_unflatten_state_dict",
     "_verify_options",
     "_verify_state_dict",
     "get_model_state_dict",

@@ -1,6 +1,8 @@
 """The names of `torch.distributed.checkpoint.utils`."""
 
 from shardkeep.compat.calls import _api_bc_check, _profile
+from shardkeep.dcp.api import WRAPPED_EXCEPTION, CheckpointException, _is_wrapped_exception, _wrap_exception
+from shardkeep.dcp.metadata import STATE_DICT_TYPE, MetadataIndex
 from shardkeep.protocol.failures import _get_failure_dict
 from shardkeep.protocol.file_view import (
     _create_file_view,
@@ -13,6 +15,10 @@ from shardkeep.protocol.gatherings import _all_gather_keys, _assert_same_keys, _
 from shardkeep.protocol.lookup import _find_shard, find_state_dict_object, find_tensor_shard
 
 __all__ = [
+    "STATE_DICT_TYPE",
+    "WRAPPED_EXCEPTION",
+    "CheckpointException",
+    "MetadataIndex",
     "_DistWrapper",
     "_ReaderView",
     "_all_gather_keys",
@@ -23,8 +29,10 @@ __all__ = [
     "_element_wise_sub",
     "_find_shard",
     "_get_failure_dict",
+    "_is_wrapped_exception",
     "_normalize_device_info",
     "_profile",
+    "_wrap_exception",
     "find_state_dict_object",
     "find_tensor_shard",
 ]
