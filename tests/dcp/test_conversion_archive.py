@@ -1,7 +1,9 @@
 """Archives of torch.save with many and with huge storages, as torch and Python's zipfile read them."""
 
+import multiprocessing
 import os
 import pickle
+import signal
 import zipfile
 import zlib
 
@@ -142,3 +144,84 @@ def test_a_failure_leaves_what_was_there(tmp_path, at, monkeypatch):
         write_archive(str(path), ArchiveLayout(pickle.dumps({}), [10_000]), fill)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file.pt"]
+
+
+LAYOUT = ArchiveLayout(pickle.dumps({}), [10_000])
+
+
+def unfinished(folder):
+    return {name for name in os.listdir(folder) if name.startswith(".")}
+
+
+def writing(path, fill, *args):
+    """Start a process that writes an archive."""
+    process = multiprocessing.get_context("fork").Process(
+        target=write_archive, args=(str(path), LAYOUT, lambda parts: fill(parts, *args))
+    )
+    process.start()
+    return process
+
+
+def die(parts):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait(parts, pipe):
+    pipe.send("here")
+    pipe.recv()
+    parts[0].into[:] = b"2" * len(parts[0].into)
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    """
+    By the next conversion to the same file, also one that fails; what was to be another file is not touched.
+    """
+    for name in ("file.pt", "file.pt", "other.pt"):
+        process = writing(tmp_path / name, die)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    before = unfinished(tmp_path)
+    assert len(before) == 2, "the second has removed what the first left"
+    with pytest.raises(ZeroDivisionError):
+        write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: 1 // 0)
+    assert len(unfinished(tmp_path)) == 1
+    write_archive(str(tmp_path / "other.pt"), LAYOUT, lambda parts: None)
+    assert os.listdir(tmp_path) == ["other.pt"]
+
+
+def test_what_living_processes_write_is_theirs(tmp_path):
+    """
+    Two processes write one file: both come to an end, and it is that of the later one.
+    """
+    path = tmp_path / "file.pt"
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = writing(path, wait, there)
+    assert here.recv() == "here"
+    before = unfinished(tmp_path)
+    assert len(before) == 1
+    write_archive(str(path), LAYOUT, lambda parts: parts[0].into.__setitem__(slice(None), b"1" * 10_000))
+    assert unfinished(tmp_path) == before
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("archive/data/0") == b"1" * 10_000
+    here.send("go on")
+    process.join()
+    assert process.exitcode == 0
+    assert os.listdir(tmp_path) == ["file.pt"]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("archive/data/0") == b"2" * 10_000
+
+
+def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monkeypatch):
+    """
+    What they left stays: nobody here can tell whether they live.
+    """
+    process = writing(tmp_path / "file.pt", die)
+    process.join()
+    left = unfinished(tmp_path)
+    for what, value in (("host", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"shardkeep.compat.conversion_archive.{what}", value)
+            write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
+        assert unfinished(tmp_path) == left
+    write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
+    assert not unfinished(tmp_path)

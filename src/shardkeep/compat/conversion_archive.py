@@ -2,17 +2,20 @@
 A file in the form of `torch.save`, written in windows from its first byte to its last.
 
 While one window is hashed and written, the next one is filled: two of them are all that is in memory. The file appears
-under its name when it is complete and durable, in place of what was there, or not at all.
+under its name when it is complete and durable, in place of what was there, or not at all. What a killed process left of
+its file is removed by the next that writes to the same place.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from hashlib import blake2b
 from typing import NamedTuple
 
 from shardkeep.format.torch_archive_writer import ArchiveLayout
@@ -21,6 +24,7 @@ from shardkeep.protocol.problems import NoStorage
 from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
 from shardkeep.store.files import storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
+from shardkeep.store.process import host, started
 from shardkeep.store.protocol import BlobWriter
 
 _WINDOW_NBYTES = 32 << 20
@@ -87,7 +91,8 @@ def write_archive(path: str, layout: ArchiveLayout, fill: Fill) -> None:
 
     """
     folder, name = os.path.split(path)
-    temporary = f".shardkeep-converting-{secrets.token_hex(8)}"
+    _clear(folder, name)  # first, as the disk may have no room for both
+    temporary = f"{_prefix(name)}-{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(8)}"
     writer = LocalStore(folder, direct=Options().direct_io).create(temporary, layout.nbytes)
     try:
         _write_windows(writer, layout, fill)
@@ -100,6 +105,25 @@ def write_archive(path: str, layout: ArchiveLayout, fill: Fill) -> None:
         with suppress(OSError):
             os.unlink(os.path.join(folder, temporary))
         raise
+
+
+def _prefix(name: str) -> str:
+    """Say, in a name for an unfinished file, which file it is to become and on which machine it is written."""
+    marks = (blake2b(text, digest_size=6).hexdigest() for text in (os.fsencode(name), host().encode()))
+    return "-".join((".shardkeep-converting", *marks))
+
+
+def _clear(folder: str, name: str) -> None:
+    """Remove what processes left that died while they wrote this file; nothing depends on it."""
+    unfinished = re.compile(re.escape(_prefix(name)) + r"-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            left = unfinished.fullmatch(entry.name)
+            if left and started(int(left["pid"])) != left["started"]:
+                with suppress(OSError):
+                    # A machine may hide the processes of other users, which then look as if they were dead.
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        os.unlink(entry.path)
 
 
 def _write_windows(writer: BlobWriter, layout: ArchiveLayout, fill: Fill) -> None:
