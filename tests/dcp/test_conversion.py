@@ -9,6 +9,8 @@ import threading
 import time
 import warnings
 import zipfile
+from collections import defaultdict
+from decimal import Decimal
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from shardkeep.compat.conversion_pickle import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
 from shardkeep.dcp.state_dict_saver import save
+from shardkeep.errors import PickleRefused
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly
@@ -252,6 +255,31 @@ def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=False)
     assert (back["when"], back["seen"]) == (state["when"], state["seen"])
+
+
+@pytest.mark.parametrize("factory", [int, str, float, list, dict, bytes, Decimal, defaultdict, None])
+def test_defaultdicts_are_read_with_their_factory(tmp_path, factory):
+    """
+    In a tuple they are objects, which come back as they were; elsewhere they are walked as any dict.
+    """
+    state = {"kept": (defaultdict(factory, a=1), b""), "walked": defaultdict(factory, a=numbered(3))}
+    torch.save(state, tmp_path / "file.pt")
+    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
+    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    assert back["kept"] == state["kept"]
+    assert (type(back["kept"][0]), back["kept"][0].default_factory) == (defaultdict, factory)
+    assert seen(back["walked"]) == seen(dict(state["walked"]))
+
+
+def test_a_defaultdict_of_another_factory_is_refused(tmp_path):
+    """
+    One whose values are made by a function, or by a class that is not known to be safe.
+    """
+    for factory in (threading.Lock, os.getcwd, torch.Tensor):
+        torch.save({"kept": (defaultdict(factory, a=1),)}, tmp_path / "file.pt")
+        with pytest.raises(PickleRefused):
+            ours.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "ck")
 
 
 def test_a_checkpoint_that_ranks_saved_alone_is_that_of_the_first(tmp_path):

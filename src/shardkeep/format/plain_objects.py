@@ -16,12 +16,13 @@ import pathlib
 import re
 import types
 import uuid
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from shardkeep.errors import MalformedFile
+from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.safe_pickle import Names
 
 _MOST_ITEMS = 1 << 24
@@ -34,7 +35,7 @@ def plain_names() -> Names:
     """Return what pickles of plain values name, and what that is."""
     plain: list[Any] = [
         *(set, frozenset, complex, slice, dict, list, tuple, int, float, str, bool),
-        *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
+        *(collections.OrderedDict, collections.deque, collections.Counter),
         *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
         *(uuid.UUID, uuid.SafeUUID, types.SimpleNamespace, argparse.Namespace),
         *(np.ndarray, np.dtype, np.random.bit_generator.SeedSequence),
@@ -42,6 +43,10 @@ def plain_names() -> Names:
     ]
     names: dict[tuple[str, str], Any] = {(each.__module__, each.__qualname__): each for each in plain}
     names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
+    # Pickles that Python 2 could read, as torch's, have its names.
+    names["__builtin__", "long"], names["__builtin__", "unicode"] = int, str
+    names["builtins", "bytes"] = names["__builtin__", "bytes"] = _bytes
+    names["collections", "defaultdict"] = _defaultdict
     names["_codecs", "encode"] = _encode
     names["fractions", "Fraction"] = _fraction
     names["decimal", "Decimal"] = _decimal
@@ -66,11 +71,24 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
+    """Make one that is empty, as pickles do; what makes its values is a class that they may name, or nothing."""
+    made_by = _STAND_FOR.get(factory, factory)
+    if made_by is not None and not isinstance(made_by, type):
+        raise PickleRefused(f"the pickle has a defaultdict of {factory!r}")
+    return collections.defaultdict(made_by)
+
+
 def _range(*numbers: Any) -> range:
     made = range(*numbers)
     if len(made) > _MOST_ITEMS:
         raise MalformedFile(f"a range of {len(made)} numbers")
     return made
+
+
+def _bytes() -> bytes:
+    """Make the empty ones, which old protocols write as a call."""
+    return b""
 
 
 def _bytearray(*data: Any) -> bytearray:
@@ -91,3 +109,13 @@ def _decimal(*parts: Any) -> decimal.Decimal:
     if made.is_finite() and abs(made.adjusted()) > _MAX_EXPONENT:
         raise MalformedFile(f"a decimal with {abs(made.adjusted())} zeros")
     return made
+
+
+_STAND_FOR: Mapping[Any, type] = {
+    _bytes: bytes,
+    _bytearray: bytearray,
+    _fraction: fractions.Fraction,
+    _decimal: decimal.Decimal,
+    _defaultdict: collections.defaultdict,
+}
+"""Which classes the functions here stand for, where a pickle does not call them but keeps them."""
