@@ -1,6 +1,6 @@
 """Model and optimizer state under the names of `torch.distributed.checkpoint.state_dict`."""
 
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
