@@ -103,6 +103,7 @@ class _FileSystemWriter(StorageWriter):
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
         self._began_s = time.time()
+        self._written = []  # of a save before this one, which is not to be discarded with it
 
     def _metadata_exists(self) -> bool:
         # Where each rank has metadata of its own, those of the first stand for all.
