@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,10 @@ _SMALL_NBYTES = 16 << 10
 """Items up to this size are looked at as a whole, several in one read."""
 _GROUP_NBYTES = 4 << 20
 _HEAD_NBYTES, _TAIL_NBYTES = 2048, 1024
+
+
+BATCH_NBYTES = 256 << 20
+"""Items that must be read whole are read this much at a time."""
 
 
 class Item(NamedTuple):
@@ -155,7 +160,7 @@ def read_runs(
     plans = [
         plan_reads(
             file,
-            found.take(found.file == file),
+            found.take(slice(*np.searchsorted(found.file, (file, file + 1)).tolist())),
             by_file.get(file, []),
             data_nbytes=files.entries[file].nbytes,
             block_nbytes=files.entries[file].block_nbytes,
@@ -182,6 +187,20 @@ def raw_runs(whole: Iterable[RawRead]) -> list[Run]:
         for each in whole
         if each.into.nbytes
     ]
+
+
+def batches(items: Sequence[Any], nbytes: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """Group items so that a group takes a bounded amount of memory, if no item takes more alone."""
+    batch: list[Any] = []
+    held = 0
+    for item in items:
+        if batch and held + nbytes(item) > BATCH_NBYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += nbytes(item)
+    if batch:
+        yield batch
 
 
 def read_raw(files: Files, items: Sequence[Item], *, threads: int, budget_nbytes: int) -> list[bytearray]:
@@ -263,8 +282,8 @@ def find_tensors(files: Files, items: Sequence[Item]) -> list[FoundTensor | None
     found: list[FoundTensor | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda row: items[row][:2])
     known = _Known({})
-    for file in dict.fromkeys(items[row].file for row in order):
-        rows = [row for row in order if items[row].file == file]
+    for file, of_file in groupby(order, key=lambda row: items[row].file):
+        rows = list(of_file)
         with closing(files.store.open(files.entries[file].name)) as reader:
             for row, get in _views(reader, rows, items):
                 where = f"{files.entries[file].name} ({items[row].key!r} at offset {items[row].offset})"

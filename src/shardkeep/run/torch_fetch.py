@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from shardkeep.codec.chain import transformed_input
 from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.region import Box, Ints
 from shardkeep.format.torch_archive import FoundTensor
 from shardkeep.layout.torch_metadata import Place
-from shardkeep.run.item_files import Files, Item, check_inside, find_tensors, nbytes_of, read_raw
+from shardkeep.run.item_files import Files, Item, batches, check_inside, find_tensors, nbytes_of, read_raw
 from shardkeep.run.torch_read import ChunkRead, in_order, read_chunks
-
-BATCH_NBYTES = 256 << 20
-"""Items that must be read whole are read this much at a time."""
 
 Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
 """Gives the stream of an item as it was before its extensions: what asked for it, their descriptors, the stored one."""
@@ -71,9 +68,8 @@ def fill(
         if where is not None:
             _check_source(each, where.shape)
             _note_cast(casts, each, to_torch(where.dtype))
-            target = each.target
-            if target.is_conj() or target.is_neg():  # its memory holds other numbers than it shows
-                target = torch.empty_like(target)
+            target = plain_target(each.target, key=each.key)
+            if target is not each.target:
                 views.append((each.target, target))
             chunk = ChunkRead(item, where.start, where.shape, where.dtype, each.source, target)
             in_rows = where.order == tuple(range(len(where.order)))
@@ -90,18 +86,26 @@ def fill(
     return nbytes, casts
 
 
-def batches(items: Sequence[Any], nbytes: Callable[[Any], int]) -> Iterator[list[Any]]:
-    """Group items so that a group takes a bounded amount of memory, if no item takes more alone."""
-    batch: list[Any] = []
-    held = 0
-    for item in items:
-        if batch and held + nbytes(item) > BATCH_NBYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += nbytes(item)
-    if batch:
-        yield batch
+def plain_target(target: torch.Tensor, *, key: str) -> torch.Tensor:
+    """
+    Return a tensor to fill by its memory: the target itself, or for one that shows other numbers than its memory holds
+    a new one, which is then to be copied into it.
+
+    Raises:
+        StateMismatch: several elements of the target are one in memory.
+
+    """
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise OverlappingTarget(
+            f"{key!r} is expanded: several of its elements are one in memory", hint="load into a clone of it", key=key
+        )
+    if target.is_conj() or target.is_neg():
+        return torch.empty_like(target)
+    return target
+
+
+class OverlappingTarget(StateMismatch, RuntimeError):
+    """A tensor that cannot hold what is to be loaded into it."""
 
 
 def plain_stream(place: Place, data: bytearray, undo: Undo, asks: Any) -> io.BytesIO:
@@ -136,8 +140,7 @@ def _known_start(each: Wanted) -> int | None:
     nbytes = nbytes_of(each.shape, each.dtype)
     if place.data_start is not None and place.offset <= place.data_start <= place.offset + place.nbytes - nbytes:
         return place.data_start
-    # Of this length, it can only be the bytes themselves: every archive is longer.
-    return place.offset if place.nbytes == nbytes else None
+    return None
 
 
 def _check_source(each: Wanted, shape: Ints) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from shardkeep.codec.chain import transformed_input
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.errors import CheckpointError, MalformedFile, UnsupportedLeaf
 from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.columns import Boxes, IntArray, matrix_of
+from shardkeep.format.columns import Boxes, IntArray, concat_ranges, matrix_of
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
 from shardkeep.format.record import IndexEntry, Record, Totals
 from shardkeep.format.torch_archive import read_object
@@ -30,8 +31,9 @@ from shardkeep.format.values import encode_value
 from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, writer_rank
 from shardkeep.layout.torch_metadata import Place, TorchMetadata, decode_torch_metadata
 from shardkeep.options import Options
+from shardkeep.plan.loads import chunk_rows
 from shardkeep.plan.tiling import tiled
-from shardkeep.run.item_files import Files, Item, bad_archives, check_inside, keys_in, read_raw
+from shardkeep.run.item_files import Files, Item, bad_archives, batches, check_inside, keys_in, read_raw
 from shardkeep.run.read import Reads, Source
 from shardkeep.store.protocol import BlobInfo
 
@@ -48,15 +50,16 @@ class TorchSource(Source):
 
     def check(self, tensors: IntArray) -> None:
         """Insist that the chunks of these tensors tile them, and that their files are there."""
-        for row in tensors.tolist():
-            rows = self.index.chunk_rows(row)
-            boxes = self.index.chunks.take(rows).boxes
-            shape = np.asarray(self.index.tensors.shape[row : row + 1], np.int64)
-            whole = Boxes(np.asarray(boxes.offsets, np.int64), np.asarray(boxes.sizes, np.int64))
-            if not tiled(shape, np.zeros(len(whole), np.int64), whole).all():
-                key = self.index.keys.raw(row).decode()
-                raise MalformedFile(f"the stored chunks of {key!r} overlap or leave a hole", key=key)
-            check_inside(self.files, (self.item(row, place) for place in self.places_of(rows)))
+        first, counts = chunk_rows(self.index, tensors)
+        chunks = self.index.chunks.take(concat_ranges(first, counts))
+        boxes = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
+        owner = np.repeat(np.arange(len(tensors)), counts)
+        good = tiled(np.asarray(self.index.tensors.shape[tensors], np.int64), owner, boxes)
+        if not good.all():
+            key = self.index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()
+            raise MalformedFile(f"the stored chunks of {key!r} overlap or leave a hole", key=key)
+        places = [self.places[number] for number in chunks.start.tolist()]
+        check_inside(self.files, (self.item(row, p) for row, p in zip(tensors[owner].tolist(), places, strict=True)))
 
     def places_of(self, rows: slice) -> list[Place]:
         """Return where these chunks lie."""
@@ -82,10 +85,17 @@ class TorchSource(Source):
 
     def bad_archives(self, file: int) -> Iterator[CheckpointError]:
         """Check what lies in a file that nobody took digests of; what was transformed cannot be."""
+        return bad_archives(self.files, self._plain_items.get(file, []))
+
+    @cached_property
+    def _plain_items(self) -> dict[int, list[Item]]:
+        """All items that were not transformed, by file."""
         plain = {(p.file, p.offset) for p in (*self.places, *self.objects.values()) if not p.descriptors}
-        name = self.files.entries[file].name
-        items = [item for item in self.items() if item.file == file and (name, item.offset) in plain]
-        return bad_archives(self.files, items)
+        found: dict[int, list[Item]] = {}
+        for item in self.items():
+            if (self.files.entries[item.file].name, item.offset) in plain:
+                found.setdefault(item.file, []).append(item)
+        return found
 
 
 def read_torch_record(store: Reads) -> Record:
@@ -151,8 +161,13 @@ def _values(metadata: TorchMetadata, files: Files, options: Options) -> list[tup
         Item(files.number(place.file), place.offset, place.nbytes, key) for key, place in zip(keys, places, strict=True)
     ]
     check_inside(files, items)
-    held = read_raw(files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
-    return [(key, _value(key, place, data)) for key, place, data in zip(keys, places, held, strict=True)]
+    values: list[tuple[str, bytes]] = []
+    for some in batches(list(zip(keys, places, items, strict=True)), lambda each: each[2].nbytes):
+        held = read_raw(
+            files, [item for _, _, item in some], threads=options.io_threads, budget_nbytes=options.host_budget_bytes
+        )
+        values += [(key, _value(key, place, data)) for (key, place, _), data in zip(some, held, strict=True)]
+    return values
 
 
 def _value(key: str, place: Place, data: bytearray) -> bytes:

@@ -36,17 +36,24 @@ class Consequence(CheckpointError):
     """Raised by work that cannot be done because other work failed, which has the cause."""
 
 
-def run_workers(tasks: Iterable[T], work: Callable[[T, memoryview], bool], *, threads: int, buffer_nbytes: int) -> None:
+def run_workers(
+    tasks: Iterable[T],
+    work: Callable[[T, memoryview], bool],
+    *,
+    threads: int,
+    buffer_nbytes: int,
+    stop: threading.Event | None = None,
+) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
     `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
     than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
-    its exception is raised.
+    its exception is raised. `stop` is then set, or when the caller is interrupted: long work should look at it.
     """
     queue = iter(tasks)
     lock = threading.Lock()
-    stop = threading.Event()
+    stop = stop or threading.Event()
     surplus = max(0, threads - cores())
 
     def next_task() -> Iterator[T]:

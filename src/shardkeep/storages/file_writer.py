@@ -20,6 +20,7 @@ from torch.futures import Future
 from shardkeep.codec.extensions import StreamTransformExtension
 from shardkeep.codec.transforms import _StorageWriterTransforms
 from shardkeep.errors import CheckpointExists
+from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.torch_files import SUMS_SUFFIX, Sums, metadata_name
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from shardkeep.protocol.pickled_metadata import encode_metadata
@@ -105,9 +106,14 @@ class _FileSystemWriter(StorageWriter):
         self._began_s = time.time()
         self._written = []  # of a save before this one, which is not to be discarded with it
 
+    def _alone_s(self, metadata: Metadata) -> float:
+        """Return how long the coordinator may be at work on this save when the other ranks are done."""
+        return 0.0
+
     def _metadata_exists(self) -> bool:
-        # Where each rank has metadata of its own, those of the first stand for all.
-        return self.fs.exists(self._get_metadata_path(None if self.use_collectives else 0))
+        # Where each rank has metadata of its own, others may have put theirs there in this very save.
+        own = self._get_metadata_path(None if self.use_collectives else self.rank)
+        return self.fs.exists(own) or self.fs.exists(self.fs.concat_path(self.path, RECORD_NAME))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.fs.mkdir(self.path)

@@ -36,6 +36,7 @@ from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
 from shardkeep.run.fetch import fetch
 from shardkeep.run.read import Headers, Reads, Source
 from shardkeep.run.slicing import read_whole
+from shardkeep.run.torch_fetch import plain_target
 from shardkeep.state.devices import settle
 from shardkeep.state.toolkit.trees import traverse_state_dict
 from shardkeep.storages.file_systems import PathLike
@@ -120,7 +121,7 @@ class NativeView:
                 planner.load_bytes(request, self._object(place, options))
             else:
                 chunks.append((request, place, planner.resolve_tensor(request).detach()))
-        into = [target for _, _, target in chunks]
+        into = [plain_target(target, key=request.storage_index.fqn) for request, _, target in chunks]
         axes = self._source.index.tensors.shape.shape[1]
         offsets = [
             tuple(a + b for a, b in zip(place.offsets, request.storage_offsets, strict=True))
@@ -140,7 +141,9 @@ class NativeView:
         )
         settle(into)
         torch.autograd.graph.increment_version(into)
-        for request, _, target in chunks:
+        for (request, _, target), filled in zip(chunks, into, strict=True):
+            if filled is not target:
+                target.copy_(filled)
             planner.commit_tensor(request, target)
 
     def _object(self, place: StoredObject, options: Options) -> io.BytesIO:

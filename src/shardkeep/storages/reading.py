@@ -23,9 +23,9 @@ from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import Metadata, is_tensor_entry
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
-from shardkeep.run.item_files import Files, Item, check_inside, read_raw
+from shardkeep.run.item_files import Files, Item, batches, check_inside, read_raw
 from shardkeep.run.read import Reads
-from shardkeep.run.torch_fetch import Wanted, batches, fill, plain_stream
+from shardkeep.run.torch_fetch import Wanted, fill, plain_stream
 from shardkeep.state.devices import settle
 
 log = logging.getLogger("shardkeep")
@@ -49,7 +49,9 @@ def read_plan(
     for some in batches(objects, lambda each: each[1].nbytes):
         _read_objects(files, some, planner, transforms, options)
     # A planner of another kind may make room for each tensor when it is asked.
-    in_place = getattr(type(planner), "resolve_tensor", None) is DefaultLoadPlanner.resolve_tensor
+    in_place = getattr(
+        type(planner), "resolve_tensor", None
+    ) is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner)
     chunks = _Chunks(metadata)
     casts: dict[str, str] = {}
     for some in [tensors] if in_place else batches(tensors, lambda each: each[1].nbytes):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,7 +28,7 @@ from shardkeep.protocol.save_planner import DefaultSavePlanner
 from shardkeep.protocol.storage import WriteResult
 from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
 from shardkeep.run.torch_write import Data, Placed, Stream, lay_out, plain_tensor, write_stream
-from shardkeep.run.workers import window_for
+from shardkeep.run.workers import Consequence, run_workers, window_for
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.state.devices import settle
 from shardkeep.storages.commit import is_local
@@ -41,6 +40,10 @@ from shardkeep.store.protocol import is_name
 
 if TYPE_CHECKING:
     from shardkeep.storages.file_writer import _FileSystemWriter
+
+
+_MOST_MADE_NBYTES = 64 << 20
+"""Of pickled objects, held until they are written."""
 
 
 class FilePlan(NamedTuple):
@@ -79,7 +82,7 @@ def _objects_first(items: Sequence[WriteItem]) -> list[WriteItem]:
 def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> bool:
     own = type(planner)
     gives_what_is_there = isinstance(planner, DefaultSavePlanner) and all(
-        getattr(own, name) is getattr(DefaultSavePlanner, name)
+        getattr(own, name) is getattr(DefaultSavePlanner, name) and name not in vars(planner)
         for name in ("resolve_data", "lookup_object", "transform_object")
     )
     transforms = writer.transforms
@@ -93,7 +96,9 @@ def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: lis
 def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
     options = Options()
     store = LocalStore(writer.path, direct=options.direct_io, durable=writer.sync_files)
-    held = [[_data_of(planner, item) for item in plan.items] for plan in plans]
+    held = _held(planner, plans)
+    if held is None:
+        return _write_streams(writer, planner, plans)
     settle(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
     laid = [_lay_out(plan, of_file) for plan, of_file in zip(plans, held, strict=True)]
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
@@ -114,6 +119,21 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
                 store.delete(name)
         raise
     return results
+
+
+def _held(planner: SavePlanner, plans: list[FilePlan]) -> list[list[Data]] | None:
+    """Return what goes into each file; None where so much is made for it that it must be made piece by piece."""
+    made = 0
+    held: list[list[Data]] = []
+    for plan in plans:
+        held.append([])
+        for item in plan.items:
+            data = _data_of(planner, item)
+            held[-1].append(data)
+            made += 0 if isinstance(data, torch.Tensor) else data.nbytes
+            if made > _MOST_MADE_NBYTES:
+                return None
+    return held
 
 
 def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[Placed]]:
@@ -141,7 +161,7 @@ def _data_of(planner: SavePlanner, item: WriteItem) -> Data:
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise BrokenProtocol(f"{key!r} is to be written as bytes, and the planner gave a {type(data).__name__}")
-        return data.getbuffer()
+        return memoryview(data.getvalue())  # its own from now on: a planner may use the stream again
     if not isinstance(data, torch.Tensor):
         raise BrokenProtocol(f"{key!r} is to be written as a tensor, and the planner gave a {type(data).__name__}")
     return _plain_or_saved(key, data)
@@ -200,21 +220,28 @@ def _write_item(
 
 
 def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
-    write = partial(_write_one_stream, writer.fs, writer.transforms, planner, writer.sync_files)
-    with ThreadPoolExecutor(max(1, min(writer.thread_count, len(plans))), thread_name_prefix="shardkeep") as pool:
-        futures = [pool.submit(write, plan) for plan in plans]
-    failed = [exc for future in futures if (exc := future.exception())]
-    if failed:
+    results: dict[str, list[WriteResult]] = {}
+    stop = threading.Event()
+
+    def write(plan: FilePlan, _: memoryview) -> bool:
+        results[plan.name] = _write_one_stream(
+            writer.fs, writer.transforms, planner, plan, sync=writer.sync_files, stop=stop
+        )
+        return True
+
+    try:
+        run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0, stop=stop)
+    except BaseException:
         for plan in plans:
             for path in (plan.path, f"{os.fspath(plan.path)}{SUMS_SUFFIX}"):
                 with suppress(Exception):  # whatever a file system raises: the failure is what counts
                     writer.fs.rm_file(path)
-        raise failed[0]
-    return [result for future in futures for result in future.result()]
+        raise
+    return [result for plan in plans for result in results[plan.name]]
 
 
 def _write_one_stream(
-    fs: FileSystemBase, transforms: Any, planner: SavePlanner, sync: bool, plan: FilePlan
+    fs: FileSystemBase, transforms: Any, planner: SavePlanner, plan: FilePlan, *, sync: bool, stop: threading.Event
 ) -> list[WriteResult]:
     turn = iter(plan.items)
     faithful: list[bool] = []
@@ -228,6 +255,8 @@ def _write_one_stream(
 
     def resolved() -> Iterator[Data]:
         for item in plan.items:
+            if stop.is_set():
+                raise Consequence("the save was given up")
             data = _data_of(planner, item)
             settle([data] if isinstance(data, torch.Tensor) else [])
             faithful.append(_as_planned(item, data))
