@@ -148,7 +148,7 @@ def set_chunks(*chunks):
         (set_chunks(), "only 0 elements"),
         (set_chunks(((0, 0), (100, 2)), ((0, 1), (100, 1))), "overlap"),
         (set_chunks(((1, 0), (100, 3))), "not inside"),
-        (set_chunks(((0,), (300,))), "not inside"),
+        (set_chunks(((0,), (300,))), "no tensor has"),
     ],
     ids=["a hole", "nothing", "an overlap", "outside", "other axes"],
 )
@@ -170,7 +170,7 @@ def test_sizes_that_no_tensor_has(tmp_path, size):
         metadata.state_dict_metadata["w"].size = torch.Size(size)
 
     forged(tmp_path / "ck", change)
-    fails_to_torch(tmp_path, MalformedFile, match="'w': there is no tensor of")
+    fails_to_torch(tmp_path, MalformedFile, match="'w'.* no tensor (of|has)")
 
 
 @pytest.mark.parametrize("path", [("a", 10**12), ("a", -1), 5, ("a", None)])
