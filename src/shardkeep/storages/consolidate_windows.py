@@ -9,8 +9,10 @@ fails, all of them are removed.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,12 +23,16 @@ from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_box
 from shardkeep.run.workers import run_workers, window_for
 from shardkeep.storages.hugging_face_names import FORMAT_KEY, FORMAT_VALUE
 from shardkeep.storages.safetensors_catalog import Chunk, Stored
-from shardkeep.storages.safetensors_files import OpenFiles, alignment_of, build_header
+from shardkeep.storages.safetensors_files import alignment_of, build_header
 from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.local import LocalStore
+from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import BlobReader
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes are moved as these, whatever they mean."""
+_MOST_OPEN = 128
+"""Files open at a time; a checkpoint may have more than a process may open."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,44 @@ class _Shards:
         return [self.stored.chunks[row] for row in np.flatnonzero(hit).tolist()]
 
 
+class _Inputs:
+    """Files by path, opened when first read and kept open as long as there is room. Close it when done."""
+
+    def __init__(self, *, direct: bool) -> None:
+        self._store = PathStore(direct=direct)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, BlobReader] = OrderedDict()
+        self._users: dict[str, int] = {}
+
+    @contextmanager
+    def reader(self, path: str) -> Iterator[BlobReader]:
+        """Lend a reader of a file."""
+        with self._lock:
+            reader = self._open.get(path)
+            if reader is None:
+                self._make_room()
+                reader = self._open[path] = self._store.open(path)
+            self._open.move_to_end(path)
+            self._users[path] = self._users.get(path, 0) + 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def _make_room(self) -> None:
+        idle = [path for path in self._open if not self._users.get(path)]
+        for path in idle[: max(0, len(self._open) - _MOST_OPEN + 1)]:
+            self._open.pop(path).close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for reader in self._open.values():
+                reader.close()
+            self._open.clear()
+
+
 class _Span(NamedTuple):
     """Some elements of a tensor in a window."""
 
@@ -91,7 +135,7 @@ def write_whole(
     threads, both = window_for(threads, budget_nbytes)
     window = both // 2
     store = LocalStore(directory, direct=direct)
-    with closing(OpenFiles(direct=direct)) as inputs, ExitStack() as undo:
+    with closing(_Inputs(direct=direct)) as inputs, ExitStack() as undo:
 
         def work(task: _Window, buffer: memoryview) -> bool:
             at = 0
@@ -131,7 +175,7 @@ def _windows(
             yield _Window(output, start, spans)
 
 
-def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: OpenFiles) -> int:
+def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: _Inputs) -> int:
     """Read the elements of a span into the beginning of a window; return their bytes."""
     stored = span.shards.stored
     size = stored.dtype.itemsize
@@ -147,7 +191,7 @@ def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: OpenFile
 
 
 def _copy(
-    chunk: Chunk, common: Box, box: Box, size: int, window: memoryview, scratch: memoryview, inputs: OpenFiles
+    chunk: Chunk, common: Box, box: Box, size: int, window: memoryview, scratch: memoryview, inputs: _Inputs
 ) -> None:
     """Read the common part of a chunk and of the window's box to where it belongs in the window."""
     source = chunk.start + _run_of(chunk.box.sizes, relative(common, chunk.box)) * size

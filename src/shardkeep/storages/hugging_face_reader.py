@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from torch.futures import Future
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.format.region import Box
+from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
+from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,17 +29,23 @@ from shardkeep.protocol.metadata import (
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
 from shardkeep.protocol.problems import BrokenProtocol, NoSuchValue
+from shardkeep.run.item_files import Files, batches
+from shardkeep.run.torch_fetch import Wanted, fill
 from shardkeep.run.workers import run_workers
+from shardkeep.state.devices import settle
+from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
 from shardkeep.storages.safetensors_catalog import Catalog, Chunk, read_catalog
-from shardkeep.storages.safetensors_files import OpenFiles, SafetensorsFile, read_header
+from shardkeep.storages.safetensors_files import SafetensorsFile, read_header
 from shardkeep.storages.safetensors_handle import SafeFile
 from shardkeep.storages.safetensors_publish import look
-from shardkeep.storages.safetensors_reads import Want, read_boxes
+from shardkeep.store.paths import PathStore
 
-_BATCH_ELEMENTS = 1 << 28
-"""Tensors are asked of the planner, read and handed back in batches of this size: it may make each for the purpose."""
+_LARGEST_NBYTES = 8
+"""Of an element, in whatever a planner makes for it."""
+_HOOKS = ("_process_read_request", "_read_files_from_queue")
+"""Methods that a subclass may override; then whole requests go through them, as in torch."""
 
 
 class HuggingFaceStorageReader(FileSystemReader):
@@ -74,6 +81,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             MalformedFile: the files are not one whole checkpoint.
 
         """
+        check_local(self)
         self._catalog = read_catalog(look(self.path), threads=self._threads())
         self._chunks = {
             (key, chunk.box.offsets): (stored.dtype, chunk)
@@ -104,10 +112,10 @@ class HuggingFaceStorageReader(FileSystemReader):
         """
         at: Ints = tuple(index.offset or ())
         found = self._chunks.get((index.fqn, at))
-        if found is not None:
+        info = self.storage_data.get(index)
+        if found is not None and (info is None or info.relative_path == found[1].path):
             return found
-        # Metadata that another reader read: the file says the rest.
-        info = (self.storage_data or {}).get(index)
+        # Metadata that another reader read, or that were changed: the file says the rest.
         if info is None:
             raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
         header = self._header(info.relative_path)
@@ -125,6 +133,7 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the planner asks for, straight into its tensors where they allow it."""
+        check_local(self)
         for req in plan.items:
             if req.type == LoadItemType.BYTE_IO:
                 raise UnsupportedLeaf(
@@ -132,61 +141,81 @@ class HuggingFaceStorageReader(FileSystemReader):
                     hint="leave it out of this load",
                     key=req.dest_index.fqn,
                 )
-        with closing(OpenFiles(direct=Options().direct_io)) as files:
-            self._read(plan.items, planner, files)
+        self._read(plan.items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, items: list[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
-        if type(self)._process_read_request is not HuggingFaceStorageReader._process_read_request:
-            self._read_one_by_one(items, planner, files)
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._extends(HuggingFaceStorageReader, _HOOKS):
+            self._read_one_by_one(items, planner)
         else:
-            self.read_plain(items, planner, files)
+            self.read_plain(items, planner)
 
-    def read_plain(self, items: Iterable[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
+    def _extends(self, own: type, names: Sequence[str]) -> bool:
+        """Say whether the class of this reader overrides one of these methods."""
+        return any(getattr(type(self), name) is not getattr(own, name) for name in names)
+
+    def open_files(self) -> Files:
+        """Return the files to read from, which are named by their paths and have no digests."""
+        return Files(PathStore(direct=Options().direct_io), {})
+
+    def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Read items as they are stored, cast to the dtype of what they fill."""
-        options = Options()
-        for batch in batches(items):
-            wants, filled = [], []
+        files, options = self.open_files(), Options()
+        for batch in in_batches(items, planner):
+            wanted, targets, filled = [], [], []
             for req in batch:
                 dtype, chunk = self.stored_chunk(req.storage_index)
-                target = planner.resolve_tensor(req).detach()
-                check_size(req, target)
-                direct = type(target) is torch.Tensor and not target.is_conj() and not target.is_neg()
-                into = target if direct else torch.empty(tuple(req.lengths), dtype=to_torch(dtype))
+                targets.append(target_of(req, planner))
+                # What a tensor of another class does with its memory, only its own `copy_` knows.
+                plain = type(targets[-1]) is torch.Tensor
+                filled.append(targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype)))
+                nbytes = chunk.box.volume * dtype.itemsize
+                place = Place(chunk.path, chunk.start, nbytes, chunk.start, ())
                 box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-                wants.append(Want(chunk.path, chunk.start, dtype, chunk.box.sizes, box, into))
-                filled.append((req, target, into))
-            read_boxes(wants, files, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
-            for req, target, into in filled:
-                if into is not target:
-                    target.copy_(into)
+                wanted.append(Wanted(place, req.storage_index.fqn, chunk.box.sizes, dtype, box, filled[-1]))
+            settle(filled)
+            fill(files, wanted, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
+            settle(filled)
+            # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+            torch.autograd.graph.increment_version(filled)
+            for req, target, made in zip(batch, targets, filled, strict=True):
+                if made is not target:
+                    target.copy_(made)
                 planner.commit_tensor(req, target)
 
     # -- for readers that extend this one ------------------------------------------------------------------------------
 
-    def _read_one_by_one(self, items: list[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
-        """Hand each request, with its open file, to `_process_read_request`."""
+    def _read_one_by_one(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Hand the requests of each file to `_read_files_from_queue`, and so to `_process_read_request`."""
         per_file: dict[str, list[ReadItem]] = {}
         for req in items:
-            per_file.setdefault(self.stored_chunk(req.storage_index)[1].path, []).append(req)
+            info = self.storage_data.get(req.storage_index)
+            path = self.stored_chunk(req.storage_index)[1].path if info is None else info.relative_path
+            per_file.setdefault(path, []).append(req)
+        waiting: queue.Queue[Any] = queue.Queue()
+        done: queue.Queue[Any] = queue.Queue()
+        for task in per_file.items():
+            waiting.put(task)
 
-        def work(task: tuple[str, list[ReadItem]], _: memoryview) -> bool:
-            handle = SafeFile(read_header(task[0]), files)
-            for req in task[1]:
-                self._process_read_request(handle, req, planner)
+        def work(_: int, __: memoryview) -> bool:
+            self._read_files_from_queue(waiting, done, planner)
             return True
 
         threads = max(1, min(self.thread_count, len(per_file)))
-        run_workers(per_file.items(), work, threads=threads, buffer_nbytes=0)
+        run_workers(range(threads), work, threads=threads, buffer_nbytes=0)
+        if done.qsize() != len(per_file):
+            raise BrokenProtocol(
+                f"Not all files were processed: {done.qsize()} out of {len(per_file)}",
+                hint="_read_files_from_queue must put a value into its second queue for each file",
+            )
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         """Read one item from an open file."""
         index = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets, req.lengths, strict=True))
         tensor = f.get_slice(req.storage_index.fqn)[index]
-        target = planner.resolve_tensor(req).detach()
-        check_size(req, target)
+        target = target_of(req, planner)
         target.copy_(tensor)
         planner.commit_tensor(req, target)
 
@@ -194,45 +223,55 @@ class HuggingFaceStorageReader(FileSystemReader):
         self, file_queue: queue.Queue[Any], result_queue: queue.Queue[Any], planner: LoadPlanner
     ) -> None:
         """Read files, each with its requests, until the queue is empty; put True into the other one for each."""
-        with closing(OpenFiles(direct=Options().direct_io)) as files:
-            while True:
-                try:
-                    path, requests = file_queue.get_nowait()
-                except queue.Empty:
-                    return
-                handle = SafeFile(read_header(path), files)
-                for req in requests:
-                    self._process_read_request(handle, req, planner)
-                result_queue.put(True)
+        while True:
+            try:
+                path, requests = file_queue.get_nowait()
+            except queue.Empty:
+                return
+            handle = SafeFile(read_header(path))
+            for req in requests:
+                self._process_read_request(handle, req, planner)
+            result_queue.put(True)
 
     def _threads(self) -> int:
         return max(self.thread_count, Options().io_threads)
 
 
-def check_size(req: ReadItem, target: torch.Tensor) -> None:
+def check_local(storage: Any) -> None:
     """
-    Make sure that a tensor is of the size of the box that fills it.
+    Make sure that nobody gave a storage another file system than this machine's.
 
     Raises:
-        BrokenProtocol: (an AssertionError) it is not.
+        BrokenProtocol: somebody did.
 
     """
+    if not is_local(storage.fs):
+        raise BrokenProtocol(
+            f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be asked: "
+            "safetensors files are read and written as files of this machine",
+            hint="mount the place as a directory, or use FsspecWriter and FsspecReader",
+        )
+
+
+def target_of(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    """
+    Ask the planner for the tensor that a request fills.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) it is not of the size of the box that fills it.
+
+    """
+    target = planner.resolve_tensor(req).detach()
     if tuple(target.shape) != tuple(req.lengths):
         raise BrokenProtocol(
             f"req {req.storage_index} mismatch sizes {target.size()} vs {torch.Size(req.lengths)}",
             key=req.dest_index.fqn,
         )
+    return target
 
 
-def batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Divide requests into lists of a bounded number of elements."""
-    batch: list[ReadItem] = []
-    total = 0
-    for item in items:
-        batch.append(item)
-        total += torch.Size(item.lengths).numel()
-        if total >= _BATCH_ELEMENTS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+def in_batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterable[Sequence[ReadItem]]:
+    """Divide requests into lists of bounded size, for planners that make each tensor when it is asked for."""
+    if getattr(type(planner), "resolve_tensor", None) is DefaultLoadPlanner.resolve_tensor:
+        return [items]
+    return batches(items, lambda req: torch.Size(req.lengths).numel() * _LARGEST_NBYTES)

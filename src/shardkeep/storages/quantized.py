@@ -1,48 +1,60 @@
 """
 The storage reader for quantized Hugging Face models: what it fills gets plain numbers.
 
-A request is read and dequantized strip by strip, on several threads, each of which holds one strip. Requests may begin
+A request is read and dequantized strip by strip, on several threads, which hold a few strips each. Requests may begin
 inside a block, and quantized tensors may be stored in shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
-from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.region import Box, intersect, relative, slices, whole
+from shardkeep.options import Options
 from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import ReadItem
+from shardkeep.run.item_files import Files
+from shardkeep.run.torch_read import ChunkRead, read_chunks
 from shardkeep.run.workers import run_workers
 from shardkeep.storages.hugging_face_names import _HFStorageInfo, _metadata_fn
-from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, batches, check_size
+from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, in_batches, target_of
 from shardkeep.storages.quantized_numbers import block_ranges, expand_groups, groups_of, scale_blocks, strips
 from shardkeep.storages.safetensors_catalog import Stored, read_weight_map
-from shardkeep.storages.safetensors_files import OpenFiles
-from shardkeep.storages.safetensors_reads import Want, read_box
-from shardkeep.store.aligned import aligned_buffer
+from shardkeep.storages.safetensors_handle import chunk_read
 
 _SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"
 _SCALES_SUFFIX, _BLOCKS_SUFFIX = "_scales", "_blocks"
 _STRIP_ELEMENTS = 256 << 10
-"""Of these a thread holds the stored form, the scales, and the numbers in a few dtypes: some MiB."""
-_BUFFER_NBYTES = 1 << 20
+"""Of these a thread holds the numbers in a few dtypes: some MiB."""
+_STRIPS_A_THREAD = 4
+"""Of so many the stored form and the scales are in memory."""
 _HOOKS = (
     "_process_read_request",
+    "_read_files_from_queue",
     "_read_quantized_tensor_with_block_alignment",
     "_get_slice_to_block_mapping",
     "_dequantize_tensor",
     "_dequantize_tensor_mxfp4",
 )
 """Methods that a subclass may override; then whole requests go through them, as in torch."""
+
+
+class _Strip(NamedTuple):
+    """A box of a quantized tensor, and what its numbers are made of."""
+
+    key: str
+    box: Box
+    stored: torch.Tensor
+    scales: torch.Tensor
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
@@ -138,57 +150,68 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read(self, items: list[ReadItem], planner: LoadPlanner, files: OpenFiles) -> None:
-        own = QuantizedHuggingFaceStorageReader
-        if any(getattr(type(self), name) is not getattr(own, name) for name in _HOOKS):
-            self._read_one_by_one(items, planner, files)
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._extends(QuantizedHuggingFaceStorageReader, _HOOKS):
+            self._read_one_by_one(items, planner)
             return
         quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]
         chosen = set(map(id, quantized))
         for key in dict.fromkeys(req.storage_index.fqn for req in quantized):
             self._check(key)
-        self.read_plain([req for req in items if id(req) not in chosen], planner, files)
-        for batch in batches(quantized):
-            targets = []
-            for req in batch:
-                targets.append(planner.resolve_tensor(req).detach())
-                check_size(req, targets[-1])
+        self.read_plain([req for req in items if id(req) not in chosen], planner)
+        files = self.open_files()
+        for batch in in_batches(quantized, planner):
+            targets = [target_of(req, planner) for req in batch]
             self._fill(batch, targets, files)
             for req, target in zip(batch, targets, strict=True):
                 planner.commit_tensor(req, target)
 
-    def _fill(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], files: OpenFiles) -> None:
-        """Read what requests ask for, strip by strip."""
-        cut = [
-            (req, target, strip)
+    def _fill(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], files: Files) -> None:
+        """Read what requests ask for and dequantize it: a few strips for each thread, then the next ones."""
+        threads = self._threads()
+        cut = (
+            (req.storage_index.fqn, _box_of(req, strip), target[slices(strip)])
             for req, target in zip(items, targets, strict=True)
             for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
-        ]
+        )
 
-        def work(task: tuple[ReadItem, torch.Tensor, Box], buffer: memoryview) -> bool:
-            req, target, strip = task
-            offsets = tuple(a + b for a, b in zip(_begin_of(req), strip.offsets, strict=True))
-            numbers = self._numbers(req.storage_index.fqn, Box(offsets, strip.sizes), files, buffer)
-            target[slices(strip)].copy_(numbers)
+        def work(task: tuple[_Strip, torch.Tensor], _: memoryview) -> bool:
+            strip, into = task
+            into.copy_(self._numbers(strip))
             return True
 
-        if cut:
-            run_workers(cut, work, threads=min(self._threads(), len(cut)), buffer_nbytes=_BUFFER_NBYTES)
+        while group := list(itertools.islice(cut, _STRIPS_A_THREAD * threads)):
+            reads: list[ChunkRead] = []
+            tasks = [(self._strip(key, box, files, reads), into) for key, box, into in group]
+            read_chunks(files, reads, threads=threads, budget_nbytes=Options().host_budget_bytes)
+            run_workers(tasks, work, threads=min(threads, len(tasks)), buffer_nbytes=0)
 
-    def _numbers(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
-        """Return the numbers of a box of a quantized tensor, which was checked."""
-        scale_key = self._weight_scale_mapping[key]
+    def _strip(self, key: str, box: Box, files: Files, reads: list[ChunkRead]) -> _Strip:
+        """Make room for what a box of a checked tensor is made of, and add to the reads that fill it."""
+        stored, scales, _ = self._sources(key, box)
+        return _Strip(
+            key,
+            box,
+            self._room(key, stored, files, reads),
+            self._room(self._weight_scale_mapping[key], scales, files, reads),
+        )
+
+    def _sources(self, key: str, box: Box) -> tuple[Box, Box, int]:
+        """Return the boxes of stored elements and of scales that a box of numbers needs, and where it begins there."""
         if not key.endswith(_BLOCKS_SUFFIX):
-            weight = self._read_box(key, box, files, buffer)
-            scale = self._read_box(scale_key, block_ranges(box, self.block_size), files, buffer)
-            return scale_blocks(weight, scale, box, self.block_size, self.target_dtype)
+            return box, block_ranges(box, self.block_size), 0
         width = self._catalog[key].shape[-1]
         first, last = groups_of(box, 2 * width)
-        some = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
-        blocks = self._read_box(key, Box((*some.offsets, 0), (*some.sizes, width)), files, buffer)
-        values = expand_groups(blocks, self._read_box(scale_key, some, files, buffer), self.target_dtype)
-        at = box.offsets[-1] - first * 2 * width
-        return values[..., at : at + box.sizes[-1]]
+        scales = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+        return Box((*scales.offsets, 0), (*scales.sizes, width)), scales, box.offsets[-1] - first * 2 * width
+
+    def _numbers(self, strip: _Strip) -> torch.Tensor:
+        """Return the numbers of a strip that was read."""
+        key, box, stored, scales = strip
+        if not key.endswith(_BLOCKS_SUFFIX):
+            return scale_blocks(stored, scales, box, self.block_size, self.target_dtype)
+        at = self._sources(key, box)[2]
+        return expand_groups(stored, scales, self.target_dtype)[..., at : at + box.sizes[-1]]
 
     def _check(self, key: str) -> None:
         """Make sure that there are scales for all of a quantized tensor."""
@@ -213,16 +236,15 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 key=scale_key,
             )
 
-    def _read_box(self, key: str, box: Box, files: OpenFiles, buffer: memoryview) -> torch.Tensor:
-        """Return a box of a tensor as it is stored, from whichever files have it."""
+    def _room(self, key: str, box: Box, files: Files, reads: list[ChunkRead]) -> torch.Tensor:
+        """Return a tensor for a box as it is stored, and add to the reads that fill it, from whichever files have it."""
         stored = self._catalog[key]
         found = torch.empty(box.sizes, dtype=to_torch(stored.dtype))
         for chunk in stored.chunks:
             common = intersect(chunk.box, box)
             if common is not None:
                 into = found[slices(relative(common, box))]
-                at = relative(common, chunk.box)
-                read_box(Want(chunk.path, chunk.start, stored.dtype, chunk.box.sizes, at, into), files, buffer)
+                reads.append(chunk_read(files, key, stored.dtype, chunk, relative(common, chunk.box), into))
         return found
 
     # -- for readers that extend this one: whole requests, in torch's steps ---------------------------------------------
@@ -232,8 +254,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         if not self._is_tensor_quantized(req.storage_index.fqn):
             super()._process_read_request(f, req, planner)
             return
-        target = planner.resolve_tensor(req).detach()
-        check_size(req, target)
+        target = target_of(req, planner)
         target.copy_(self._read_quantized_tensor_with_block_alignment(req, f))
         planner.commit_tensor(req, target)
 
@@ -248,16 +269,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         req = dataclasses.replace(req, storage_offsets=torch.Size(_begin_of(req)))
         box = Box(tuple(req.storage_offsets), tuple(req.lengths))
         shape, scale_key = self._catalog[key].shape, self._weight_scale_mapping[key]
-        buffer = aligned_buffer(_BUFFER_NBYTES)
-        with closing(OpenFiles(direct=False)) as files:
-            scales = self._read_box(scale_key, whole(self._catalog[scale_key].shape), files, buffer)
-            if not key.endswith(_BLOCKS_SUFFIX):
-                weight = self._read_box(key, box, files, buffer)
-                return self._dequantize_tensor(weight, scales, torch.Size(shape), self._get_slice_to_block_mapping(req))
-            first, last = groups_of(box, 2 * shape[-1])
-            some = Box((*box.offsets[:-1], first, 0), (*box.sizes[:-1], last - first, shape[-1]))
-            blocks = self._read_box(key, some, files, buffer)
-        return self._dequantize_tensor_mxfp4(blocks, scales, req, first, box.offsets[-1] - first * 2 * shape[-1])
+        files, reads = self.open_files(), list[ChunkRead]()
+        stored, some, at = self._sources(key, box)
+        weight = self._room(key, stored, files, reads)
+        scales = self._room(scale_key, whole(self._catalog[scale_key].shape), files, reads)
+        read_chunks(files, reads, threads=1, budget_nbytes=Options().host_budget_bytes)
+        if not key.endswith(_BLOCKS_SUFFIX):
+            return self._dequantize_tensor(weight, scales, torch.Size(shape), self._get_slice_to_block_mapping(req))
+        return self._dequantize_tensor_mxfp4(weight, scales, req, some.offsets[-1], at)
 
     def _get_slice_to_block_mapping(self, req: ReadItem) -> tuple[tuple[int, int], tuple[int, int], slice, slice]:
         """Return the blocks that a request touches, from the first to after the last, and its rows and columns."""
@@ -300,6 +319,11 @@ def _expanded(key: str, shape: tuple[int, ...]) -> torch.Size:
         raise MalformedFile(f"{key!r} has shape {list(shape)}, and not one of groups of bytes", key=key)
     *lead, groups, width = shape
     return torch.Size([*lead, groups * width * 2])
+
+
+def _box_of(req: ReadItem, strip: Box) -> Box:
+    """Return a strip of a request as a box of the whole tensor."""
+    return Box(tuple(a + b for a, b in zip(_begin_of(req), strip.offsets, strict=True)), strip.sizes)
 
 
 def _begin_of(req: ReadItem) -> tuple[int, ...]:

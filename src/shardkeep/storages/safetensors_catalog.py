@@ -2,8 +2,7 @@
 Which tensors a set of safetensors files holds, and in which chunks; taken only if they are one checkpoint.
 
 In come headers, out goes a table of tensors. Files of different saves, shards that overlap or leave a hole, shards of
-one tensor that differ in dtype, and files that an index names and that are not there are errors that name the files:
-torch reads such a set as if it were whole.
+one tensor that differ in dtype are errors that name the files: torch reads such a set as if it were whole.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ from shardkeep.storages.hugging_face_names import (
 )
 from shardkeep.storages.safetensors_files import Part, SafetensorsFile, read_headers
 from shardkeep.storages.safetensors_publish import Folder
-from shardkeep.store.local import LocalStore
+from shardkeep.store.paths import PathStore
 
 logger = logging.getLogger("shardkeep")
 
@@ -82,26 +80,32 @@ def read_catalog(folder: Folder, *, threads: int) -> Catalog:
     if folder.index is None:
         return catalog_of(read_headers(folder.files.values(), threads=threads))
     weight_map = read_weight_map(folder.index)
-    homes = dict.fromkeys(weight_map.values())
-    for key, name in weight_map.items():
-        if name not in folder.files:
-            raise MalformedFile(
-                f"{folder.index}: {key!r} is to be in {name!r}, and there is no such file", file=folder.index, key=key
-            )
+    homes = {name: None for name in weight_map.values() if name in folder.files}
+    if weight_map and not homes:
+        raise MalformedFile(
+            f"{folder.index}: none of the files that it names is there: {_some(sorted(set(weight_map.values())))}",
+            hint="was the model downloaded as a whole?",
+            file=folder.index,
+        )
     if others := sorted(folder.files.keys() - homes.keys()):
         logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
     files = read_headers([folder.files[name] for name in homes], threads=threads)
-    by_path = {file.path: file for file in files}
-    for key, name in weight_map.items():
-        if key not in by_path[folder.files[name]].tensors:
-            raise MalformedFile(f"{folder.files[name]}: the index file says that it holds {key!r}", file=name, key=key)
-    return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items()})
+    held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
+    gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
+    if gone:
+        # Of a model that was downloaded in part, or whose index is older than it, the rest can still be loaded.
+        logger.warning(
+            "%s: names %d tensors that are not there, which cannot be loaded: %s",
+            folder.index,
+            len(gone),
+            _some([f"{key!r} in {name}" for key, name in gone.items()]),
+        )
+    return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
 
 def read_weight_map(path: str) -> dict[str, str]:
     """Return what an index file says: the file of each tensor."""
-    where, name = os.path.split(path)
-    raw = LocalStore(where, direct=False, follow_links=True).get(name, limit=_MOST_INDEX_NBYTES)
+    raw = PathStore(direct=False).get(path, limit=_MOST_INDEX_NBYTES)
     try:
         index = json.loads(raw)
     except (ValueError, RecursionError) as error:

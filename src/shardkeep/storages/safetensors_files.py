@@ -1,5 +1,5 @@
 """
-Safetensors files of any origin: their headers, checked before anything is believed, and their bytes by range.
+The headers of safetensors files of any origin, checked before anything is believed, and those of new ones.
 
 A header is taken only if it says of every byte of the file which tensor it belongs to, once; all sizes are compared
 with that of the file before memory is made for anything. Files may be symbolic links, as in a Hugging Face cache.
@@ -10,10 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +18,11 @@ from shardkeep.errors import MalformedFile, StateError, WrongSize
 from shardkeep.format.dtypes import TABLE, DType, Ints
 from shardkeep.format.header import MAX_HEADER_NBYTES
 from shardkeep.run.workers import run_workers
-from shardkeep.store.aligned import ScratchPool
 from shardkeep.store.files import open_files, read_at, storage_errors
-from shardkeep.store.local import _SCRATCH_BYTES, _LocalReader
-from shardkeep.store.protocol import BlobReader
 
 ALIGNMENT = 4096
 """Where data begins in files written here: on a page, for direct I/O."""
 _FIRST_NBYTES = 64 << 10
-_MOST_OPEN = 128
-"""Files open at a time; a checkpoint may have more than a process may open."""
 _LARGEST = (1 << 63) - 1
 _BY_SAFETENSORS = {row.safetensors: row for row in TABLE if row.safetensors is not None}
 
@@ -240,51 +232,3 @@ def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str,
             hint="spread the tensors over more files (fqn_to_index_mapping)",
         )
     return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
-
-
-# -- reading bytes -----------------------------------------------------------------------------------------------------
-
-
-class OpenFiles:
-    """Files by path, opened when first read and kept open as long as there is room. Close it when done."""
-
-    def __init__(self, *, direct: bool) -> None:
-        self._direct = direct
-        self._scratch = ScratchPool(_SCRATCH_BYTES)
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, BlobReader] = OrderedDict()
-        self._users: dict[str, int] = {}
-
-    @contextmanager
-    def reader(self, path: str) -> Iterator[BlobReader]:
-        """Lend a reader of a file."""
-        with self._lock:
-            reader = self._open.get(path)
-            if reader is None:
-                self._make_room()
-                reader = self._open[path] = self._opened(path)
-            self._open.move_to_end(path)
-            self._users[path] = self._users.get(path, 0) + 1
-        try:
-            yield reader
-        finally:
-            with self._lock:
-                self._users[path] -= 1
-
-    def _opened(self, path: str) -> BlobReader:
-        where, name = os.path.split(path)
-        with storage_errors("cannot open", where, name):
-            files = open_files(os.path.realpath(path), os.O_RDONLY, direct=self._direct)
-        return _LocalReader(where, name, files, self._scratch)
-
-    def _make_room(self) -> None:
-        idle = [path for path in self._open if not self._users.get(path)]
-        for path in idle[: max(0, len(self._open) - _MOST_OPEN + 1)]:
-            self._open.pop(path).close()
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for reader in self._open.values():
-                reader.close()
-            self._open.clear()

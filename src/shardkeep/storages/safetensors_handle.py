@@ -4,26 +4,28 @@ A safetensors file as the safetensors library hands it out: keys, whole tensors,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.dtypes import to_torch
+from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.region import Box, whole
-from shardkeep.storages.safetensors_files import OpenFiles, Part, SafetensorsFile
-from shardkeep.storages.safetensors_reads import Want, read_box
-from shardkeep.store.aligned import aligned_buffer
-
-_BUFFER_NBYTES = 1 << 20
+from shardkeep.options import Options
+from shardkeep.run.item_files import Files, Item
+from shardkeep.run.torch_read import ChunkRead, read_chunks
+from shardkeep.run.workers import WINDOW_NBYTES
+from shardkeep.storages.safetensors_catalog import Chunk
+from shardkeep.storages.safetensors_files import Part, SafetensorsFile
+from shardkeep.store.paths import PathStore
 
 
 class SafeFile:
     """An open file; what `safetensors.safe_open` returns has these methods."""
 
-    def __init__(self, file: SafetensorsFile, files: OpenFiles) -> None:
+    def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        self._files = files
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -37,7 +39,7 @@ class SafeFile:
         """Return a tensor to take slices of."""
         if name not in self._file.tensors:
             raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
-        return SafeSlice(self._file.path, self._file.tensors[name], self._files)
+        return SafeSlice(self._file.path, name, self._file.tensors[name])
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
@@ -48,10 +50,10 @@ class SafeFile:
 class SafeSlice:
     """A stored tensor of which only what is asked for is read."""
 
-    def __init__(self, path: str, part: Part, files: OpenFiles) -> None:
+    def __init__(self, path: str, key: str, part: Part) -> None:
         self.path = path
+        self.key = key
         self.part = part
-        self._files = files
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
@@ -81,7 +83,17 @@ class SafeSlice:
 
     def read(self, box: Box) -> torch.Tensor:
         """Read a box."""
-        found = torch.empty(box.sizes, dtype=to_torch(self.part.dtype))
-        want = Want(self.path, self.part.start, self.part.dtype, self.part.shape, box, found)
-        read_box(want, self._files, aligned_buffer(_BUFFER_NBYTES))
+        options, part = Options(), self.part
+        found = torch.empty(box.sizes, dtype=to_torch(part.dtype))
+        files = Files(PathStore(direct=options.direct_io), {})
+        read = chunk_read(files, self.key, part.dtype, Chunk(self.path, part.start, whole(part.shape)), box, found)
+        threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
+        read_chunks(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)
         return found
+
+
+def chunk_read(files: Files, key: str, dtype: DType, chunk: Chunk, box: Box, into: torch.Tensor) -> ChunkRead:
+    """Say how to fill a tensor with a box of a chunk."""
+    shape = chunk.box.sizes
+    item = Item(files.number(chunk.path), chunk.start, math.prod(shape) * dtype.itemsize, key)
+    return ChunkRead(item, chunk.start, shape, dtype, box, into)
