@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import struct
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from shardkeep.dcp import hf_storage, state_dict_saver
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from shardkeep.dcp._hf_utils import _get_safetensors_file_metadata
 from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, WrongSize
-from shardkeep.storages import safetensors_publish
+from shardkeep.storages import hugging_face, safetensors_publish
 from shardkeep.storages.safetensors_files import read_header
 from shardkeep.store.local import LocalStore, _LocalWriter
 from tests.hugging_face.samples import INDEX, by_library, load, same, save, shard, spread_state
@@ -216,7 +219,7 @@ def test_a_missing_file_is_missed(rank_pool, tmp_path):
 
 def test_the_index_file_decides(tmp_path, caplog):
     """
-    Files it does not name are not read, and said so; a file or a tensor it names and that is not there is an error.
+    Files it does not name are not read, and said so; one that names only files that are not there is an error.
     """
     save_file({"a": numbered(3)}, tmp_path / "one.safetensors")
     save_file({"a": numbered(3) + 9, "b": numbered(2)}, tmp_path / "old.safetensors")
@@ -225,9 +228,8 @@ def test_the_index_file_decides(tmp_path, caplog):
     assert seen(load("ours", {"a": torch.zeros(3)}, tmp_path, no_dist=True)["a"]) == seen(numbered(3))
     assert "does not name old.safetensors" in caplog.text
     for weight_map, said in [
-        ({"a": "gone.safetensors"}, "no such file"),
-        ({"a": "../one.safetensors"}, "no such file"),
-        ({"z": "one.safetensors"}, "says that it holds 'z'"),
+        ({"a": "gone.safetensors"}, "none of the files"),
+        ({"a": "../one.safetensors"}, "none of the files"),
         (["a"], "no weight_map"),
     ]:
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -236,6 +238,21 @@ def test_the_index_file_decides(tmp_path, caplog):
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(CheckpointException, match="no JSON"):
         load("ours", {"a": torch.zeros(3)}, tmp_path, no_dist=True)
+
+
+def test_what_is_there_of_a_model_is_loaded(tmp_path, caplog):
+    """
+    A file or a tensor that the index names and that is not there is missing, with a word on it; the rest is loaded.
+    """
+    save_file({"a": numbered(3)}, tmp_path / "one.safetensors")
+    homes = {"a": "one.safetensors", "stale": "one.safetensors", "far": "two.safetensors", "out": "../one.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": homes}))
+    assert seen(load("ours", {"a": torch.zeros(3)}, tmp_path, no_dist=True)["a"]) == seen(numbered(3))
+    assert "'far' in two.safetensors" in caplog.text
+    for key in ("stale", "far", "out"):
+        with pytest.raises(CheckpointException, match=key) as raised:
+            load("ours", {key: torch.zeros(3)}, tmp_path, no_dist=True)
+        assert isinstance(raised.value.failures[0][0], RuntimeError)
 
 
 def test_shards_are_not_put_beside_a_model(tmp_path):
@@ -250,6 +267,33 @@ def test_shards_are_not_put_beside_a_model(tmp_path):
     # Whole tensors replace it: that is what a second save is for.
     save("ours", {"a": numbered(3) + 1}, tmp_path, no_dist=True)
     assert same(by_library(tmp_path), {"a": numbered(3) + 1}) == []
+
+
+def test_shards_are_not_put_beside_the_same_tensors(tmp_path):
+    """
+    A file that no save made and that holds a tensor to be saved is refused beforehand; one with others may stay.
+    """
+    save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointException, match="which no save made, holds 1 of") as raised:
+        save("ours", {"a": numbered(3) + 1, "b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
+    assert isinstance(raised.value.failures[0][0], FileExistsError)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    save("ours", {"b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
+    into = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    assert same(load("ours", into, tmp_path, no_dist=True), {"a": numbered(3), "b": numbered(2)}) == []
+
+
+def test_kept_plans_do_not_hide_the_same_tensors(tmp_path):
+    """
+    Where the plans of a save were sent for an earlier one, into another directory, it is refused all the same.
+    """
+    save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for place, said in [(tmp_path / "new", None), (tmp_path, "holds 1 of")]:
+        writer = hf_storage.HuggingFaceStorageWriter(str(place), save_distributed=True)
+        with pytest.raises(CheckpointException, match=said) if said else nullcontext():
+            quietly(state_dict_saver.save, {"a": numbered(3)}, storage_writer=writer, planner=planner, no_dist=True)
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "new"]
 
 
 def test_foreign_files_are_left_alone(tmp_path):
@@ -286,6 +330,62 @@ def test_a_dtype_that_safetensors_lacks(tmp_path):
     with pytest.raises(CheckpointException, match="'c' is of dtype complex128"):
         save("ours", {"c": torch.zeros(2, dtype=torch.complex128)}, tmp_path, no_dist=True)
     assert os.listdir(tmp_path) == []
+
+
+class Failing(DefaultSavePlanner):
+    """Has nothing to write on one rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.failing = rank
+
+    def resolve_data(self, write_item):
+        if dist.get_rank() == self.failing:
+            raise OSError("nothing there")
+        return super().resolve_data(write_item)
+
+
+def save_and_fail(folder, failing):
+    writer = hf_storage.HuggingFaceStorageWriter(folder, save_distributed=True)
+    state = {"w": spread_state()["rows"]}
+    with pytest.raises(CheckpointException, match="nothing there"):
+        quietly(state_dict_saver.save, state, storage_writer=writer, planner=Failing(failing))
+    dist.barrier()
+    return os.listdir(folder)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_leaves_nothing_of_the_others(rank_pool, tmp_path, failing):
+    """
+    Whichever rank fails, the files that others wrote for the save are gone.
+    """
+    assert rank_pool.run(2, save_and_fail, str(tmp_path), failing) == [[], []]
+
+
+def save_slowly(folder):
+    """Consolidate for longer than ranks wait for one that has nothing to do."""
+    real, slowest = hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S
+    os.environ["SHARDKEEP_TIMEOUT_S"] = "1"
+
+    def slow(*args):
+        time.sleep(2.5)
+        real(*args)
+
+    hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S = slow, 100
+    try:
+        state = {"w": spread_state()["rows"], "v": numbered(300)}
+        save("ours", state, folder, save_distributed=True, enable_consolidation=True)
+    finally:
+        hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S = real, slowest
+        del os.environ["SHARDKEEP_TIMEOUT_S"]
+    return sorted(os.listdir(folder))
+
+
+def test_the_rank_that_consolidates_is_waited_for(rank_pool, tmp_path):
+    """
+    Ranks wait for the one that writes the whole model as long as its bytes may take, and the save succeeds on all.
+    """
+    assert rank_pool.run(2, save_slowly, str(tmp_path)) == [[FILE, INDEX, "sharded"]] * 2
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
 from shardkeep.dcp import hf_storage, state_dict_loader, state_dict_saver
-from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 from shardkeep.store.local import _LocalReader
@@ -353,20 +352,3 @@ def test_plans_that_are_used_again(rank_pool, tmp_path, ranks, distributed):
     Where ranks only say that their plans have not changed, each save is still the new one, and one model.
     """
     assert rank_pool.run(ranks, save_again_and_again, str(tmp_path), distributed) == [[[], [], []]] * ranks
-
-
-def test_a_plan_of_an_older_save_is_refused(tmp_path):
-    """
-    Torch's cached plans name the files of the save they were made for: the save fails, and the model there stays.
-    """
-    planner = theirs.DefaultSavePlanner(enable_plan_caching=True)
-    state = {"w": numbered(5)}
-    for turn in range(2):
-        writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path))
-        given = {"w": state["w"] + turn}
-        if turn == 0:
-            quietly(state_dict_saver.save, given, storage_writer=writer, planner=planner, no_dist=True)
-        else:
-            with pytest.raises(CheckpointException, match="made for this save"):
-                quietly(state_dict_saver.save, given, storage_writer=writer, planner=planner, no_dist=True)
-    assert same(load("ours", {"w": torch.zeros(5)}, tmp_path, no_dist=True), state) == []

@@ -16,6 +16,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import deprecated
@@ -153,12 +154,19 @@ def _run(
 
         ranks.all_gather("write", alone)
         return mine[0]
-    plan = ranks.reduce_scatter("plan", local_step, global_step)
+
+    def decide(plans: list[SavePlan]) -> list[tuple[SavePlan, float]]:
+        decided = global_step(plans)
+        alone_s = call.alone_s()
+        return [(plan, alone_s) for plan in decided]
+
+    plan, alone_s = ranks.reduce_scatter("plan", local_step, decide)
     try:
-        return ranks.all_reduce("write", lambda: write_data(plan), finish_checkpoint)
+        return ranks.patient(alone_s).all_reduce("write", lambda: write_data(plan), finish_checkpoint)
     except CheckpointException as failed:
-        # The coordinator ends a save only where no rank failed. Where it failed itself, that may have been after it.
-        if ranks.coordinator_rank not in failed.failures and isinstance(storage_writer, _FileSystemWriter):
+        # The coordinator ends a save only where no rank failed. Where it failed itself, only it knows if that was before.
+        unfinished = ranks.coordinator_rank not in failed.failures or (ranks.is_coordinator and not call.finishing)
+        if unfinished and isinstance(storage_writer, _FileSystemWriter):
             storage_writer._discard_written()
         raise
 
@@ -176,6 +184,8 @@ class _Save:
         self._to_writer = translator(planner, storage_writer)
         self._to_planner = translator(storage_writer, planner)
         self._metadata: Any = None
+        self.finishing = False
+        """Whether the coordinator has begun to make the checkpoint complete."""
 
     def plan(self, state_dict: STATE_DICT_TYPE) -> SavePlan:
         """Return this rank's plan."""
@@ -201,15 +211,25 @@ class _Save:
         decided, self._metadata = self._planner.create_global_plan(self._to_planner(plans))
         return self._writer.prepare_global_plan(self._to_writer(list(decided)))
 
+    def alone_s(self) -> float:
+        """Return how long the coordinator may be at work when the other ranks are done."""
+        if not isinstance(self._writer, _FileSystemWriter) or self._metadata is None:
+            return 0.0
+        return self._writer._alone_s(self._metadata)
+
     def write(self, plan: SavePlan) -> list[WriteResult]:
         """Carry out this rank's plan."""
         final = self._to_writer(self._planner.finish_plan(self._to_planner(plan)))
+        if not plan.usable and plan.storage_data is not None:
+            # A plan that the planner kept of an earlier save; what the writer decided for this one came with the word.
+            final = replace(final, storage_data=plan.storage_data)
         writes = self._writer.write_data(final, self._planner)
         writes.wait()
         return writes.value()
 
     def finish(self, results: list[list[WriteResult]]) -> Metadata:
         """Make the checkpoint complete, and return what is in it."""
+        self.finishing = True
         if self._metadata is None:
             raise BrokenProtocol("create_global_plan gave no metadata", hint="return the plans and the metadata")
         # In the writer's classes, index by index: it may pickle them.

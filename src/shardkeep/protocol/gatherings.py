@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from traceback import StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -67,6 +69,12 @@ class _DistWrapper:
     def get_world_size(self) -> int:
         """Return how many ranks there are."""
         return self._world.size
+
+    def patient(self, alone_s: float) -> _DistWrapper:
+        """Return the same ranks, who wait so much longer for the coordinator, which has work that they do not have."""
+        ranks = copy(self)
+        ranks._world = replace(self._world, alone_s=alone_s)
+        return ranks
 
     # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ def _led_by(coordinator: int, world: World) -> World:
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
 
     place = (world.rank - coordinator) % world.size
-    return World(place, world.size, PrefixStore(f"checkpoint/{coordinator}", world.store), world.timeout_s)
+    return replace(world, rank=place, store=PrefixStore(f"checkpoint/{coordinator}", world.store))
 
 
 def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = None) -> set[str]:

@@ -235,7 +235,7 @@ class Meeting:
     def _exchange(self, word: Word) -> Reply:
         body = encode(word)
         mine, answer = self._key("in", self._world.rank), self._key("out", self._world.rank)
-        patience_s = 2 * self._world.timeout_s
+        patience_s = 2 * self._world.timeout_s + self._world.alone_s
         self._visit(lambda mailbox: mailbox.put(mine, body))
         self._step += 1
 

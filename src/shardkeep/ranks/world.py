@@ -31,6 +31,8 @@ class World:
     """Where the ranks leave messages for each other; its keys belong to this world alone. None for a single rank."""
     timeout_s: float = 0.0
     """How long rank 0 waits for the others once its own part is done; they wait twice as long for it."""
+    alone_s: float = 0.0
+    """How much longer than that they wait for it, where it has work that they do not have."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -13,13 +13,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
-from shardkeep.ranks.world import World, current_world
+from shardkeep.ranks.world import current_world
 from shardkeep.storages.consolidate_windows import OutputFile, output_file, write_whole
 from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, _gen_file_name
 from shardkeep.storages.safetensors_catalog import Catalog, catalog_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("shardkeep")
 
-_SLOWEST_BYTES_PER_S = 50 << 20
+SLOWEST_BYTES_PER_S = 50 << 20
 """A rank that writes this fast is waited for, however much it has to write."""
 
 
@@ -139,7 +139,7 @@ def consolidate_safetensors_files_on_every_rank(
         _publish(job, save_id)
         return [b""] * world.size
 
-    patient = World(world.rank, world.size, world.store, world.timeout_s + job.total_nbytes / _SLOWEST_BYTES_PER_S)
+    patient = replace(world, timeout_s=world.timeout_s + job.total_nbytes / SLOWEST_BYTES_PER_S)
     try:
         with meet(patient, "consolidate safetensors files") as meeting:
             meeting.agree("write", write, complete)

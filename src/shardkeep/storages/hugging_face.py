@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.futures import Future
 
+from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
-from shardkeep.protocol.metadata import Metadata
+from shardkeep.protocol.metadata import Metadata, is_tensor_entry
 from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.plans import SavePlan, WriteItem
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.storage import WriteResult
 from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
 from shardkeep.run.workers import window_for
-from shardkeep.storages.consolidate import consolidate_files
+from shardkeep.storages.consolidate import SLOWEST_BYTES_PER_S, consolidate_files
 from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter
 from shardkeep.storages.hugging_face_files import (
     Numbers,
@@ -33,8 +36,18 @@ from shardkeep.storages.hugging_face_files import (
     split,
 )
 from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
+from shardkeep.storages.hugging_face_reader import check_local
 from shardkeep.storages.safetensors_catalog import read_weight_map
-from shardkeep.storages.safetensors_publish import Folder, made_by_writer, prepare, publish, temporary
+from shardkeep.storages.safetensors_files import read_header
+from shardkeep.storages.safetensors_publish import (
+    Folder,
+    discard,
+    look,
+    made_by_writer,
+    prepare,
+    publish,
+    temporary,
+)
 from shardkeep.storages.safetensors_writes import no_tensor, write_files
 from shardkeep.store.local import LocalStore
 
@@ -76,6 +89,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.enable_consolidation: bool = enable_consolidation
         self.consolidated_output_path: str | None = None
         self.thread_count_consolidation = thread_count_consolidation
+        self._new_save: str | None = None
         self._point_to(self.path)
 
     def _point_to(self, path: str | os.PathLike[str]) -> None:
@@ -93,6 +107,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._new_save = None
         if not self.use_collectives and self.rank:
             raise BrokenProtocol(
                 "a Hugging Face model is one for all ranks, and cannot be saved by each rank on its own",
@@ -107,6 +122,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             UnsupportedLeaf: (a TypeError) it has something else; names it.
 
         """
+        check_local(self)
         for item in plan.items:
             if item.tensor_data is None:
                 raise no_tensor(item)
@@ -121,12 +137,16 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             if mapping is not None and self.enable_consolidation and all(plan.usable for plan in plans):
                 check_complete(plans, mapping)
         else:
-            numbered = number_whole(plans, mapping)
+            numbered = number_whole(plans, mapping, self._split_by_storage_plan)
         # Unknown where a rank only sent word that its plan has not changed.
         count = None
         if all(plan.usable for plan in plans):
-            count = sum(len(files_of(plan.items, numbers)) for plan, numbers in zip(plans, numbered, strict=True))
-        self._check_place(prepare(str(self.path)))
+            count = sum(
+                len(files_of(plan.items, numbers, self._split_by_storage_plan))
+                for plan, numbers in zip(plans, numbered, strict=True)
+                if plan.items
+            )
+        self._check_place(prepare(str(self.path)), {item.index.fqn for plan in plans for item in plan.items})
         new_plans = []
         for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
             storage_data: dict[str, Any] = {}
@@ -138,20 +158,32 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
 
-    def _check_place(self, folder: Folder) -> None:
-        """Refuse to put shards beside a model that they do not replace, which an index file says is the one to read."""
-        if not self.save_distributed or folder.index is None:
+    def _check_place(self, folder: Folder, keys: set[str]) -> None:
+        """Refuse to put shards beside a model that they do not replace: readers take it for the one, or for both."""
+        if not self.save_distributed:
             return
-        for name in dict.fromkeys(read_weight_map(folder.index).values()):
-            if name in folder.files and not made_by_writer(folder.files[name], name):
+        named = set() if folder.index is None else set(read_weight_map(folder.index).values())
+        for name, path in folder.files.items():
+            if made_by_writer(path, name):
+                continue
+            if name in named:
                 raise CheckpointThere(
                     f"{folder.path}: holds a model ({name}, …) with an index file; shards beside it would never be read",
                     hint="save to another directory, or delete the model",
                     file=name,
                 )
+            if twice := sorted(keys.intersection(_keys_in(path))):
+                raise CheckpointThere(
+                    f"{folder.path}: {name}, which no save made, holds {len(twice)} of the tensors to save: {twice[:4]}; "
+                    "with shards beside it they would be there twice",
+                    hint="save to another directory, or delete the file",
+                    file=name,
+                    key=twice[0],
+                )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
+        check_local(self)
         results: list[WriteResult] = []
         if plan.items:
             results = self._write(plan, planner)
@@ -168,7 +200,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
             decided = {"save_id": self.save_id, "files": None, "numbers": numbers}
         save_id, numbers = decided["save_id"], decided["numbers"]
-        files = files_of(plan.items, numbers)
+        self._new_save = save_id
+        files = files_of(plan.items, numbers, self._split_by_storage_plan)
         options = Options()
         threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
         sizes = write_files(
@@ -190,19 +223,37 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             for item in file.items
         ]
 
+    def _alone_s(self, metadata: Metadata) -> float:
+        if self.save_distributed and not self.enable_consolidation:
+            return 0.0
+        # All of it is written, or written once more, by one rank.
+        tensors: list[Any] = [entry for entry in metadata.state_dict_metadata.values() if is_tensor_entry(entry)]
+        total = sum(torch.Size(entry.size).numel() * entry.properties.dtype.itemsize for entry in tensors)
+        return float(total / SLOWEST_BYTES_PER_S)
+
+    def _discard_written(self) -> None:
+        """Remove what all ranks wrote last, unless it is being published; for a save that will not be."""
+        if self._new_save is not None:
+            discard(str(self.path), self._new_save)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""
         written = [result for each in results for result in each]
-        names = list(dict.fromkeys(result.storage_data.relative_path for result in written))
         path = str(self.path)
-        if not self.save_distributed:
+        weights, total = None, 0
+        if not self.save_distributed:  # otherwise tensors are in several files, and no index can say where each one is
             weights = {result.index.fqn: result.storage_data.relative_path for result in written}
             total = sum(result.storage_data.length for result in written)
+        names = list(dict.fromkeys(result.storage_data.relative_path for result in written))
+        try:
+            # Again, as plans that were not sent for this save named no keys.
+            self._check_place(look(path), {result.index.fqn for result in written})
             publish(path, self.save_id, names, weights=weights, total_nbytes=total, replaces_saves=True)
-            return
-        # Tensors are in several files: there is no index that could say where each one is.
-        publish(path, self.save_id, names, weights=None, replaces_saves=True)
-        if self.enable_consolidation and self.consolidated_output_path is not None and names:
+        except Exception:
+            with suppress(CheckpointError):
+                discard(path, self.save_id)
+            raise
+        if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and names:
             consolidate_files(
                 [os.path.join(path, name) for name in names],
                 self.consolidated_output_path,
@@ -219,6 +270,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def metadata_path(self) -> str:
         """The name of the index file."""
         return _metadata_fn
+
+
+def _keys_in(path: str) -> Iterable[str]:
+    try:
+        return read_header(path).tensors
+    except CheckpointError:
+        return ()  # readers will name it
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardkeep.errors import InvalidShards
 from shardkeep.protocol.plans import SavePlan, WriteItem
@@ -58,10 +59,14 @@ def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict
     return found
 
 
-def files_of(items: Sequence[WriteItem], numbers: Numbers) -> list[FileToWrite]:
+Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
+"""Gives the items of each file, as `split` does; a writer that extends ours may have another."""
+
+
+def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) -> list[FileToWrite]:
     """Return the files that a rank writes."""
     files = []
-    for number, group in split(numbers.mapping, items).items():
+    for number, group in by(numbers.mapping, list(items)).items():
         layers = _layers(group)
         if len(layers) > 1 and not numbers.ranks:
             raise InvalidShards(
@@ -95,7 +100,7 @@ def number_shards(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) 
     return [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
 
 
-def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
+def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split = split) -> list[Numbers]:
     """
     Number the files of a save of whole tensors, of which mostly rank 0 has all.
 
@@ -115,7 +120,7 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -
                     key=item.index.fqn,
                 )
     last = _last(mapping)
-    wanted = [_numbers_of(plan, mapping) for plan in plans]
+    wanted = [_numbers_of(plan, mapping, by) for plan in plans]
     if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
         return [Numbers(mapping, last) for _ in plans]
     pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
@@ -127,11 +132,11 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -
     ]
 
 
-def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None) -> list[int]:
+def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None, by: Split) -> list[int]:
     """Return the files that a rank may write to: all, where it only sent word that its plan has not changed."""
     if not plan.usable:
         return sorted(set(mapping.values())) if mapping is not None else [1]
-    return sorted(split(mapping, plan.items)) if plan.items else []
+    return sorted(by(mapping, plan.items)) if plan.items else []
 
 
 def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:

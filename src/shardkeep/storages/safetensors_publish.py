@@ -133,12 +133,24 @@ def prepare(path: str) -> Folder:
     note = _read_note(path)
     if note is not None:
         _carry_out(path, note)
+    _clear(path)
+    return look(path)
+
+
+def discard(path: str, save_id: str) -> None:
+    """Remove the files of a save that nobody will publish; those of one that a note says is there stay."""
+    note = _read_note(path)
+    if note is None or note["save_id"] != save_id:
+        _clear(path, save_id)
+
+
+def _clear(path: str, save_id: str | None = None) -> None:
+    """Remove what has a temporary name, of one save or of any."""
     with storage_errors("cannot clear", path):
         for name in os.listdir(path):
-            if _TEMPORARY.fullmatch(name):
+            if _TEMPORARY.fullmatch(name) and (save_id is None or name.endswith(temporary("", save_id))):
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(path, name))
-    return look(path)
 
 
 def _carry_out(path: str, note: Mapping[str, Any]) -> None:
