@@ -13,9 +13,10 @@ import pickle
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.compat.async_thread import _AsyncCheckpointExecutor, once_staged, place_of
+from shardkeep.compat.async_thread import _AsyncCheckpointExecutor, once_staged
 from shardkeep.compat.call_log import logged
 from shardkeep.compat.calls import _stateful_to_state_dict
+from shardkeep.compat.in_use import place_of
 from shardkeep.compat.lanes import Lane, fail_together, is_alone, lane_of, ranks_in_lane
 from shardkeep.compat.saver_handle import RemoteSave, SaverDied, SaverProcess
 from shardkeep.compat.saver_process import Order, Place
@@ -27,6 +28,7 @@ from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.storage import StorageWriter
 from shardkeep.stage.leaves import open_tensor
 from shardkeep.stage.snapshot import tensors_in
+from shardkeep.stage.stagers import StateDictStager
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,12 +58,17 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         lane = lane_of(process_group, no_dist=no_dist)
         world = _place_in_world(no_dist=no_dist)
         timeout_s = Options().timeout_s
+        with contextlib.suppress(SaverDied):  # said by the save
+            _start_saver(lane, world)
+        box = [staging_future_or_state_dict]
+        del staging_future_or_state_dict
 
         def work() -> Metadata:
             try:
                 saver = _saver_of(lane, world, timeout_s)
                 order = Order(
-                    state=_in_shared_memory(lane, _stateful_to_state_dict(once_staged(staging_future_or_state_dict))),
+                    # Taken out of its box: one copy of the state is enough.
+                    state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
                     checkpoint_id=checkpoint_id,
                     storage_writer=storage_writer,
                     planner=planner,
@@ -69,7 +76,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
                     is_coordinator=ranks.is_coordinator,
                     use_collectives=use_collectives,
                 )
-            except Exception as error:  # noqa: BLE001 - raised on all ranks
+            except BaseException as error:  # noqa: BLE001 - raised on all ranks
                 fail_together(ranks, error, use_collectives=use_collectives)
             remote = RemoteSave(saver, order)
             try:
@@ -80,7 +87,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return lane.submit(call, place_of(checkpoint_id, storage_writer))
+        return lane.submit(call, place_of(checkpoint_id, storage_writer), storage_writer, planner)
 
 
 def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: bool) -> Metadata:
@@ -107,14 +114,29 @@ def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: b
     return metadata
 
 
+def _start_saver(lane: Lane, world: Place | None) -> None:
+    """
+    Start the lane's process if it has none, or a dead one.
+
+    On the thread of the caller: once the main script has ended, which is before the last save has, Python no longer
+    knows where the script is, and a process that is started then has none of its classes.
+    """
+    with lane.starting:
+        # A dead one is left to the lane's thread, which may be about to hear of it.
+        if lane.saver is None or not lane.saver.alive():
+            lane.saver = SaverProcess(world)
+
+
 def _saver_of(lane: Lane, world: Place | None, timeout_s: float) -> SaverProcess:
-    """Return the lane's process, a new one if there is none, or it is dead, or this rank has become another."""
-    if lane.saver is not None and (not lane.saver.alive() or lane.saver.world != world):
+    """Return the lane's process, ready; a new one if there is none, or it is dead, or this rank has become another."""
+    if lane.saver is not None and lane.saver.world != world:
         lane.saver.close()
-        lane.saver = None
-    if lane.saver is None:
-        lane.saver = SaverProcess(world, timeout_s=timeout_s)
-    return lane.saver
+    _start_saver(lane, world)
+    saver = lane.saver
+    if saver is None:
+        raise SaverDied("the process that saves is gone")
+    saver.wait_until_ready(timeout_s)
+    return saver
 
 
 def _place_in_world(*, no_dist: bool) -> Place | None:
@@ -125,10 +147,11 @@ def _place_in_world(*, no_dist: bool) -> Place | None:
     return Place(dist.get_rank(), dist.get_world_size())
 
 
-def _in_shared_memory(lane: Lane, state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+def _in_shared_memory(state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     """Return a state whose tensors another process can map: itself, or a copy in a few large pieces."""
     parts: list[Any] = [part for tensor in tensors_in(state) for part in open_tensor(tensor).parts]
-    if all(part.is_shared() for part in parts):
+    # Those without elements have no memory; those on an accelerator are said to be shared.
+    if all(part.is_shared() and part.device.type == "cpu" for part in parts if part.numel()):
         return state
-    shared: STATE_DICT_TYPE = lane.shared_memory.stage(state)
+    shared: STATE_DICT_TYPE = StateDictStager(share_memory=True).stage(state)
     return shared

@@ -22,6 +22,7 @@ from shardkeep.compat.save_driver import _logged_states
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata
 from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.storage import StorageWriter
+from shardkeep.stage.blocking import BlockingAsyncStager
 from shardkeep.stage.stagers import AsyncStager, DefaultStager, StagingOptions
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def async_save(
         be changed when this returns, or when `staging_completion` is done.
 
     Raises:
-        EarlierSaveFailed: An earlier save of the group failed, and nobody asked for its result.
+        EarlierSaveFailed: An earlier save of the group failed, and nobody on this rank asked for its result. This save
+            has been begun all the same: what would have been returned is the exception's `response`.
         Exception: What the stager raised. The save fails on the other ranks too.
 
     """
@@ -106,9 +108,9 @@ def async_save(
     stager, own = _choose(async_stager, storage_writer, in_process=in_process)
 
     def stage() -> Staged:
-        lane_of(process_group, no_dist=no_dist).raise_unasked()
         return logged(stager.stage, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
 
+    earlier = lane_of(process_group, no_dist=no_dist).take_unasked()
     try:
         response = _stage_and_begin(stage, begin, stager)
     except BaseException:
@@ -119,6 +121,10 @@ def async_save(
         closing = own
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         upload.add_done_callback(lambda _: closing.close())
+    if earlier is not None:
+        # Not before: the other ranks, who may not know of that failure yet, make this save and need its part of it.
+        earlier.response = response
+        raise earlier
     return response
 
 
@@ -127,6 +133,8 @@ def _choose(given: AsyncStager | None, writer: object, *, in_process: bool) -> t
     if given is not None:
         return given, None
     if isinstance(writer, AsyncStager):
+        if isinstance(writer, BlockingAsyncStager):
+            writer._share_memory = in_process  # so that its copy needs not be copied again for the other process
         return writer, None
     own = DefaultStager(StagingOptions(False, in_process, False, False))
     return own, own

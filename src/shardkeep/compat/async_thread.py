@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardkeep.compat.call_log import logged
 from shardkeep.compat.calls import _profile, _stateful_to_state_dict, _storage_setup
+from shardkeep.compat.in_use import place_of
 from shardkeep.compat.lanes import fail_together, lane_of, ranks_in_lane
 from shardkeep.compat.save_driver import _run
 from shardkeep.protocol.gatherings import _DistWrapper
@@ -73,7 +74,9 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return lane_of(process_group, no_dist=no_dist).submit(call, place_of(checkpoint_id, storage_writer))
+        return lane_of(process_group, no_dist=no_dist).submit(
+            call, place_of(checkpoint_id, storage_writer), storage_writer, planner
+        )
 
 
 def save_wrapper(
@@ -110,7 +113,7 @@ def _save_staged(
         try:
             state = _stateful_to_state_dict(once_staged(staged))
             writer = _storage_setup(storage_writer, checkpoint_id)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
             fail_together(ranks, error, use_collectives=use_collectives)
         return _run(ranks, lambda: state, writer, planner, use_collectives)
 
@@ -118,9 +121,3 @@ def _save_staged(
 def once_staged(staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]) -> STATE_DICT_TYPE:
     """Return the staged state, when it is there; raises what staging raised."""
     return staged.result() if isinstance(staged, Future) else staged
-
-
-def place_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> str:
-    """Say where a save goes, for messages."""
-    place = checkpoint_id if checkpoint_id is not None else getattr(storage_writer, "checkpoint_id", None)
-    return f"{os.fspath(place)!r}" if isinstance(place, (str, os.PathLike)) else type(storage_writer).__qualname__

@@ -4,24 +4,27 @@ Lanes: where saves go on after the call that began them has returned.
 Saves of one group of ranks run one after the other on one thread, in the order of the calls, which is the same on all
 ranks. They meet under keys of their own in the group's store, so that whatever the training thread does meanwhile,
 collectives and other saves included, is never mixed up with them. A failure that nobody asks for is logged, and raised
-by the next asynchronous save.
+by the next asynchronous save of the rank, which is made all the same: other ranks may not know of the failure yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from shardkeep.compat.in_use import Turn, stand_in_line
 from shardkeep.errors import CheckpointError
+from shardkeep.protocol.failures import CheckpointException
 from shardkeep.protocol.gatherings import _DistWrapper
-from shardkeep.stage.stagers import StateDictStager
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,16 +36,24 @@ T = TypeVar("T")
 
 
 class EarlierSaveFailed(CheckpointError, RuntimeError):
-    """An asynchronous save failed, and nobody had asked for its result by the time of the next one."""
+    """
+    An asynchronous save failed, and nobody had asked for its result by the time of the next one.
+
+    The next one has been begun: it must not be begun again on this rank alone.
+    """
+
+    response: Any = None
+    """What the call would have returned."""
 
 
 class SaveFuture(Future[T]):
     """The result of a save; remembers whether anybody has asked for it. A save that was begun cannot be cancelled."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, failed: list[SaveFuture[Any]]) -> None:
         super().__init__()
         self.what = what
-        self.asked = False
+        self._failed = failed
+        """Those that nobody has asked for."""
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> T:
@@ -50,13 +61,18 @@ class SaveFuture(Future[T]):
         try:
             return super().result(timeout)
         finally:
-            self.asked = self.asked or self.done()
+            self._note()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return what went wrong."""
         error = super().exception(timeout)
-        self.asked = True
+        self._note()
         return error
+
+    def _note(self) -> None:
+        if self.done():
+            with contextlib.suppress(ValueError):  # not among them, or no more
+                self._failed.remove(self)
 
 
 class Lane:
@@ -66,39 +82,65 @@ class Lane:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
         # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
         threading._register_atexit(self._thread.shutdown)  # type: ignore[attr-defined]  # there is no public way
+        self._number: int | None = None
+        self._order = threading.Lock()
         self._failed: list[SaveFuture[Any]] = []
         self.saver: SaverProcess | None = None
         """The process that writes, once there is one; used by this lane's thread alone."""
-        self.shared_memory = StateDictStager(share_memory=True)
-        """Where states lie that this process reads."""
+        self.starting = threading.Lock()
+        """Held by whoever starts that process."""
 
-    def submit(self, work: Callable[[], T], what: str) -> SaveFuture[T]:
-        """Run a save after those before it."""
-        future: SaveFuture[T] = SaveFuture(what)
-        self._thread.submit(self._carry_out, [work], future)
+    def submit(self, work: Callable[[], T], what: str, *uses: object) -> SaveFuture[T]:
+        """Run a save after those before it, of this lane and of those that use the same objects."""
+        future: SaveFuture[T] = SaveFuture(what, self._failed)
+        with self._order:  # the same in all lines
+            turn = stand_in_line(*uses, what=what, thread=lambda: self._number)
+            try:
+                self._thread.submit(self._carry_out, [work], turn, future)
+            except BaseException:  # no more at this time of the interpreter's life
+                turn.give_up()
+                raise
         return future
 
-    def raise_unasked(self) -> None:
-        """Raise the failure of an earlier save that nobody has asked for."""
-        failed, self._failed = [each for each in self._failed if not each.asked], []
-        if failed:
-            error = failed[0].exception()
-            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            raise EarlierSaveFailed(
-                f"an earlier asynchronous save, to {failed[0].what}, failed{more}: {_text(error)}",
-                hint="ask each future for its result before the next save",
-            ) from error
+    def take_unasked(self) -> EarlierSaveFailed | None:
+        """Return the failure of an earlier save that nobody has asked for, once."""
+        failed = [each for each in self._failed if each.done()]
+        if not failed:
+            return None
+        errors = [each.exception() for each in failed]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        earlier = EarlierSaveFailed(
+            f"an earlier asynchronous save, to {failed[0].what}, failed{more}: {_text(errors[0])}",
+            hint="ask each future for its result before the next save; this save has been begun, and goes on",
+        )
+        earlier.__cause__ = errors[0]
+        return earlier
 
-    def _carry_out(self, box: list[Callable[[], T]], future: SaveFuture[T]) -> None:
+    def _carry_out(self, box: list[Callable[[], T]], turn: Turn, future: SaveFuture[T]) -> None:
+        self._number = threading.get_ident()
         try:
-            # Taken out of its box: nothing here may hold the state when the future is done.
-            result = box.pop()()
+            with turn.taken():
+                # Taken out of its box: nothing here may hold the state when the future is done.
+                result = box.pop()()
         except BaseException as error:  # read by whoever asks, or raised by the next save
             log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
+            _let_go(error)
             self._failed.append(future)
             future.set_exception(error)
         else:
             future.set_result(result)
+
+
+def _let_go(error: BaseException | None, seen: set[int] | None = None) -> None:
+    """Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept."""
+    seen = set() if seen is None else seen
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    for each in (error.__cause__, error.__context__, *inner):
+        _let_go(each, seen)
 
 
 def _text(error: BaseException | None) -> str:
@@ -129,7 +171,7 @@ def ranks_in_lane(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
     return ranks
 
 
-def fail_together(ranks: _DistWrapper, error: Exception, *, use_collectives: bool) -> NoReturn:
+def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives: bool) -> NoReturn:
     """Raise what kept this rank from beginning, on all ranks: the others are in their first step."""
     if ranks.get_world_size() > 1:
 

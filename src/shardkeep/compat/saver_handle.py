@@ -9,6 +9,7 @@ import pickle
 import signal
 from typing import Any, Final
 
+from shardkeep.compat.parcels import Parcel
 from shardkeep.compat.saver_process import Answer, Order, Place, serve
 from shardkeep.errors import CheckpointError
 from shardkeep.protocol.problems import BrokenProtocol
@@ -28,24 +29,24 @@ class FromSaver(CheckpointError):
 
 
 class SaverProcess:
-    """A process that saves, spawned with a copy of nothing. Used by one thread at a time."""
+    """A process that saves, spawned with a copy of nothing. Started on any thread, then used by one at a time."""
 
-    def __init__(self, world: Place | None, *, timeout_s: float) -> None:
+    def __init__(self, world: Place | None) -> None:
         """
-        Start the process and wait until it can work.
+        Start the process.
 
         Args:
             world: Which rank it is; None where there are no others.
-            timeout_s: How long it may take to start.
 
         Raises:
-            SaverDied: it did not start.
+            SaverDied: it could not be started.
 
         """
         # torch's, whose pipes carry tensors as handles to shared memory
         import torch.multiprocessing  # noqa: PLC0415 - most saves need none of this
 
         self.world = world
+        self._ready = False
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, world), daemon=True, name="shardkeep-saver")
@@ -58,7 +59,18 @@ class SaverProcess:
             ) from error
         finally:
             theirs.close()  # so that the pipe ends with the process
-        self._answer("start", timeout_s)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """
+        Wait until the process can work.
+
+        Raises:
+            SaverDied: it ended, or took too long.
+
+        """
+        if not self._ready:
+            self._answer("start", timeout_s)
+            self._ready = True
 
     @property
     def pid(self) -> int | None:
@@ -66,8 +78,8 @@ class SaverProcess:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Say whether the process is there."""
-        return self._process.is_alive()
+        """Say whether the process is there; may be asked by any thread."""
+        return not multiprocessing.connection.wait([self._process.sentinel], 0)
 
     def ask(self, step: str, argument: Any = None) -> Any:
         """
@@ -79,12 +91,14 @@ class SaverProcess:
 
         """
         try:
-            self._pipe.send((step, argument))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            parcel = Parcel((step, argument))
+        except Exception as error:
             raise BrokenProtocol(
                 f"a save cannot be sent to the process that saves: {error}",
                 hint="the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD",
             ) from error
+        try:
+            parcel.send(self._pipe)
         except OSError as error:
             raise self._died(step) from error
         return self._answer(step, None)
@@ -105,7 +119,7 @@ class SaverProcess:
         try:
             if not self._pipe.poll():
                 raise self._died(step)
-            answer: Answer = self._pipe.recv()
+            answer: Answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._died(step) from error
         if answer.error is not None:
@@ -114,6 +128,9 @@ class SaverProcess:
 
     def _died(self, step: str) -> SaverDied:
         self._process.join(5)
+        if self._process.is_alive():
+            self._process.terminate()  # half a message is no way to go on
+            self._process.join(5)
         code = self._process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
         return SaverDied(

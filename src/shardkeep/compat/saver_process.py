@@ -11,10 +11,12 @@ import gc
 import pickle
 import signal
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.compat.calls import _storage_setup
+from shardkeep.compat.parcels import receive
 from shardkeep.compat.save_driver import _Save
 from shardkeep.protocol.failures import _wrap_exception, portable
 from shardkeep.protocol.save_planner import DefaultSavePlanner
@@ -61,19 +63,22 @@ def serve(pipe: Connection, world: Place | None) -> None:
     try:
         if world is not None:
             _take_place(world)
-        pipe.send(Answer())
+        _answer(pipe, Answer())
         while True:
-            pipe.send(_tried(pipe, served))
+            _answer(pipe, _tried(receive(pipe), served))
     except (EOFError, OSError):  # the training process is gone
         return
 
 
-def _tried(pipe: Connection, served: _Served) -> Answer:
+def _answer(pipe: Connection, answer: Answer) -> None:
+    pipe.send_bytes(pickle.dumps(answer))
+
+
+def _tried(unpack: Callable[[], Any], served: _Served) -> Answer:
+    """Carry out a step. Whatever it raises is an answer, a connection that broke in it too."""
     try:
-        step, argument = pipe.recv()
+        step, argument = unpack()
         return Answer(getattr(served, step)(argument))
-    except (EOFError, ConnectionError):
-        raise
     except BaseException as error:  # noqa: BLE001 - raised in the training process
         trace = traceback.format_exc()
         return Answer(error=portable(_wrap_exception(error))[0], trace=trace)

@@ -18,6 +18,8 @@ class BlockingAsyncStager(AsyncStager):
     """
 
     _synchronize_after_execute: bool = False
+    _share_memory: bool = False
+    """Whether another process is to read the copy; set by whoever begins the save."""
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         """
@@ -39,11 +41,11 @@ class BlockingAsyncStager(AsyncStager):
         if self.type_check:
             check_types(state_dict)
         if not self.cache_staged_state_dict:
-            staged: StateDict = StateDictStager().stage(state_dict)
+            staged: StateDict = StateDictStager(share_memory=self._share_memory).stage(state_dict)
             return staged
-        if self._stager is None:
-            self._stager = StateDictStager(pin_memory=torch.accelerator.is_available())
         self.state_dict_cache = None  # else its memory would look used
+        if self._stager is None or self._stager.share_memory != self._share_memory:
+            self._stager = StateDictStager(torch.accelerator.is_available(), self._share_memory)
         self.state_dict_cache = self._stager.stage(state_dict)
         return self.state_dict_cache
 
