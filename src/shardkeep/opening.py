@@ -269,11 +269,11 @@ class Checkpoint(Mapping[str, Any]):
                 yield from self._source.bad_archives(number)
                 return
         # The real size first: a plan is as long as the record says the file is.
-        open_checked(self._store, file, headers)[0].close()
+        open_checked(self._source.store, file, headers)[0].close()
         plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
         damaged: list[int] = []
         read_files(
-            self._store,
+            self._source.store,
             self.record.files,
             [plan],
             {},

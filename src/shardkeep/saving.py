@@ -26,12 +26,13 @@ from shardkeep.errors import (
     CheckpointExists,
     CheckpointNotFound,
     DamagedCheckpoint,
+    PickleRefused,
     StorageError,
     UnsupportedVersion,
 )
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import FileEntry, Record, checked_meta, checked_step
-from shardkeep.layout import leftovers, native
+from shardkeep.layout import leftovers, native, torch_files
 from shardkeep.options import Options
 from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import SavePlan, plan_save
@@ -40,6 +41,7 @@ from shardkeep.ranks.world import World, current_world
 from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
 from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
+from shardkeep.run.sources import read_record
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, entry_of, write_files
 from shardkeep.state.describe import Description, describe
@@ -317,6 +319,10 @@ class _Coordinator:
         """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
         _discard(self.store, [native.claim_name(self.save_id)])
         try:
+            # Metadata first: without them, data files of torch's layout mean nothing.
+            names = [info.name for info in self.store.list()]
+            if replaced := list(filter(torch_files.is_metadata, names)):
+                _discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
             self._sweep(leftovers.survey(self.store))
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
@@ -340,10 +346,10 @@ class _Coordinator:
     def _check_place(self) -> None:
         if not self.overwrite:
             try:
-                native.read_record(self.store)
+                read_record(self.store)
             except CheckpointNotFound:
                 pass
-            except (DamagedCheckpoint, UnsupportedVersion) as exc:
+            except (DamagedCheckpoint, UnsupportedVersion, PickleRefused) as exc:
                 raise CheckpointExists(
                     f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
                     hint=_HOW_TO_REPLACE,

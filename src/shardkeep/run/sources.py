@@ -1,19 +1,27 @@
 """
 Which layout a checkpoint has, and opening it: native, or torch's.
 
-The commit record is looked for first: a directory that has both was saved by us last, or is one that we converted.
+A save in one layout takes away what says that a checkpoint of the other exists. A directory that has both was left by a
+save that died just before that: what was written last counts.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
-from shardkeep.format.record import Record
+from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layout import native
+from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.run import torch_open
 from shardkeep.run.read import Headers, Source
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Lists, Opens, Store
+
+
+class _Looks(Opens, Lists, Protocol):
+    """What looking for commits needs of a store."""
 
 
 def read_record(store: Store) -> Record:
@@ -25,12 +33,24 @@ def read_record(store: Store) -> Record:
 
     """
     try:
-        return native.read_record(store)
+        record = native.read_record(store)
     except CheckpointNotFound as exc:
         try:
             return torch_open.read_torch_record(store)
         except BlobNotFound:
             raise exc from None
+    return torch_open.read_torch_record(store) if latest(store) == METADATA_NAME else record
+
+
+def latest(store: _Looks) -> str | None:
+    """Return the name of the later of two commits, where there is one of each layout; else None."""
+    for name in (METADATA_NAME, RECORD_NAME):
+        try:
+            store.open(name).close()
+        except BlobNotFound:
+            return None
+    when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
+    return max(when, key=lambda name: when[name], default=None)
 
 
 def open_source(store: Store, record: Record, options: Options, headers: Headers | None = None) -> Source:

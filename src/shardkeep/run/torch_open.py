@@ -35,6 +35,7 @@ from shardkeep.plan.loads import chunk_rows
 from shardkeep.plan.tiling import tiled
 from shardkeep.run.item_files import Files, Item, bad_archives, batches, check_inside, keys_in, read_raw
 from shardkeep.run.read import Reads, Source
+from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import BlobInfo
 
 FORMAT = "torch.distributed.checkpoint"
@@ -100,7 +101,7 @@ class TorchSource(Source):
 
 def read_torch_record(store: Reads) -> Record:
     """Read what there is to know of a checkpoint before it is opened; `BlobNotFound` where there is none."""
-    data = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
+    data = _as_foreign(store).get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
     metadata = decode_torch_metadata(data, where=METADATA_NAME)
     names = {place.file for place in _all_places(metadata)}
     writers = [rank for rank in map(writer_rank, names) if rank is not None]
@@ -122,6 +123,11 @@ def read_torch_record(store: Reads) -> Record:
     )
 
 
+def _as_foreign(store: Reads) -> Reads:
+    """Let files be called, and be links to, what their writer liked."""
+    return store.of_foreign_files() if isinstance(store, LocalStore) else store
+
+
 def _when(store: Reads) -> str:
     infos: Iterable[BlobInfo] = getattr(store, "list", tuple)()
     seconds = next((info.modified_s for info in infos if info.name == METADATA_NAME), 0.0)
@@ -130,6 +136,7 @@ def _when(store: Reads) -> str:
 
 def open_torch(store: Reads, record: Record, options: Options) -> TorchSource:
     """Open the checkpoint that a record is of."""
+    store = _as_foreign(store)
     data = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
     if text_of(digest(data)) != record.index.checksum:
         raise CheckpointError(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardkeep.errors import CheckpointError, WrongSize
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layout import native
 from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, SUMS_SUFFIX, Sums, is_data, is_metadata
 from shardkeep.protocol.metadata import Metadata
 from shardkeep.protocol.pickled_metadata import decode_metadata
@@ -47,22 +49,35 @@ class Commit:
         self._path = path
         self._sync = sync
 
-    def _check_written(self, sums: Mapping[str, Sums]) -> None:
-        """Insist that every data file is there, whole: another save into the same place may have removed one."""
+    def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
+        """
+        Insist that data files are whole: another save into the same place may have removed or replaced one.
+
+        Those of other ranks may be on other machines, out of sight.
+        """
         if not is_local(self._fs):
             return
         for name, each in sums.items():
             found = -1
             with storage_errors("cannot look at", os.fspath(self._path), name), suppress(FileNotFoundError):
                 found = os.stat(Path(self._path) / name).st_size
-            if found != each.nbytes:
+            if found != each.nbytes and (found >= 0 or name in own):
                 raise WrongSize(
                     f"{Path(self._path) / name}: {found if found >= 0 else 'no'} bytes where {each.nbytes} were written",
                     hint="does another job save into the same directory? nothing was committed",
                     file=name,
                 )
 
-    def publish(self, name: str, data: bytes, *, sums: Mapping[str, Sums], keep: set[str], began_s: float) -> None:
+    def publish(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        sums: Mapping[str, Sums],
+        own: Collection[str],
+        keep: set[str],
+        began_s: float,
+    ) -> None:
         """
         Put the metadata in place if all files are, then remove the files that belonged to what they replace.
 
@@ -70,13 +85,14 @@ class Commit:
             name: of the metadata.
             data: the metadata.
             sums: what is known of each data file.
+            own: the data files that this rank wrote.
             keep: the files that the metadata name.
             began_s: when the save began: files that nobody names are left alone if they are younger.
 
         """
         old = self._files_of_old(name)
         try:
-            self._check_written(sums)
+            self._check_written(sums, own)
             if is_local(self._fs):
                 LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
             else:
@@ -84,9 +100,33 @@ class Commit:
         except BaseException:
             self._take_back(name, data, keep)
             raise
-        self.remove(old - keep)
+        # By their names, whatever old metadata say: those may be somebody else's, and name anything.
+        self.remove(filter(is_data, old - keep))
+        if name == METADATA_NAME:
+            self._supersede_others()
         if is_local(self._fs):
             self.remove(self._abandoned(name, keep, began_s))
+
+    def _supersede_others(self) -> None:
+        """Take away what says that another checkpoint exists here: ranks' own metadata, and a native record."""
+        if is_local(self._fs):
+            with suppress(OSError):
+                self.remove(each for each in os.listdir(self._path) if is_metadata(each) and each != METADATA_NAME)
+        self._supersede_native()
+
+    def supersede_common(self) -> None:
+        """Take away the metadata of all ranks together, and a native record."""
+        self.remove({METADATA_NAME})
+        self._supersede_native()
+
+    def _supersede_native(self) -> None:
+        files: list[str] = []
+        if is_local(self._fs):
+            with suppress(CheckpointError):
+                record = native.read_record(LocalStore(self._path))
+                files = [record.index.name, *(file.name for file in record.files)]
+        self.remove([RECORD_NAME])  # first: without it, the files mean nothing
+        self.remove(files)
 
     def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
         """Remove the files of a save that was not committed; one that failed only after that keeps them."""
@@ -147,7 +187,7 @@ class Commit:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files that no checkpoint needs any more; what cannot be removed stays."""
-        for name in sorted(names):
+        for name in names:
             path = self._fs.concat_path(self._path, name)
             try:
                 if self._fs.exists(path):

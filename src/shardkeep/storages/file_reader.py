@@ -17,6 +17,7 @@ from torch.futures import Future
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.codec.transforms import _StorageReaderTransforms
 from shardkeep.errors import BlobNotFound
+from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, metadata_name
 from shardkeep.options import Options
 from shardkeep.protocol.file_view import _create_file_view
@@ -27,6 +28,7 @@ from shardkeep.protocol.plans import LoadPlan
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.storage import StorageReader
 from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.run.sources import latest
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
 from shardkeep.storages.native_view import NativeView, is_native
@@ -69,13 +71,15 @@ class FileSystemReader(StorageReader):
 
     def _store(self) -> LocalStore | StreamStore:
         if is_local(self.fs):
-            return LocalStore(self.path, direct=Options().direct_io, follow_links=True)
+            return LocalStore(self.path, direct=Options().direct_io, foreign=True)
         return StreamStore(self.fs, self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         name = metadata_name(kwargs.get("rank"))
         store = self._store()
         try:
+            if kwargs.get("rank") is None and isinstance(store, LocalStore) and latest(store) == RECORD_NAME:
+                raise BlobNotFound(f"{name}: a native checkpoint was saved here since", name=name)
             data = store.get(name, limit=MAX_METADATA_NBYTES)
         except BlobNotFound:
             if kwargs.get("rank") is not None or not is_native(store):

@@ -154,6 +154,10 @@ class _FileSystemWriter(StorageWriter):
         self._written = [name for _, name, _ in files.queue]
         return self._write_data(planner, files)
 
+    def _supersede_common(self) -> None:
+        """Take away the metadata of all ranks together, once each rank has put its own in their place."""
+        Commit(self.fs, self.path, sync=self.sync_files).supersede_common()
+
     def _discard_written(self) -> None:
         """Remove what this rank wrote last; for a save that failed on another rank, and was not committed."""
         Commit(self.fs, self.path, sync=False).remove(
@@ -199,6 +203,7 @@ class _FileSystemWriter(StorageWriter):
             metadata_name(rank),
             encode_metadata(metadata),
             sums=sums,
+            own=self._written,
             keep=files_of(metadata),
             began_s=self._began_s,
         )

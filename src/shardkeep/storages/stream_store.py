@@ -16,6 +16,7 @@ from typing import Any
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
+from shardkeep.store.protocol import check_below
 
 _PIECE_NBYTES = 1 << 20
 
@@ -41,9 +42,7 @@ class StreamStore:
         return data
 
     def _below(self, name: str) -> PathLike:
-        if not name or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or "\0" in name:
-            raise MalformedFile(f"{name!r} is no name of a file in {self.url}", hint="do not trust this checkpoint")
-        return self._fs.concat_path(self._path, name)
+        return self._fs.concat_path(self._path, check_below(name))
 
 
 def read_up_to(stream: Any, limit: int) -> bytes:

@@ -33,7 +33,7 @@ from shardkeep.store.files import (
     write_at,
 )
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobInfo, check_name, is_name
+from shardkeep.store.protocol import BlobInfo, check_below, check_name, is_name
 
 _REQUEST_BYTES = 4 << 20
 """One read from the disk: the bytes are still in the CPU's cache when they are copied out of a scratch buffer."""
@@ -223,7 +223,7 @@ class LocalStore:
         *,
         direct: bool = True,
         durable: bool = True,
-        follow_links: bool = False,
+        foreign: bool = False,
     ) -> None:
         """
         Point to a directory.
@@ -232,16 +232,20 @@ class LocalStore:
             path: the directory.
             direct: bypass the page cache where that is possible.
             durable: make what is written survive a loss of power before `finish` and `put` return.
-            follow_links: read through symbolic links, which may lead out of the directory.
+            foreign: read files of other programs: through symbolic links, and of any name below the directory.
 
         """
         self.url = os.fspath(path)
         self._path = os.path.abspath(self.url)
         self._direct = direct
         self._durable = durable
-        self._follow_links = follow_links
+        self._foreign = foreign
         self._scratch = ScratchPool(_SCRATCH_BYTES)
         self._cleared = False
+
+    def of_foreign_files(self) -> LocalStore:
+        """Return the same directory, to read files in it that other programs named and linked as they liked."""
+        return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r}, direct={self._direct})"
@@ -270,9 +274,9 @@ class LocalStore:
         return self._open(name, direct=self._direct)
 
     def _open(self, name: str, *, direct: bool) -> _LocalReader:
-        path = os.path.join(self._path, check_name(name))
+        path = os.path.join(self._path, check_below(name) if self._foreign else check_name(name))
         with storage_errors("cannot open", self.url, name):
-            files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._follow_links)
+            files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._foreign)
             return _LocalReader(self.url, name, files, self._scratch)
 
     def put(self, name: str, data: bytes, *, replace: bool = False) -> None:

@@ -34,6 +34,16 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_below(name: str) -> str:
+    """Return the name of a file that another program wrote, or raise `MalformedFile` if it leads out of its directory."""
+    parts = name.replace("\\", "/").split("/")
+    if not name or "\0" in name or ":" in parts[0] or ".." in parts or not parts[0]:
+        raise MalformedFile(
+            f"{name!r} is no name of a file in a checkpoint", hint="do not trust this checkpoint", name=name
+        )
+    return name
+
+
 @dataclass(frozen=True)
 class BlobInfo:
     """One entry of a listing."""

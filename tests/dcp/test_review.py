@@ -1,0 +1,215 @@
+"""What a hostile review of torch's layout found, each with the state it was found with."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+
+import shardkeep as sk
+from shardkeep import dcp
+from shardkeep.errors import CheckpointError, CheckpointExists
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is not in use"),
+    pytest.mark.filterwarnings("ignore:.*holds a checkpoint, which this save will replace"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+def loaded(folder, like):
+    state = {"w": torch.full_like(like, -1)}
+    dcp.load(state, checkpoint_id=folder)
+    return state["w"]
+
+
+@pytest.mark.parametrize("name", ["../victim", "{tmp}/victim", ".metadata", "victim-in-it"])
+def test_old_metadata_cannot_have_other_files_removed(tmp_path, name):
+    """
+    Whatever files the replaced metadata name, only data files of this layout are removed.
+    """
+    folder = tmp_path / "ck"
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=folder)
+    victims = [tmp_path / "victim", folder / "victim-in-it"]
+    for victim in victims:
+        victim.write_text("precious")
+    metadata = theirs.FileSystemReader(folder).read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = name.format(tmp=tmp_path)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
+    assert [victim.read_text() for victim in victims] == ["precious"] * 2
+    assert torch.equal(loaded(folder, torch.ones(3)), torch.ones(3))
+
+
+class Halving(dcp.DefaultSavePlanner):
+    """Stores another dtype than the metadata say."""
+
+    def transform_object(self, write_item, object):  # noqa: A002 - torch's name
+        stored = super().transform_object(write_item, object)
+        return stored.half() if isinstance(stored, torch.Tensor) else stored
+
+
+def test_an_archive_as_long_as_the_tensor_is_no_bare_tensor(tmp_path):
+    """
+    Where planned and stored dtypes differ, an archive can have the length of the planned bytes; it is still an archive.
+    """
+    for count in range(330, 420, 2):
+        dcp.save({"w": torch.arange(float(count))}, checkpoint_id=tmp_path / str(count), planner=Halving())
+        assert torch.equal(loaded(tmp_path / str(count), torch.empty(count)), torch.arange(float(count)))
+    assert torch.equal(sk.open(tmp_path / "372")["w"].tensor(), torch.arange(372.0))
+
+
+def test_the_last_save_counts_whatever_its_layout(tmp_path):
+    """
+    Native over torch's layout, torch's over native, and each rank's own over all ranks': the last one is what is read.
+    """
+    one, two, three, four = (torch.full((3,), float(n)) for n in range(4))
+    sk.save({"w": one}, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="already exists"):
+        dcp.save({"w": two}, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
+    dcp.save({"w": two}, checkpoint_id=tmp_path)
+    assert torch.equal(sk.open(tmp_path)["w"].tensor(), two)
+    assert torch.equal(loaded(tmp_path, two), two)
+    with pytest.raises(CheckpointExists):
+        sk.save({"w": three}, tmp_path)
+    sk.save({"w": three}, tmp_path, overwrite=True)
+    assert torch.equal(sk.open(tmp_path)["w"].tensor(), three)
+    assert torch.equal(loaded(tmp_path, three), three)
+    assert not list(tmp_path.glob("*.distcp*"))
+    dcp.save({"w": four}, checkpoint_id=tmp_path, use_collectives=False)
+    assert torch.equal(loaded(tmp_path, four), four)
+
+
+def test_two_commits_of_a_save_that_died(tmp_path):
+    """
+    Where both layouts have a commit, both readers take the later one.
+    """
+    sk.save({"w": torch.zeros(2)}, tmp_path / "a")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "b")
+    for each in (tmp_path / "b").iterdir():
+        each.rename(tmp_path / "a" / each.name)
+    for name, value in (("shardkeep.json", 0.0), (".metadata", 1.0)):
+        os.utime(tmp_path / "a" / name, (2_000_000_000 + value, 2_000_000_000 + value))
+        assert float(sk.open(tmp_path / "a")["w"][0]) == value
+        assert float(loaded(tmp_path / "a", torch.ones(2))[0]) == value
+
+
+@pytest.mark.parametrize("prefix", ["shards/__0_", "run=7 rank 0_"])
+def test_file_names_of_other_writers(tmp_path, prefix):
+    """
+    Files that a writer of somebody else's named in its own way are read through every door.
+    """
+
+    class Named(dcp.FileSystemWriter):
+        def prepare_global_plan(self, plans):
+            from dataclasses import replace
+
+            from shardkeep.dcp.filesystem import _StoragePrefix
+
+            (Path(self.path) / "shards").mkdir(exist_ok=True)
+            return [replace(plan, storage_data=_StoragePrefix(prefix)) for plan in plans]
+
+    dcp.save({"w": torch.arange(3.0)}, storage_writer=Named(tmp_path))
+    assert torch.equal(loaded(tmp_path, torch.empty(3)), torch.arange(3.0))
+    assert torch.equal(sk.open(tmp_path)["w"].tensor(), torch.arange(3.0))
+
+
+def test_checkpoints_of_links(tmp_path):
+    """
+    A checkpoint whose files are links to others, as in a cache, is read through both doors.
+    """
+    dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "blobs")
+    (tmp_path / "links").mkdir()
+    for each in (tmp_path / "blobs").iterdir():
+        (tmp_path / "links" / each.name).symlink_to(each)
+    assert torch.equal(loaded(tmp_path / "links", torch.empty(3)), torch.arange(3.0))
+    ck = sk.open(tmp_path / "links")
+    assert torch.equal(ck["w"].tensor(), torch.arange(3.0))
+    ck.verify()
+
+
+def save_locally(folder):
+    own = f"{folder}/{dist.get_rank()}"
+    dcp.save({f"w{dist.get_rank()}": torch.ones(3)}, checkpoint_id=own)
+    return sorted(os.listdir(own))
+
+
+def test_each_rank_on_a_disk_of_its_own(rank_pool, tmp_path):
+    """
+    Ranks that see only their own files save, as with torch; whoever collects the files has a checkpoint.
+    """
+    first, second = rank_pool.run(2, save_locally, str(tmp_path))
+    assert ".metadata" in first
+    assert "__1_0.distcp" in second
+    for each in (tmp_path / "1").iterdir():
+        each.rename(tmp_path / "0" / each.name)
+    assert sorted(sk.open(tmp_path / "0")) == ["w0", "w1"]
+
+
+def save_alone(folder):
+    dcp.save(
+        {"w": torch.full((2,), float(dist.get_rank()))},
+        storage_writer=dcp.FileSystemWriter(folder, overwrite=False),
+        use_collectives=False,
+    )
+    state = {"w": torch.zeros(2)}
+    dcp.load(state, checkpoint_id=folder)
+    return float(state["w"][0])
+
+
+def test_ranks_on_their_own_do_not_take_each_other_for_an_older_save(rank_pool, tmp_path):
+    """
+    Without collectives and without overwriting, a slower rank is not stopped by what a faster one has just saved.
+    """
+    assert rank_pool.run(3, save_alone, str(tmp_path / "ck")) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("layout", ["native", "torch"])
+def test_targets_that_are_views(tmp_path, layout):
+    """
+    A conjugated target gets the saved numbers; an expanded one, which cannot hold them, is refused.
+    """
+    saved = torch.tensor([1 + 2j, 3 - 4j])
+    save = sk.save if layout == "native" else (lambda state, where: dcp.save(state, checkpoint_id=where))
+    save({"w": saved, "e": torch.arange(3.0)}, tmp_path / "ck")
+    conjugated = {"w": torch.zeros(2, dtype=saved.dtype).conj()}
+    dcp.load(conjugated, checkpoint_id=tmp_path / "ck")
+    assert torch.equal(conjugated["w"].resolve_conj(), saved)
+    with pytest.raises(dcp.CheckpointException, match="expanded"):
+        dcp.load({"e": torch.zeros(1).expand(3)}, checkpoint_id=tmp_path / "ck")
+
+
+def test_planners_that_use_one_buffer_for_all(tmp_path):
+    """
+    A planner may give the same stream or tensor again for the next item, also by a method put on the object.
+    """
+    planner = dcp.DefaultSavePlanner()
+    buffer = torch.empty(3)
+
+    def resolve(item):
+        return buffer.copy_(planner.lookup_object(item.index))
+
+    planner.resolve_data = resolve
+    state = {name: torch.full((3,), float(n)) for n, name in enumerate("abc")}
+    dcp.save(state, checkpoint_id=tmp_path, planner=planner)
+    into = {name: torch.empty(3) for name in state}
+    dcp.load(into, checkpoint_id=tmp_path)
+    assert all(torch.equal(into[name], state[name]) for name in state)
+
+
+def test_damage_to_the_seal_is_noticed(tmp_path):
+    """
+    Metadata that lost a part of their seal, or have anything else behind them, are not taken for torch's.
+    """
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()
+    for data in (whole[:-3], whole + b"\0", whole[:-30]):
+        (tmp_path / ".metadata").write_bytes(data)
+        with pytest.raises(CheckpointError):
+            sk.open(tmp_path)
+        with pytest.raises(dcp.CheckpointException):
+            loaded(tmp_path, torch.zeros(3))
