@@ -1,10 +1,12 @@
 """Asynchronous saves on a thread: what is saved, in which order, and who learns of what fails."""
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -14,15 +16,16 @@ import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint.staging import AsyncStager as TheirStager
 
 from shardkeep.compat.async_save import AsyncCheckpointerType, AsyncSaveResponse, async_save
-from shardkeep.compat.lanes import EarlierSaveFailed
+from shardkeep.compat.lanes import EarlierSaveFailed, lane_of
 from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
 from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.metadata import Metadata
 from shardkeep.dcp.staging import AsyncStager, DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
-from shardkeep.dcp.state_dict_saver import save
+from shardkeep.dcp.state_dict_saver import save, save_state_dict
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
 
@@ -169,6 +172,118 @@ def test_saves_run_one_after_the_other(tmp_path):
         assert loaded(tmp_path / str(step), w=torch.empty(9))["w"].tolist() == [float(step)] * 9
 
 
+class Halting(DefaultSavePlanner):
+    """Waits to be let on, on a thread of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+        self.began = threading.Event()
+
+    def finish_plan(self, plan):
+        if threading.current_thread() is not threading.main_thread():
+            self.began.set()
+            if not self.go.wait(30):
+                raise TimeoutError("never let on")
+        return super().finish_plan(plan)
+
+
+@pytest.mark.parametrize("shared", ["writer", "planner"])
+@pytest.mark.parametrize("sync", ["save", "save_state_dict"])
+def test_a_save_waits_for_one_that_uses_the_same_objects(tmp_path, caplog, shared, sync):
+    """
+    A synchronous save does not disturb the writer or the planner of an asynchronous one, and says what it waits for.
+    """
+    planner = Halting()
+    options = {"writer": {"storage_writer": writer_to(tmp_path / "2")}, "planner": {"planner": planner}}[shared]
+    begun = {"planner": planner, "checkpoint_id": tmp_path / "1", **options}
+    first = quietly(async_save, {"w": torch.full((9,), 1.0)}, **begun)
+    assert planner.began.wait(30)
+    threading.Timer(0.2, planner.go.set).start()
+    options.setdefault("storage_writer", writer_to(tmp_path / "2"))
+    if sync == "save":
+        quietly(save, {"w": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "2", **options)
+    else:
+        options["storage_writer"].reset = lambda place=tmp_path / "2": FileSystemWriter.reset(
+            options["storage_writer"], place
+        )
+        quietly(save_state_dict, {"w": torch.full((9,), 2.0)}, no_dist=True, **options)
+    assert first.done()
+    assert "waits for the one to" in caplog.text
+    for step in (1, 2):
+        assert loaded(tmp_path / str(step), w=torch.empty(9))["w"].tolist() == [float(step)] * 9
+
+
+class Twice(DefaultSavePlanner):
+    """Plans another save, with itself, before its own."""
+
+    def __init__(self, folder=None):
+        super().__init__()
+        self.folder = folder
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            quietly(save, {"w": numbered(2)}, checkpoint_id=folder, planner=self, no_dist=True)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_a_save_inside_a_save_does_not_wait_for_it(tmp_path):
+    """
+    One thread never waits for itself: neither inside a save, nor for one that comes later in its lane.
+    """
+    quietly(async_save, {"w": numbered(9)}, checkpoint_id=tmp_path / "a", planner=Twice(tmp_path / "e")).result(30)
+    assert torch.equal(loaded(tmp_path / "a", w=torch.empty(9))["w"], numbered(9))
+
+    slow, other = Slow(tmp_path / "b"), writer_to(tmp_path / "c")
+    first = quietly(async_save, {"w": numbered(9)}, storage_writer=slow)
+    inside = Future()
+    first.add_done_callback(
+        lambda _: inside.set_result(
+            quietly(save, {"w": numbered(3)}, storage_writer=other, checkpoint_id=tmp_path / "d")
+        )
+    )
+    last = quietly(async_save, {"w": numbered(9)}, storage_writer=other, checkpoint_id=tmp_path / "c")
+    slow.go.set()
+    assert isinstance(inside.result(30), Metadata)
+    last.result(30)
+    assert torch.equal(loaded(tmp_path / "d", w=torch.empty(3))["w"], numbered(3))
+
+
+class Planless(DefaultSavePlanner):
+    def create_local_plan(self):
+        raise OSError(28, "no space")
+
+
+@pytest.mark.parametrize("options", [{"storage_writer": Broken("nowhere")}, {"planner": Planless}])
+def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
+    """
+    Neither its exception, whose frames had it, nor the list of failures that nobody asked for keeps the copy alive.
+    """
+    monkeypatch.setattr(logging.getLogger("shardkeep"), "disabled", True)  # pytest keeps what is logged
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copies = []
+    stage = stager.stage
+
+    def remember(state_dict):
+        staged = stage(state_dict)
+        copies.append(weakref.ref(staged["w"]))
+        return staged
+
+    stager.stage = remember
+    options = {key: kind() if isinstance(kind, type) else kind for key, kind in options.items()}
+    future = quietly(async_save, {"w": numbered(9)}, checkpoint_id=tmp_path, async_stager=stager, **options)
+    del options
+    while not future.done():
+        time.sleep(0.01)
+    gc.collect()
+    assert copies[0]() is None
+    lane = lane_of(None, no_dist=True)
+    assert lane._failed == [future]
+    assert isinstance(future.exception(), CheckpointException)
+    assert lane._failed == []
+
+
 def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
     """
     It is logged when it happens and raised once; a failure that was asked for is not raised again.
@@ -182,8 +297,9 @@ def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
     with pytest.raises(EarlierSaveFailed, match="no space") as caught:
         quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "c"))
     assert isinstance(caught.value.__cause__, CheckpointException)
+    assert isinstance(caught.value.response.result(30), Metadata)
     assert "an asynchronous save, to" in caplog.text
-    quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "c")).result(30)
+    quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "d")).result(30)
 
 
 def test_memory_is_free_again_when_a_save_is_done(tmp_path):
@@ -372,19 +488,67 @@ def ignore_and_go_on(folder):
         time.sleep(0.01)
     if dist.get_rank() != 1:
         future.exception()
+    told = ""
     try:
-        async_save({"w": numbered(3)}, storage_writer=writer_to(f"{folder}/b")).result(60)
+        begun = async_save({"w": numbered(3)}, storage_writer=writer_to(f"{folder}/b"))
+    except EarlierSaveFailed as error:
+        told, begun = str(error), error.response
+    begun.result(60)
+    async_save({"w": numbered(3)}, storage_writer=writer_to(f"{folder}/c")).result(60)
+    return "no space" in told
+
+
+def test_an_old_failure_on_one_rank_costs_no_other_save(rank_pool, tmp_path):
+    """
+    The rank that raises it makes the new save all the same, as the others do, and nobody is told twice.
+    """
+    assert rank_pool.run(3, ignore_and_go_on, str(tmp_path)) == [False, True, False]
+    for name in "bc":
+        assert torch.equal(loaded(tmp_path / name, w=torch.empty(3))["w"], numbered(3))
+
+
+def never_ask(folder):
+    """Rank 0 knows of the failed save when it begins the next one; rank 1 is faster."""
+    told = 0
+    for step in range(4):
+        writer = Broken(f"{folder}/0") if step == 0 else writer_to(f"{folder}/{step}")
+        try:
+            future = async_save({"w": numbered(3)}, storage_writer=writer)
+        except EarlierSaveFailed as error:
+            told += 1
+            future = error.response
+        while not future.done() and (dist.get_rank() == 0 or step > 0):
+            time.sleep(0.01)
+    return told
+
+
+def test_one_failed_save_is_told_once_on_each_rank(rank_pool, tmp_path):
+    """
+    Whenever each rank learns of it, all later saves are made.
+    """
+    assert rank_pool.run(2, never_ask, str(tmp_path)) == [1, 1]
+    assert [(tmp_path / str(step) / ".metadata").exists() for step in range(4)] == [False, True, True, True]
+
+
+class Interrupted(AsyncStager):
+    def stage(self, state_dict):
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt("stop")
+        return dict(state_dict)
+
+
+def interrupt(folder):
+    try:
+        async_save({"w": numbered(3)}, storage_writer=writer_to(folder), async_stager=Interrupted()).result(60)
     except BaseException as error:  # noqa: BLE001 - as told to the test
-        return type(error).__name__, "no space" in str(error)
+        return type(error).__name__, "stop" in str(error)
 
 
-def test_an_old_failure_on_one_rank_keeps_nobody_waiting(rank_pool, tmp_path):
+def test_an_interrupted_stager_keeps_nobody_waiting(rank_pool, tmp_path):
     """
-    The rank that raises it tells the others, whose save fails with the same words.
+    What is no Exception fails the save on the other ranks as well.
     """
-    first, second, third = rank_pool.run(3, ignore_and_go_on, str(tmp_path))
-    assert second == ("EarlierSaveFailed", True)
-    assert first == third == ("CheckpointException", True)
+    assert rank_pool.run(2, interrupt, str(tmp_path)) == [("CheckpointException", True), ("KeyboardInterrupt", True)]
 
 
 def on_groups(folder):

@@ -62,10 +62,13 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         """Begin a save, and return the future of what was saved."""
         ranks = ranks_in_lane(process_group, no_dist=no_dist)
 
+        box = [staging_future_or_state_dict]
+        del staging_future_or_state_dict
+
         def work() -> Metadata:
             return _save_staged(
                 ranks,
-                staging_future_or_state_dict,
+                box.pop(),  # a failure that is kept must not keep the state
                 checkpoint_id=checkpoint_id,
                 storage_writer=storage_writer,
                 planner=planner,

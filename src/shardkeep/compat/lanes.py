@@ -131,16 +131,23 @@ class Lane:
             future.set_result(result)
 
 
-def _let_go(error: BaseException | None, seen: set[int] | None = None) -> None:
-    """Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept."""
+def _let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
+    """
+    Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept.
+
+    Those that a CheckpointException tells of go altogether: its text says where it was.
+    """
     seen = set() if seen is None else seen
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
     traceback.clear_frames(error.__traceback__)
     inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    said = said or bool(inner)
+    if said:
+        error.__traceback__ = None
     for each in (error.__cause__, error.__context__, *inner):
-        _let_go(each, seen)
+        _let_go(each, said=said, seen=seen)
 
 
 def _text(error: BaseException | None) -> str:
