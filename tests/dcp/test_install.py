@@ -363,3 +363,64 @@ def test_each_module_may_be_the_first(script, tmp_path):
     No order of imports leads in a circle, all that is listed is there, and none loads the one that is also a command.
     """
     assert run(script(EACH_FIRST), cwd=tmp_path) == "done\n"
+
+
+ENDS_EARLY = """
+    import sys, time, warnings
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    class Settings:
+        rate = 1
+
+    class Late(dcp.DefaultSavePlanner):
+        def create_local_plan(self):
+            time.sleep(0.5)
+            return super().create_local_plan()
+
+    if __name__ == "__main__":
+        kind = AsyncCheckpointerType(sys.argv[1])
+        state = {"w": torch.ones(3), "settings": Settings()}
+        dcp.async_save(state, checkpoint_id=sys.argv[2], planner=Late(), async_checkpointer_type=kind)
+        print(dcp.__name__, sys.modules["__main__"].Settings is Settings, __file__)
+"""
+
+
+@pytest.mark.parametrize(("how", "kind"), [("script", "thread"), ("module", "process"), ("folder", "thread")])
+def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
+    """
+    The script's classes are there until its last save has ended, for that save and for processes it has started.
+    """
+    (tmp_path / "folder").mkdir()
+    path = script(ENDS_EARLY, "folder/__main__.py" if how == "folder" else "job.py")
+    target = {"script": ["job.py"], "module": ["-m", "job"], "folder": ["folder"]}[how]
+    done = run("-m", "shardkeep.dcp", *target, kind, "saved", cwd=tmp_path, check=False)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["shardkeep.dcp", "True", path]
+    assert (tmp_path / "saved" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "as_module", "said"),
+    [
+        ("nowhere", True, "No module named nowhere"),
+        ("nothing_here", True, "cannot be run"),
+        ("nothing_here", False, "no __main__"),
+        ("absent.py", False, "absent.py"),
+    ],
+)
+def test_what_cannot_be_run_is_said(tmp_path, monkeypatch, target, as_module, said):
+    """
+    A module, a folder or a file that is not there, or has nothing to run.
+    """
+    from shardkeep.compat.main_module import run_as_main
+
+    (tmp_path / "nothing_here").mkdir()
+    (tmp_path / "nothing_here" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((ImportError, FileNotFoundError), match=said):
+        run_as_main(target, as_module=as_module)
+    assert sys.modules["__main__"].__name__ == "__main__"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from types import FunctionType, ModuleType
 
 from shardkeep.compat.displaced import keep_pickling, pickle_as_before
 from shardkeep.compat.import_hook import ROOTS, Finder, finder, loaded, our_name, root_of
+from shardkeep.compat.main_module import run_as_main
 from shardkeep.options import set_for_children, setting
 
 ASKED = "SHARDKEEP_DCP_INSTALL"
@@ -114,10 +114,7 @@ def run(argv: Sequence[str]) -> None:
     sys.argv[:] = args
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11: no folder of the script's then
         sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(args[0]))
-    if as_module:
-        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(args[0], run_name="__main__")
+    run_as_main(args[0], as_module=as_module)
 
 
 def _take_places(hook: Finder) -> None:
