@@ -30,6 +30,7 @@ from shardkeep.compat.calls import (
     takes,
     without_ranks,
 )
+from shardkeep.compat.in_use import place_of, stand_in_line
 from shardkeep.protocol.failures import CheckpointException
 from shardkeep.protocol.foreign import ours, translator
 from shardkeep.protocol.gatherings import _DistWrapper, in_step
@@ -80,7 +81,8 @@ def save(
     no_dist = without_ranks(no_dist, "saves")
 
     def call() -> Metadata:
-        with _profile():
+        turn = stand_in_line(storage_writer, planner, what=place_of(checkpoint_id, storage_writer))
+        with turn.taken(), _profile():
             writer = _storage_setup(storage_writer, checkpoint_id)
             ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
             state = in_step(ranks, lambda: _logged_states(state_dict))
@@ -113,8 +115,9 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """Save a state as it is, without asking its values for theirs; `save` is what to use."""
-    storage_writer.reset()
-    with _profile():
+    turn = stand_in_line(storage_writer, planner, what=place_of(None, storage_writer))
+    with turn.taken(), _profile():
+        storage_writer.reset()
         return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
 
 
@@ -153,6 +156,8 @@ def _run(
             mine.append(finish_checkpoint([write_data(plan)]))
 
         ranks.all_gather("write", alone)
+        if ranks.is_coordinator and isinstance(storage_writer, _FileSystemWriter):
+            storage_writer._supersede_common()
         return mine[0]
 
     def decide(plans: list[SavePlan]) -> list[tuple[SavePlan, float]]:
