@@ -90,6 +90,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.consolidated_output_path: str | None = None
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
+        self._keys_known = True
         self._point_to(self.path)
 
     def _point_to(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +141,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             numbered = number_whole(plans, mapping, self._split_by_storage_plan)
         # Unknown where a rank only sent word that its plan has not changed.
         count = None
-        if all(plan.usable for plan in plans):
+        self._keys_known = all(plan.usable for plan in plans)
+        if self._keys_known:
             count = sum(
                 len(files_of(plan.items, numbers, self._split_by_storage_plan))
                 for plan, numbers in zip(plans, numbered, strict=True)
@@ -246,8 +248,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             total = sum(result.storage_data.length for result in written)
         names = list(dict.fromkeys(result.storage_data.relative_path for result in written))
         try:
-            # Again, as plans that were not sent for this save named no keys.
-            self._check_place(look(path), {result.index.fqn for result in written})
+            if not self._keys_known:
+                self._check_place(look(path), {result.index.fqn for result in written})
             publish(path, self.save_id, names, weights=weights, total_nbytes=total, replaces_saves=True)
         except Exception:
             with suppress(CheckpointError):

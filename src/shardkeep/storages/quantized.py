@@ -178,7 +178,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         def work(task: tuple[_Strip, torch.Tensor], _: memoryview) -> bool:
             strip, into = task
             into.copy_(self._numbers(strip))
-            return True
+            return False  # no disk was waited for
 
         while group := list(itertools.islice(cut, _STRIPS_A_THREAD * threads)):
             reads: list[ChunkRead] = []
@@ -239,7 +239,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _room(self, key: str, box: Box, files: Files, reads: list[ChunkRead]) -> torch.Tensor:
         """Return a tensor for a box as it is stored, and add to the reads that fill it, from whichever files have it."""
         stored = self._catalog[key]
-        found = torch.empty(box.sizes, dtype=to_torch(stored.dtype))
+        found = torch.empty(box.sizes, dtype=to_torch(stored.dtype), device="cpu")
         for chunk in stored.chunks:
             common = intersect(chunk.box, box)
             if common is not None:
