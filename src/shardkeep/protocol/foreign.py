@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import Enum
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from shardkeep.protocol import metadata, plans, storage
@@ -51,6 +51,9 @@ _COMPLETE = _LEAVES | {"Metadata"}
 _OPAQUE = {"planner_data", "storage_data", "storage_meta", "modules"}
 """Fields whose contents belong to a planner or a storage."""
 
+_DRIVERS = {"torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.optimizer"}
+"""The modules of torch whose loads call readers."""
+
 OURS: Classes = {name: getattr(_HOMES[module], name) for module, names in _MODULES.items() for name in names}
 
 
@@ -67,12 +70,16 @@ def language_of(party: object) -> Classes:
     """
     for kind in type(party).__mro__:
         if kind.__name__ in _PARTIES and kind.__module__.startswith("torch.distributed.checkpoint."):
-            return {
-                name: getattr(_torchs_own(f"torch.distributed.checkpoint.{module}"), name)
-                for module, names in _MODULES.items()
-                for name in names
-            }
+            return _torchs_classes()
     return OURS
+
+
+def _torchs_classes() -> Classes:
+    return {
+        name: getattr(_torchs_own(f"torch.distributed.checkpoint.{module}"), name)
+        for module, names in _MODULES.items()
+        for name in names
+    }
 
 
 def _torchs_own(name: str) -> ModuleType:
@@ -92,6 +99,25 @@ def translator(source: object, target: object) -> Callable[[Any], Any]:
 def in_words_of(party: object, value: Any) -> Any:
     """Return a value, that may be of either side, in the classes that a party expects."""
     return _translated(value, language_of(party))
+
+
+def in_words_of_caller(value: metadata.Metadata) -> metadata.Metadata:
+    """
+    Return what a reader has read in the classes of the load that is under way: torch's if that is torch's own `load`.
+
+    It hands a reader's metadata to its planner as they are, which asks for torch's classes: of ours it refuses objects,
+    and does not compare the sizes of tensors. A reader is not told who calls it, so this looks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _DRIVERS:
+            made: metadata.Metadata = _translated(value, _torchs_classes())
+            return made
+        if name.startswith("shardkeep.compat."):
+            break
+        frame = frame.f_back
+    return value
 
 
 def from_ours(party: object) -> Callable[[Any], Any]:

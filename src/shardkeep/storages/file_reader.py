@@ -21,6 +21,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, metadata_name
 from shardkeep.options import Options
 from shardkeep.protocol.file_view import _create_file_view
+from shardkeep.protocol.foreign import in_words_of_caller
 from shardkeep.protocol.metadata import Metadata, StorageMeta
 from shardkeep.protocol.pickled_metadata import decode_metadata
 from shardkeep.protocol.planners import LoadPlanner
@@ -92,7 +93,7 @@ class FileSystemReader(StorageReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return in_words_of_caller(metadata)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if metadata.storage_data is None:
