@@ -17,6 +17,7 @@ from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.format.region import Box
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
+from shardkeep.protocol.foreign import in_words_of_caller
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import (
     ChunkStorageMetadata,
@@ -100,7 +101,8 @@ class HuggingFaceStorageReader(FileSystemReader):
             )
             for offsets, sizes, path in chunks:
                 places[MetadataIndex(key, offsets)] = _HFStorageInfo(path, sizes, dtype)
-        return Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+        metadata = Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+        return in_words_of_caller(metadata)
 
     def stored_chunk(self, index: MetadataIndex) -> tuple[DType, Chunk]:
         """
@@ -170,7 +172,9 @@ class HuggingFaceStorageReader(FileSystemReader):
                 targets.append(target_of(req, planner))
                 # What a tensor of another class does with its memory, only its own `copy_` knows.
                 plain = type(targets[-1]) is torch.Tensor
-                filled.append(targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype)))
+                filled.append(
+                    targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype), device="cpu")
+                )
                 nbytes = chunk.box.volume * dtype.itemsize
                 place = Place(chunk.path, chunk.start, nbytes, chunk.start, ())
                 box = Box(tuple(req.storage_offsets), tuple(req.lengths))
