@@ -1,9 +1,11 @@
 """State dicts sent from rank to rank: every kind of value, into place or anew, and no code from a peer."""
 
 import contextlib
+import copy
 import pickle
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict, defaultdict
 from datetime import timedelta
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint._pg_transport as theirs
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
+from shardkeep.compat.transport import PeerRefused
 from shardkeep.compat.transport_wire import BadLetter, decode_meta, encode_meta
 from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
 from shardkeep.dcp.staging import _ReplicationStager
@@ -157,24 +160,42 @@ def test_a_tensor_that_does_not_fit_is_refused_before_any_has_changed(rank_pool)
     assert rank_pool.run(2, misfit)[1] == 0
 
 
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
 class Thing:
     """Has no safe form."""
 
 
 def refused():
     transport = PGTransport(dist.group.WORLD, SOON, CPU)
-    if dist.get_rank() == 0:
-        for value in (Thing(), torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
+    values = (
+        Thing(),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+        Pair(numbered(2), 1),
+        [Pair(1, 2)],
+        defaultdict(list, a=numbered(2)),
+        ChainMap({"a": 1}),
+    )
+    for value in values:
+        if dist.get_rank() == 0:
             with pytest.raises(UnsupportedLeaf, match=r"model\.thing"):
                 transport.send_checkpoint([1], {"model": {"thing": value}})
+        else:
+            with pytest.raises(PeerRefused, match=r"rank 0 cannot send its state: 'model\.thing"):
+                transport.recv_checkpoint(0)
+    if dist.get_rank() == 0:
         transport.send_checkpoint([1], {"fine": 1})
         return None
     return transport.recv_checkpoint(0)
 
 
-def test_what_has_no_safe_form_is_refused_with_its_key_before_anything_is_sent(rank_pool):
+def test_what_has_no_safe_form_is_refused_with_its_key_on_both_sides(rank_pool):
     """
-    Objects are never pickled for a peer; the transport can be used again at once.
+    Objects are never pickled for a peer, nor sent as what they are not; the transport can be used again at once.
     """
     assert rank_pool.run(2, refused)[1] == {"fine": 1}
 
@@ -267,6 +288,57 @@ def test_ranks_hold_the_state_of_their_partner(rank_pool, tmp_path):
     found = rank_pool.run(4, exchange, str(tmp_path), 4)
     assert found == [(p, [float(p)] * 3, p) for p in (2, 3, 0, 1)]
     assert rank_pool.run(1, exchange, str(tmp_path), 1) == [(0, [0.0] * 3, None)]
+
+
+def exchange_badly(folder, bad):
+    stager = _ReplicationStager(dist.group.WORLD, SOON, storage_dir=folder)
+    state = {"w": numbered(3), "thing": Thing() if dist.get_rank() == bad else 1}
+    try:
+        stager.stage(state)
+    except CheckpointError as error:
+        failed = type(error).__name__, "'thing'" in str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return failed, stager.stage({"w": numbered(3)})["w"].tolist(), total.item()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_state_that_cannot_be_exchanged_fails_on_both_partners(rank_pool, tmp_path, bad):
+    """
+    The partner is told and does not wait; the group and the stager go on to work.
+    """
+    found = rank_pool.run(2, exchange_badly, str(tmp_path), bad)
+    names = ["PeerRefused", "PeerRefused"]
+    names[bad] = "UnsupportedLeaf"
+    assert found == [((name, True), [0.0, 1.0, 2.0], 2.0) for name in names]
+
+
+def into_the_midst():
+    """Receive into a DTensor whose local part lies inside a longer row, as those of flat parameters do."""
+    mesh = mesh_of(dist.get_world_size())
+    flat = torch.zeros(24)
+    target = DTensor.from_local(torch.zeros(4, 2), mesh, [Cut(0)])
+    target._local_tensor = flat[8:16].view(4, 2)
+    transport = PGTransport(dist.group.WORLD, SOON, CPU, lambda: {"d": target})
+    if dist.get_rank() == 0:
+        transport.send_checkpoint([1], {"d": DTensor.from_local(numbered(4, 2), mesh, [Cut(0)])})
+        return None
+    found = transport.recv_checkpoint(0)["d"]
+    copied = copy.deepcopy(found)
+    return (
+        found.storage_offset(),
+        flat[8:16].tolist(),
+        copied._local_tensor.flatten().tolist(),
+        len(pickle.dumps(found)) > 0,
+    )
+
+
+def test_a_dtensor_received_into_the_midst_of_a_row_is_whole(rank_pool):
+    """
+    It lies where it was to be received, and can be copied and pickled as any other.
+    """
+    row = numbered(8).tolist()
+    assert rank_pool.run(2, into_the_midst)[1] == (0, row, row, True)
 
 
 def unpaired(folder):

@@ -32,9 +32,10 @@ from shardkeep.compat.transport_meta import (
     take_apart,
 )
 from shardkeep.compat.transport_wire import BadLetter, decode_meta, encode_meta
-from shardkeep.errors import RanksSilent
+from shardkeep.errors import CheckpointError, RanksSilent
 from shardkeep.format.tree import unflatten
 from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.stage.leaves import dtensor_over
 from shardkeep.state.toolkit.bits import copy_bits
 
 if TYPE_CHECKING:
@@ -44,7 +45,12 @@ logger = logging.getLogger("shardkeep")
 
 _LONGEST: Final = 1 << 30
 """Bytes that the description of a state dict may have."""
+_LONGEST_REASON: Final = 4096
 _LENGTH, _META, _FIRST_TENSOR = 1, 2, 3  # tags
+
+
+class PeerRefused(CheckpointError, RuntimeError):
+    """A peer has a state that cannot be sent."""
 
 
 @contextmanager
@@ -85,16 +91,20 @@ class PGTransport:
         Send a state to some ranks, each of which calls `recv_checkpoint`. Returns when it has been handed over.
 
         Raises:
-            UnsupportedLeaf: a value that is neither a tensor nor plain data; nothing has been sent.
+            UnsupportedLeaf: a value that is neither a tensor nor plain data. Nothing of the state has been sent; the
+                other ranks are told, and fail too.
             RanksSilent: a rank did not take it within the timeout.
 
         """
-        with _timeit("preparing the state dict"):
-            meta, tensors = _prepare_state_dict(state_dict, self._device)
-            letter = bytearray(encode_meta(meta))
+        try:
+            with _timeit("preparing the state dict"):
+                meta, tensors = _prepare_state_dict(state_dict, self._device)
+                letter = encode_meta(meta)
+        except Exception as error:
+            self._refuse(dst_ranks, error)
+            raise
         with _timeit("sending the state dict"):
-            self._send(dst_ranks, torch.tensor([len(letter)], dtype=torch.int64), _LENGTH)
-            self._send(dst_ranks, torch.frombuffer(letter, dtype=torch.uint8), _META)
+            self._send_letter(dst_ranks, letter, sign=1)
             for index, tensor in enumerate(tensors):
                 self._send(dst_ranks, tensor, _FIRST_TENSOR + index)
 
@@ -108,17 +118,22 @@ class PGTransport:
         Raises:
             BadLetter: what arrived is no state dict.
             BrokenProtocol: (an AssertionError) a tensor to receive into has another shape or dtype; none has changed.
+            PeerRefused: the rank has a state that it cannot send.
             RanksSilent: the rank did not send within the timeout.
 
         """
         targets = take_apart(self._state_dict())[0] if self._state_dict is not None else {}
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._recv(src_rank, length, _LENGTH)
-        if not 0 < int(length.item()) <= _LONGEST:
-            raise BadLetter(f"rank {src_rank} announced a description of {int(length.item())} bytes")
-        letter = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        announced = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._recv(src_rank, announced, _LENGTH)
+        length = int(announced.item())
+        if not 0 < abs(length) <= _LONGEST:
+            raise BadLetter(f"rank {src_rank} announced a description of {length} bytes")
+        letter = torch.empty(abs(length), dtype=torch.uint8, device=self._device)
         self._recv(src_rank, letter, _META)
-        meta = decode_meta(letter.cpu().numpy().tobytes())
+        data = letter.cpu().numpy().tobytes()
+        if length < 0:
+            raise PeerRefused(f"rank {src_rank} cannot send its state: {data.decode(errors='replace')}")
+        meta = decode_meta(data)
         return _Arrival(self, src_rank, meta, targets).receive()
 
     def receive_tensor(self, src_rank: int, index: int, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
@@ -145,6 +160,19 @@ class PGTransport:
     def group(self) -> ProcessGroup:
         """The group."""
         return self._pg
+
+    def _send_letter(self, ranks: list[int], letter: bytes, *, sign: int) -> None:
+        """Send a letter after its length, which is negative for one that says why there is no state."""
+        self._send(ranks, torch.tensor([sign * len(letter)], dtype=torch.int64, device="cpu"), _LENGTH)
+        self._send(ranks, torch.frombuffer(bytearray(letter), dtype=torch.uint8), _META)
+
+    def _refuse(self, ranks: list[int], error: Exception) -> None:
+        """Tell those who wait for a state that there is none, or they would wait until the group is given up."""
+        reason = (str(error).strip() or type(error).__name__).encode()[:_LONGEST_REASON]
+        try:
+            self._send_letter(ranks, reason, sign=-1)
+        except RanksSilent as silent:
+            logger.warning("that a state cannot be sent could not be told: %s", silent)
 
     def _send(self, ranks: list[int], tensor: torch.Tensor, tag: int) -> None:
         if tensor.numel():
@@ -189,8 +217,7 @@ class _Arrival:
             return self._next(leaf, targets[0])
         if isinstance(leaf, _DTensorMeta):
             local = self._next(leaf.local, targets[0])
-            kind: Any = DTensor
-            return kind(local, leaf.spec, requires_grad=False)
+            return dtensor_over(local, leaf.spec, DTensor)
         if isinstance(leaf, _ShardedTensorMeta):
             metas = zip(leaf.local_shards_meta, targets, strict=True)
             return self._sharded(leaf, [self._next(meta, target) for meta, target in metas])

@@ -7,9 +7,10 @@ and fields; `paths` are flat names, and `treespec` is our skeleton.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
@@ -23,7 +24,9 @@ from shardkeep.format.values import encode_value
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.stage.aliases import extent
 from shardkeep.state.flatten import flatten
-from shardkeep.state.toolkit.recognise import awaited, is_dtensor, is_sharded_tensor
+from shardkeep.state.toolkit.recognise import Path, awaited, is_dtensor, is_sharded_tensor, spell
+
+_CONTAINERS: Final = (dict, OrderedDict, list, tuple, torch.Size)
 
 
 @dataclass
@@ -80,10 +83,12 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
     Describe a state dict, and return the bytes of its tensors in the order in which they are described.
 
     Raises:
-        UnsupportedLeaf: a value that is neither a tensor nor plain data; names its key.
+        UnsupportedLeaf: a value that is neither a tensor nor plain data, or a container of a class that cannot be
+            made again; names its key.
 
     """
     del device
+    _refuse_other_kinds(state_dict)
     leaves, tree, bare = take_apart(state_dict)
     described: list[object] = []
     tensors: list[torch.Tensor] = []
@@ -92,6 +97,20 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
         described.append(meta)
         tensors += parts
     return _StateDictMeta(tree, list(leaves), described, bare), tensors
+
+
+def _refuse_other_kinds(value: object, path: Path = (), above: frozenset[int] = frozenset()) -> None:
+    """Refuse containers that would arrive as others: classes are not sent, for they are code."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, (Mapping, list, tuple)) or id(value) in above:
+        return  # one that contains itself is refused when it is taken apart
+    if type(value) not in _CONTAINERS:
+        raise UnsupportedLeaf(
+            f"{spell(path)!r} is a {type(value).__qualname__}, which would arrive as another container",
+            hint="make it a dict, an OrderedDict, a list or a tuple",
+            key=spell(path),
+        )
+    for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+        _refuse_other_kinds(child, (*path, key), above | {id(value)})
 
 
 def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:

@@ -36,7 +36,7 @@ def open_tensor(tensor: Any) -> Opened:
     if is_sharded_tensor(tensor):
         return _open_all([shard.tensor for shard in tensor.local_shards()], lambda made: _sharded_like(tensor, made))
     if is_dtensor(tensor):
-        return _open_all([tensor._local_tensor], lambda made: _dtensor_like(tensor, made[0]))
+        return _open_all([tensor._local_tensor], lambda made: dtensor_over(made[0], tensor._spec, type(tensor)))
     if is_traceable_wrapper_subclass(tensor):
         return _open_wrapper(tensor)
     if tensor.is_meta:
@@ -70,11 +70,12 @@ def _open_wrapper(tensor: Any) -> Opened:
     return _open_all(list(tensors.values()), wrap)
 
 
-def _dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
+def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
+    """Return a DTensor, or one of a class derived from it, over a local part."""
     # The offset of the tensor it is made with becomes its own, and torch then takes it for one with memory: to pickle
     # it is a crash. So it is made with a blank, which has none.
     blank = local.new_empty(()).expand(local.shape)
-    made = type(tensor)(blank, tensor._spec, requires_grad=False)
+    made = kind(blank, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
