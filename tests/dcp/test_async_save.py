@@ -382,6 +382,32 @@ def test_the_executors_have_torchs_arguments(tmp_path):
     assert [each.value for each in AsyncCheckpointerType] == ["thread", "process"]
 
 
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode])
+def test_modes_of_the_users_thread(tmp_path, mode):
+    """
+    Where tensors are made by default, and what becomes of them, is no matter to saves and loads.
+    """
+    state = {"w": numbered(40), "strided": numbered(40)[::2]}
+    with mode():
+        stager = DefaultStager(StagingOptions(False, False, True, False))
+        quietly(async_save, state, checkpoint_id=tmp_path / "a", async_stager=stager).upload_completion.result(30)
+        quietly(async_save, state, checkpoint_id=tmp_path / "b").result(30)
+        stager.close()
+        targets = [
+            {"w": torch.zeros(40, device="cpu", dtype=kind), "strided": torch.zeros(40, device="cpu")[::2]}
+            for kind in (torch.float32, torch.float16)
+        ]
+        for name in "ab":
+            for target in targets:
+                quietly(load, target, checkpoint_id=tmp_path / name)
+    for target in targets:
+        with torch.inference_mode():
+            target["w"].zero_()
+        quietly(load, target, checkpoint_id=tmp_path / "a")
+        assert torch.equal(target["w"], numbered(40).to(target["w"].dtype))
+        assert torch.equal(target["strided"], numbered(40)[::2])
+
+
 # On ranks
 
 

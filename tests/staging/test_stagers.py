@@ -7,6 +7,7 @@ import pickle
 import threading
 import types
 from concurrent.futures import Future
+from contextlib import closing
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -388,3 +389,59 @@ def test_stagers_are_pickled_without_their_memory():
     there = pickle.loads(sent)
     assert torch.equal(there.stage({"w": staged["w"] + 1})["w"], staged["w"] + 1)
     assert copy.deepcopy(stager).cache_staged_state_dict is True
+
+
+class Box:
+    """An object that holds a module and a tensor."""
+
+    def __init__(self):
+        self.layer = torch.nn.Linear(2, 3)
+        self.tensor = numbered(4)
+
+
+@pytest.mark.parametrize("top", [False, True])
+def test_parameters_inside_objects_are_staged_too(top):
+    """
+    They are parameters in the copy, in the stager's memory; one that the state also holds itself is that copy.
+    """
+    box = Box()
+    state = {"box": box, "weight": box.layer.weight} if top else {"box": box}
+    expected = {key: value.clone() for key, value in box.layer.state_dict().items()}
+    staged = StateDictStager(share_memory=True).stage(state)
+    with torch.no_grad():
+        for parameter in box.layer.parameters():
+            parameter.fill_(-1)
+    layer = staged["box"].layer
+    assert isinstance(layer.bias, torch.nn.Parameter)
+    assert layer.bias.requires_grad
+    for key in ("weight", "bias"):
+        assert getattr(layer, key).is_shared()
+        assert torch.equal(getattr(layer, key), expected[key])
+    assert layer(torch.ones(2)).shape == (3,)
+    if top:
+        assert staged["weight"] is layer.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_device_is_not_where_states_are_staged(kind):
+    """
+    Copies are in host memory, though the user has tensors made elsewhere.
+    """
+    state = {"w": numbered(6), "strided": numbered(6)[::2], "none": torch.empty(0), "box": Box()}
+    with torch.device("meta"):
+        staged = StateDictStager(**kind).stage(state)
+        cached = BlockingAsyncStager(cache_staged_state_dict=True).stage(state)
+    for each in (staged, cached):
+        assert torch.equal(each["w"], numbered(6))
+        assert torch.equal(each["strided"], numbered(6)[::2])
+        assert torch.equal(each["box"].tensor, numbered(4))
+
+
+def test_states_are_staged_on_a_thread_in_inference_mode():
+    """
+    The mode belongs to the caller's thread; the copy made there is filled on another.
+    """
+    with closing(DefaultStager(StagingOptions(False, False, True, False))) as stager, torch.inference_mode():
+        staged = stager.stage({"w": numbered(6), "strided": numbered(6)[::2]}).result(30)
+    assert torch.equal(staged["w"], numbered(6))
+    assert torch.equal(staged["strided"], numbered(6)[::2])

@@ -277,7 +277,7 @@ def _box(item: ReadItem, target: torch.Tensor, cargo: Cargo) -> Box:
 def _try_conversion(cargo: Cargo, target: torch.Tensor) -> None:
     """Raise now, and not in the midst of sending, if torch cannot convert the tensor."""
     try:
-        torch.empty(1, dtype=target.dtype).copy_(torch.empty(1, dtype=cargo.dtype))
+        torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=cargo.dtype, device="cpu"))
     except RuntimeError as error:
         raise StateMismatch(
             f"{cargo.name!r}: {cargo.dtype} cannot be loaded as {target.dtype}", key=cargo.name

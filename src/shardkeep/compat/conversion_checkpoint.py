@@ -93,7 +93,7 @@ class CheckpointTensors:
         """Return the bytes of a whole tensor; one is held at a time."""
         if self._held is None or self._held[0] != tensor.key:
             self._held = None
-            values = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            values = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
             planner = _Boxes()
             self._read(self._items(tensor, values.view(to_torch(tensor.dtype)), 0, planner), planner)
             self._held = tensor.key, values

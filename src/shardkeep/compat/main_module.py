@@ -72,7 +72,7 @@ def _of_spec(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
 def _file(path: str) -> tuple[ModuleType, CodeType]:
     where = os.path.abspath(path)
     with io.open_code(where) as file:
-        code: CodeType | None = pkgutil.read_code(file)  # type: ignore[attr-defined]  # None if it is not compiled
+        code: CodeType | None = pkgutil.read_code(file)  # None if it is not compiled
     if code is None:
         with io.open_code(where) as file:
             code = compile(file.read(), where, "exec")

@@ -209,7 +209,7 @@ def _spec(name: str, leaf: _DTensor) -> DTensorSpec:
         raise ValueError(f"{name!r} has no shape: {whole.shape} by {whole.stride}")
     mesh = DeviceMesh(
         leaf.device,
-        torch.tensor(leaf.mesh, dtype=torch.int64).reshape(leaf.mesh_shape),
+        torch.tensor(leaf.mesh, dtype=torch.int64, device="cpu").reshape(leaf.mesh_shape),
         mesh_dim_names=leaf.mesh_names,
         _init_backend=False,  # it says where parts are; nobody talks over it
         _rank=leaf.owner if leaf.owner in leaf.mesh else None,

@@ -29,7 +29,7 @@ def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torc
     """Return these tensors, none of them tied to another, as new ones."""
     index = source.index
     _check(source, tensors)
-    into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row))) for row in tensors.tolist()]
+    into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row)), device="cpu") for row in tensors.tolist()]
     sizes = np.asarray(index.tensors.shape[tensors], np.int64)
     boxes = Boxes(np.zeros_like(sizes), sizes)
     fetch(source, tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
@@ -42,7 +42,7 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
     budget = options.host_budget_bytes
     if math.prod(pick.count for pick in picks) * dtype.itemsize > budget:
         _check(source, np.array([source.index.tensors.alias[row]], np.int64))
-    out = torch.empty([pick.count for pick in picks], dtype=to_torch(dtype))
+    out = torch.empty([pick.count for pick in picks], dtype=to_torch(dtype), device="cpu")
     if out.numel():
         # What is read with gaps in it is held until it has been thinned out.
         band = min(_BAND_NBYTES, budget // 4)
@@ -111,7 +111,7 @@ def _fill(
     targets = [out[_places(part, picks)] for part in parts]
     # With a gap inside a part, the whole of it is read and thinned out afterwards.
     into = [
-        torch.empty([p.extent for p in part], dtype=out.dtype) if _has_gaps(part) else target
+        torch.empty([p.extent for p in part], dtype=out.dtype, device="cpu") if _has_gaps(part) else target
         for part, target in zip(parts, targets, strict=True)
     ]
     boxes = Boxes(

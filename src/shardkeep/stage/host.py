@@ -93,7 +93,7 @@ class HostMemory:
         pinned = self._pinned and nbytes >= max(1, self._pinned_from)
         if pinned and not self._shared and not torch.cuda.is_available():
             # Only CUDA can pin memory that exists already; others have their own allocator.
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
         make: Any = torch.UntypedStorage._new_shared if self._shared else torch.UntypedStorage
         storage: torch.UntypedStorage = make(nbytes)
         if pinned:
@@ -102,7 +102,7 @@ class HostMemory:
 
     def _pin(self, storage: torch.UntypedStorage) -> None:
         try:
-            _register(torch.empty(0, dtype=torch.uint8).set_(storage))
+            _register(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         except PinningRefused as refused:
             # Pinned memory is faster and nothing else: a save must not fail for it.
             self._pinned = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,6 +22,9 @@ from shardkeep.stage.host import HostMemory, Place
 from shardkeep.stage.leaves import open_tensor
 from shardkeep.state.toolkit.bits import copy_bits
 from shardkeep.state.toolkit.recognise import Path, spell
+
+_tensor_type: Final[Any] = torch.Tensor
+_DATA: Final[Any] = _tensor_type.data.__get__
 
 
 class Uncopyable(StateError, TypeError, RuntimeError):
@@ -48,7 +51,8 @@ class Snapshot:
             device: copy from this device alone.
 
         """
-        with torch.no_grad():
+        # Which also lets a copy be filled that was made in this mode, on another thread.
+        with torch.inference_mode():
             for target, source in self.copies:
                 if device is None or source.device == device:
                     copy_bits(target, source, non_blocking=non_blocking)
@@ -92,6 +96,7 @@ class _Copying(TorchFunctionMode):
         self._memo: dict[int, Any] = {}
         # What the memo knows by id must not be freed, and its id given to another.
         self._alive: list[torch.Tensor] = []
+        self._bare_parameter: Any = None
 
     def deepcopy(self, value: Any) -> Any:
         """Copy anything; an object that was copied already is that copy again."""
@@ -109,6 +114,13 @@ class _Copying(TorchFunctionMode):
             self._memo[id(tensor)] = each.rebuild([made(part) for part in each.parts])
         for tensor in tensors:
             self._copy_attributes(tensor, self._memo[id(tensor)])
+
+    def _add_bare(self, data: torch.Tensor) -> torch.Tensor:
+        """Copy the data of a parameter inside an object; what is copied of it becomes a parameter again."""
+        self._bare_parameter = None
+        self._add_at_once(data)
+        made: torch.Tensor = self._memo[id(data)]
+        return made
 
     def _add_at_once(self, tensor: torch.Tensor) -> None:
         """Copy a tensor inside an object, values and all: the object may look at them while it is being copied."""
@@ -148,7 +160,12 @@ class _Copying(TorchFunctionMode):
             if id(tensor) not in self._memo:
                 self._add_at_once(tensor)
             return self._memo[id(tensor)]
+        if func is torch.Tensor.clone and args[0] is self._bare_parameter:
+            return self._add_bare(args[0])
         result = func(*args, **(kwargs or {}))
+        if func == _DATA:
+            # How a parameter copies itself: it clones this, and makes a parameter of it.
+            self._bare_parameter = result if isinstance(args[0], torch.nn.Parameter) else None
         if isinstance(result, torch.Tensor) and result.device.type not in ("cpu", "meta"):
             self.snapshot.devices.add(result.device)  # an object copied its own tensor there
         return result
@@ -161,13 +178,13 @@ def _copy_of(run: Run, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         return _view(tensor, run, place), tensor.detach()
     row = ((run.nbytes,), (1,))
     source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), run.start, *row)
-    target = torch.empty(0, dtype=torch.uint8).set_(place.storage, place.offset, *row)
+    target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(place.storage, place.offset, *row)
     return target, source
 
 
 def _view(tensor: torch.Tensor, run: Run, place: Place) -> torch.Tensor:
     """Return what stands for a tensor of the run in host memory."""
-    made = torch.empty(0, dtype=tensor.dtype)
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # wherever the user has tensors made by default
     size = tensor.itemsize
     if not run.whole:
         strides = torch.empty(tensor.shape, device="meta").stride()

@@ -63,7 +63,8 @@ class TorchScattered:
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         source = torch.frombuffer(data, dtype=self._stored).view(shape)
-        self._tensor[slices(box)].copy_(source[slices(part)])
+        with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
+            self._tensor[slices(box)].copy_(source[slices(part)])
 
 
 def scattered(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:

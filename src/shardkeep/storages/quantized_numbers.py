@@ -41,7 +41,7 @@ def scale_blocks(
 
     """
     rows, columns = (
-        torch.arange(start, start + n) // block_size - start // block_size
+        torch.arange(start, start + n, device=weight.device) // block_size - start // block_size
         for start, n in zip(box.offsets, box.sizes, strict=True)
     )
     found = weight.to(torch.float32, copy=True)
@@ -65,8 +65,8 @@ def expand_groups(blocks: torch.Tensor, scales: torch.Tensor, to: torch.dtype) -
         to: the dtype of the result, of shape [..., groups * bytes * 2].
 
     """
-    table = torch.tensor(FP4_VALUES, dtype=to)
-    found = torch.empty(*blocks.shape, 2, dtype=to)
+    table = torch.tensor(FP4_VALUES, dtype=to, device=blocks.device)
+    found = torch.empty(*blocks.shape, 2, dtype=to, device=blocks.device)
     found[..., 0] = table[(blocks & 0x0F).to(torch.int64)]
     found[..., 1] = table[(blocks >> 4).to(torch.int64)]
     found = found.flatten(-2)

@@ -84,7 +84,7 @@ class SafeSlice:
     def read(self, box: Box) -> torch.Tensor:
         """Read a box."""
         options, part = Options(), self.part
-        found = torch.empty(box.sizes, dtype=to_torch(part.dtype))
+        found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
         files = Files(PathStore(direct=options.direct_io), {})
         read = chunk_read(files, self.key, part.dtype, Chunk(self.path, part.start, whole(part.shape)), box, found)
         threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
