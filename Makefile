@@ -25,7 +25,7 @@ demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and 
 	$(PY) -m shardkeep.cli.main demo $(ARGS)
 
 test: check ## Everything CI runs: the checks below, then every test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(READY) ## Lint, format, types, and the one-direction rule of the folders
 	$(PY) -m ruff check $(CODE)
