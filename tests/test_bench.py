@@ -24,15 +24,14 @@ def run(script, *arguments):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("part", "target"),
+    ("part", "targets"),
     [
-        ("large", "large warm: ours / raw"),
-        ("large", "large save: shardkeep.dcp / torch DCP"),
-        ("small", "small cold: ours / torch DCP"),
-        ("reshard", "resharded load: shardkeep.dcp / torch DCP"),
+        ("large", ["large warm: ours / raw", "large save: shardkeep.dcp / torch DCP"]),
+        ("small", ["small cold: ours / torch DCP"]),
+        ("reshard", ["resharded load: shardkeep.dcp / torch DCP", "one row: part of the tensor read"]),
     ],
 )
-def test_a_tiny_round(part, target, tmp_path):
+def test_a_tiny_round(part, targets, tmp_path):
     """
     Every contender saves and loads the state, bit for bit, and the ratios are printed.
     """
@@ -41,7 +40,7 @@ def test_a_tiny_round(part, target, tmp_path):
 
     printed = run("run.py", "--only", part, *sizes, "--json", samples, "--dir", tmp_path)
 
-    assert target in printed
+    assert all(target in printed for target in targets)
     assert ("raw O_DIRECT x2" in printed) == (part != "reshard")
     assert json.loads(samples.read_text())
 

@@ -78,10 +78,11 @@ def saved(rank_pool, tmp_path_factory):
     losses = {}
     for kind, world in WORLDS.items():
         optimizers = sorted({optimizer for source, _, optimizer in PAIRS if source == kind})
-        losses[kind] = rank_pool.run(world, first_part, str(folder), kind, optimizers)[-1]
+        losses[kind] = rank_pool.run(world, first_part, str(folder), kind, optimizers, timeout_s=150)[-1]
     return folder, losses
 
 
+@pytest.mark.timeout(400)  # the first of these saves with every wrapper
 @pytest.mark.parametrize("target", WORLDS)
 def test_every_wrapper_loads_what_every_wrapper_saved(target, saved, rank_pool):
     """
@@ -89,7 +90,7 @@ def test_every_wrapper_loads_what_every_wrapper_saved(target, saved, rank_pool):
     """
     folder, expected = saved
     sources = [(source, optimizer) for source, kind, optimizer in PAIRS if kind == target]
-    losses = rank_pool.run(WORLDS[target], second_part, str(folder), target, sources, timeout_s=100)[-1]
+    losses = rank_pool.run(WORLDS[target], second_part, str(folder), target, sources, timeout_s=150)[-1]
     for source, optimizer in sources:
         first = contents(folder / f"{source}-{optimizer}")
         again = contents(folder / f"again/{source}-{optimizer}-{target}")
