@@ -13,12 +13,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.dtypes import TABLE, DType
+from shardkeep.format.dtypes import TABLE, DType, by_name
 from shardkeep.format.plain_objects import plain_names
 from shardkeep.format.region import Box, Ints
-from shardkeep.format.safe_pickle import Names, load_pickle
+from shardkeep.format.safe_pickle import Names, load_pickle, load_trusted
 from shardkeep.format.sealed import unsealed
+from shardkeep.format.stand_ins import Call, New, names_of
 from shardkeep.layout.torch_files import Sums
+from shardkeep.options import Options
 
 _PACKAGE = "torch.distributed.checkpoint"
 _SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
@@ -67,7 +69,11 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
         MalformedFile: it is no such file, or contradicts itself.
 
     """
-    found = load_pickle(unsealed(data, where), _names(), where=where)
+    raw = unsealed(data, where)
+    if Options().allow_pickle:
+        found = load_trusted(raw, _plainly(_torch_names()), where=where)
+    else:
+        found = load_pickle(raw, {**plain_names(), **_torch_names()}, where=where, others=_safe_globals)
     try:
         return _metadata_of(found)
     except MalformedFile:
@@ -79,7 +85,7 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
 class _Fields:
     """Stands for a class of torch's: whatever fields its pickle gives it."""
 
-    dtype: DType
+    dtype: Any
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple):  # of the properties of a tensor, the dtype is first
@@ -98,33 +104,45 @@ def _index(value: _Fields) -> tuple[Any, Any]:
     return getattr(value, "fqn", None), getattr(value, "offset", None)
 
 
+class _DTypeName(NamedTuple):
+    """Stands for a dtype. The rows of our own table are not given to a pickle, which could change them."""
+
+    name: str
+
+
 def _as_it_is(value: Any) -> Any:
     return value
 
 
 @cache
 def _torch_names() -> Names:
-    names: dict[tuple[str, str], Any] = dict(plain_names())
+    """Return what of torch's the pickle may name."""
+    names: dict[tuple[str, str], Any] = {}
     for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
                  "TensorProperties", "StorageMeta", "MetadataIndex"):  # fmt: skip
-        names[f"{_PACKAGE}.metadata", name] = names["shardkeep.protocol.metadata", name] = _Fields
+        names[f"{_PACKAGE}.metadata", name] = names["shardkeep.protocol.metadata", name] = New(_Fields)
     for name in ("_StorageInfo", "_StoragePrefix"):
-        names[f"{_PACKAGE}.filesystem", name] = names["shardkeep.protocol.stored_items", name] = _Fields
-    names[_SHARDS, "TensorProperties"] = _Fields
-    names[f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"] = names[_SHARDS, "MEM_FORMAT_ENCODING"] = _as_it_is
-    names["torch", "Size"] = tuple
-    names["torch.serialization", "_get_layout"] = _as_it_is
-    names.update({("torch", dtype.name): dtype for dtype in TABLE})
+        names[f"{_PACKAGE}.filesystem", name] = names["shardkeep.protocol.stored_items", name] = New(_Fields)
+    names[_SHARDS, "TensorProperties"] = New(_Fields)
+    names[f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"] = names[_SHARDS, "MEM_FORMAT_ENCODING"] = Call(_as_it_is)
+    names["torch", "Size"] = Call(tuple)
+    names["torch.serialization", "_get_layout"] = Call(_as_it_is)
+    names.update({("torch", dtype.name): _DTypeName(dtype.name) for dtype in TABLE})
     return names
 
 
-def _names() -> Names:
-    """Return what the pickle may name: if torch is there, also what the user told it to be safe."""
+def _plainly(names: Names) -> Mapping[tuple[str, str], Any]:
+    """Return the classes and functions themselves, for a pickle that is trusted."""
+    return {
+        name: each.kind if isinstance(each, New) else each.make if isinstance(each, Call) else each
+        for name, each in names.items()
+    }
+
+
+def _safe_globals() -> Names:
+    """Return what else the pickle may name: if torch is there, what the user told it to be safe."""
     torch = sys.modules.get("torch")
-    safe = torch.serialization.get_safe_globals() if torch is not None else []
-    kinds = [each[0] if isinstance(each, tuple) else each for each in safe]
-    named = {(each.__module__, each.__qualname__): each for each in kinds if hasattr(each, "__qualname__")}
-    return {**named, **_torch_names()}
+    return names_of(torch.serialization.get_safe_globals() if torch is not None else [])
 
 
 def _metadata_of(found: Any) -> TorchMetadata:
@@ -188,9 +206,9 @@ def _ints(numbers: Any) -> Ints:
 
 
 def _dtype(properties: Any) -> DType:
-    if not isinstance(properties.dtype, DType):
+    if type(properties.dtype) is not _DTypeName:
         raise MalformedFile(f"{properties.dtype!r} is no dtype")
-    return properties.dtype
+    return by_name(properties.dtype.name)
 
 
 def _paths(said: Mapping[Any, Any], names: list[str]) -> dict[str, tuple[str | int, ...]]:

@@ -8,20 +8,28 @@ the pickle, where torch does not look, stands a digest of it, so that damage is 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
+import types
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.collector import collector_paused
 from shardkeep.format.plain_objects import plain_names
-from shardkeep.format.safe_pickle import Names, load_pickle
+from shardkeep.format.safe_pickle import Names, load_pickle, load_trusted
 from shardkeep.format.sealed import sealed, unsealed
+from shardkeep.format.stand_ins import Call, New
+from shardkeep.options import Options
 from shardkeep.protocol import metadata
 from shardkeep.protocol.metadata import MetadataIndex
+from shardkeep.protocol.safe_globals import safe_globals
 from shardkeep.protocol.stored_items import _StorageInfo, _StoragePrefix
+
+log = logging.getLogger("shardkeep")
 
 _PACKAGE = "torch.distributed.checkpoint"
 _CLASSES: dict[type, tuple[str, str]] = {
@@ -44,10 +52,17 @@ _CLASSES: dict[type, tuple[str, str]] = {
 
 
 def encode_metadata(value: metadata.Metadata) -> bytes:
-    """Pickle metadata as torch does, in the names of torch's classes, and seal it."""
+    """Pickle metadata as torch does, in the names of torch's classes, and seal it; warn of what no reader will take."""
     file = io.BytesIO()
+    writer = _Writer(file, protocol=4)
     with collector_paused():
-        _Writer(file, protocol=4).dump(value)
+        writer.dump(value)
+    if writer.unknown:
+        log.warning(
+            "the checkpoint's metadata hold %s, which shardkeep does not load from a file: whoever reads the checkpoint"
+            " must call torch.serialization.add_safe_globals with them first, or set SHARDKEEP_ALLOW_PICKLE=1",
+            ", ".join(sorted(writer.unknown)),
+        )
     return sealed(file.getvalue())
 
 
@@ -61,7 +76,11 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
         MalformedFile: it is no such file.
 
     """
-    found = load_pickle(unsealed(data, where), _names(), where=where)
+    raw = unsealed(data, where)
+    if Options().allow_pickle:
+        found = load_trusted(raw, _kinds(), where=where)
+    else:
+        found = load_pickle(raw, _known(), where=where, others=safe_globals)
     if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
     for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
@@ -97,31 +116,42 @@ def _is_size(size: Any, dimensions: int) -> bool:
     return isinstance(size, tuple) and len(size) == dimensions and all(type(n) is int and n >= 0 for n in size)
 
 
-def _names() -> Names:
-    """Return what a pickle may name; besides what is ours, what the user told torch to be safe."""
-    safe = {(each.__module__, each.__qualname__): each for each in _safe_globals()}
-    return {**safe, **_known()}
-
-
-def _safe_globals() -> list[Any]:
-    # Entries may be pairs of a class and the name it is pickled by.
-    entries = [each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()]
-    return [each for each in entries if hasattr(each, "__qualname__")]
+@cache
+def _kinds() -> Mapping[tuple[str, str], type]:
+    """Return our classes by the names that they are pickled by: torch's, and their own."""
+    ours = {kind: name for kind, name in _CLASSES.items() if kind is not _GetLayout}
+    shards = "torch.distributed._shard.sharded_tensor.metadata"
+    return {
+        **{name: kind for kind, name in ours.items()},
+        **{(kind.__module__, kind.__qualname__): kind for kind in ours},
+        # Where torch before 2.3 had them.
+        (shards, "TensorProperties"): metadata.TensorProperties,
+        (shards, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    }
 
 
 @cache
 def _known() -> Names:
-    names: dict[tuple[str, str], Any] = {**plain_names(), **{name: kind for kind, name in _CLASSES.items()}}
-    shards = "torch.distributed._shard.sharded_tensor.metadata"
-    # Where torch before 2.3 had them.
-    names[shards, "TensorProperties"] = metadata.TensorProperties
-    names[shards, "MEM_FORMAT_ENCODING"] = metadata._MEM_FORMAT_ENCODING
-    names.update({(kind.__module__, kind.__qualname__): kind for kind in _CLASSES})
+    """Return what a pickle may name, besides what the user told torch to be safe."""
+    names: dict[tuple[str, str], Any] = {**plain_names(), **{name: New(kind) for name, kind in _kinds().items()}}
+    for name, kind in _kinds().items():
+        if kind is metadata._MEM_FORMAT_ENCODING:
+            names[name] = Call(_memory_format)
     # All of them, those of quantized tensors too, which only torch reads.
     names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
-    names["torch", "Size"] = torch.Size
-    names["torch.serialization", "_get_layout"] = _layout
+    names["torch", "Size"] = Call(torch.Size)
+    names["torch.serialization", "_get_layout"] = Call(_layout)
     return names
+
+
+class _MemoryFormat(NamedTuple):
+    """Stands for a member of the enumeration, which a pickle could change."""
+
+    name: str
+
+
+def _memory_format(number: Any) -> _MemoryFormat:
+    return _MemoryFormat(metadata._MEM_FORMAT_ENCODING(number).name)
 
 
 def _layout(name: Any) -> torch.layout:
@@ -141,6 +171,8 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def dump(self, obj: Any) -> None:
+        self.unknown: set[str] = set()
+        self._readable = {*safe_globals(), *_known()}
         self._refs: dict[Any, bytes] = {}
         self._sizes: dict[torch.Size, bytes] = {}
         self._properties: dict[Any, bytes] = {}
@@ -149,6 +181,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     def save_global(self, obj: Any, name: str | None = None) -> None:
         known = _CLASSES.get(obj) if isinstance(obj, type) else None
         if known is None:
+            self._note(obj, name)
             super().save_global(obj, name)
             return
         self.save(known[0])
@@ -156,7 +189,14 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         self.write(pickle.STACK_GLOBAL)
         self.memoize(obj)
 
+    def _note(self, obj: Any, name: str | None) -> None:
+        name = name or getattr(obj, "__qualname__", None) or obj.__name__
+        module = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]  # typeshed lacks it
+        if (module, name) not in self._readable:
+            self.unknown.add(f"{module}.{name}")
+
     dispatch[type] = save_global
+    dispatch[types.FunctionType] = save_global
     dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
 
     def _ref(self, obj: Any) -> bytes:
