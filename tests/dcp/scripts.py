@@ -35,6 +35,10 @@ MISTAKES: list[str] = []
 """Those that end in an error."""
 
 
+TORCH_SAYS_WHERE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether torch's `save` returns metadata that say where everything is; ours always do."""
+
+
 def script(function: Any) -> Any:
     """List a function as one of the scripts."""
     SCRIPTS[function.__name__] = function
@@ -71,6 +75,8 @@ def described(metadata: Any) -> Any:
             str(properties.memory_format),
             properties.pin_memory,
         )
+    if not TORCH_SAYS_WHERE:
+        return entries, metadata.planner_data
     places = sorted((i.fqn, tuple(i.offset) if i.offset is not None else (), i.index) for i in metadata.storage_data)
     return (
         entries,

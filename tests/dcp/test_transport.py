@@ -61,8 +61,9 @@ def hand_over(make, target=None, kind=PGTransport):
     """Rank 0 sends to all others; each returns what it got, and whether it is the target's own memory."""
     into = None if target is None else target()
     transport = kind(dist.group.WORLD, SOON, CPU, None if into is None else lambda: into)
+    state = make()  # on all ranks: to make a mesh, they must meet
     if dist.get_rank() == 0:
-        transport.send_checkpoint(list(range(1, dist.get_world_size())), make())
+        transport.send_checkpoint(list(range(1, dist.get_world_size())), state)
         return None
     got = transport.recv_checkpoint(0)
     same = None if into is None else got["matrix"].data_ptr() == into["matrix"].data_ptr()
@@ -106,8 +107,9 @@ def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
 
 def owners():
     transport = PGTransport(dist.group.WORLD, SOON, CPU)
+    state = spread_state()
     if dist.get_rank() == 0:
-        transport.send_checkpoint([1], spread_state())
+        transport.send_checkpoint([1], state)
         return None
     got = transport.recv_checkpoint(0)
     assert isinstance(got["rows"], DTensor)
