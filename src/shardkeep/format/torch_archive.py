@@ -57,28 +57,24 @@ class Frame(NamedTuple):
     """What stands around the bytes of a tensor."""
 
     head: bytes
-    tail: bytearray
-    crc_at: tuple[int, int]
-    """Where the tail wants the CRC-32 of the bytes, in 4 bytes, little end first."""
+    tail: bytes
 
 
 def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: int) -> Frame:
-    """Frame a dense row-major tensor whose archive begins at `at` of a file, its bytes at a multiple of `alignment`."""
+    """
+    Frame a dense row-major tensor whose archive begins at `at` of a file, its bytes at a multiple of `alignment`.
+
+    The CRC-32 of the bytes is left out (0), as torch can be told to: nothing of torch's looks at it, and taking it costs
+    more than writing them.
+    """
     before, directory = _before(dtype, shape)
     nbytes = math.prod(shape) * dtype.itemsize
-    large = nbytes >= _MAX32
-    header = len(before)
-    body = header + _LOCAL.size + len(_DATA)
-    extra = _padding(-(at + body) % alignment, alignment)
-    sizes = (_MAX32, _MAX32) if large else (0, 0)
-    if large:  # the reader must know that 8 bytes hold each size
-        extra = _wide(0, 0) + _padding(-(at + body + 20) % alignment, alignment)
-    local = _LOCAL.pack(b"PK\3\4", 0, _UTF8 | _SIZES_FOLLOW, 0, 0, 0, 0, *sizes, len(_DATA), len(extra)) + _DATA + extra
-    descriptor = b"PK\7\x08\0\0\0\0" + struct.pack("<2Q" if large else "<2I", nbytes, nbytes)
-    listed = directory + _central(_DATA, _UTF8 | _SIZES_FOLLOW, 0, nbytes, header)
-    start = header + len(local) + nbytes + len(descriptor)
-    tail = bytearray(descriptor + listed + _ends(4, start, len(listed)))
-    return Frame(before + local, tail, (4, len(descriptor) + len(directory) + 16))
+    header, size = len(before), min(nbytes, _MAX32)
+    wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
+    extra = wide + _padding(-(at + header + _LOCAL.size + len(_DATA) + len(wide)) % alignment, alignment)
+    local = _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, 0, size, size, len(_DATA), len(extra)) + _DATA + extra
+    listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
+    return Frame(before + local, listed + _ends(4, header + len(local) + nbytes, len(listed)))
 
 
 def _wide(*sizes: int) -> bytes:

@@ -251,7 +251,9 @@ def bad_archives(files: Files, items: Sequence[Item]) -> Iterator[CheckpointErro
 
             try:
                 parts = stored_parts(get, item.nbytes, where=where)
-                bad = next((part for part in parts if _crc_of(reader, item, part, buffer) != part.crc), None)
+                bad = next(
+                    (part for part in parts if part.crc and _crc_of(reader, item, part, buffer) != part.crc), None
+                )
             except DamagedCheckpoint as exc:
                 yield exc
                 continue

@@ -8,7 +8,6 @@ one after the other. Both take the digests of the file's blocks on the way.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, cast
@@ -21,7 +20,6 @@ from shardkeep.errors import StateError
 from shardkeep.format.dtypes import known_to_torch, of_torch
 from shardkeep.format.header import block_nbytes_for
 from shardkeep.format.torch_archive import Frame, frame_tensor
-from shardkeep.run.tails import Tail, Tails
 from shardkeep.run.workers import WINDOW_NBYTES
 from shardkeep.run.write import FileJob
 from shardkeep.stage.memory import view_memory
@@ -85,7 +83,6 @@ class _Laying:
     others: dict[int, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     """What the addresses point into."""
-    tails: list[tuple[int, int, Tail]] = field(default_factory=list)
 
     def raw(self, data: memoryview) -> Placed:
         offset = self.at
@@ -104,7 +101,6 @@ class _Laying:
                 self.others[len(self.start)] = scattered(tensor, tensor.dtype)
             self._add(address, tensor.numel() * tensor.element_size(), tensor)
         if frame:
-            self.tails.append((begin, self.at, Tail(frame.tail, frame.crc_at)))
             self._memory(memoryview(frame.tail))
         return Placed(offset, self.at - offset, begin, [])
 
@@ -119,7 +115,6 @@ class _Laying:
         self.at += nbytes
 
     def job(self, name: str) -> FileJob:
-        begins, ends, tails = zip(*self.tails, strict=True) if self.tails else ((), (), ())
         return FileJob(
             name=name,
             header=bytearray(),
@@ -128,7 +123,6 @@ class _Laying:
             start=np.array(self.start, np.int64),
             address=np.array(self.address, np.int64),
             scattered=self.others,
-            tails=Tails(np.array(begins, np.int64), np.array(ends, np.int64), list(tails)) if tails else None,
             owners=self.kept,
         )
 
@@ -215,15 +209,11 @@ def _write_item(stream: IO[bytes], item: Data, offset: int, out: Stream, *, fram
     frame = _frame(item, offset) if framed else None
     if frame:
         stream.write(frame.head)
-    start, crc = out.nbytes, 0
+    start = out.nbytes
     for part in _parts(item):
-        crc = zlib.crc32(part, crc) if frame else 0
         stream.write(part)
-    if not frame:
-        return start
-    for at in frame.crc_at:
-        frame.tail[at : at + 4] = crc.to_bytes(4, "little")
-    stream.write(frame.tail)
+    if frame:
+        stream.write(frame.tail)
     return start
 
 

@@ -3,7 +3,7 @@ The write pipeline: windows of a file are gathered from tensors, hashed while in
 
 Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
 On any failure every file of this call is removed again. Both layouts are written here: in the native one a header with
-the digests goes before the data, in torch's one checksums stand between them (`run/tails.py`).
+the digests goes before the data, in torch's one they are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text
 from shardkeep.format.columns import IntArray
 from shardkeep.format.header import count_blocks, seal_header
 from shardkeep.format.record import FileEntry
-from shardkeep.run.tails import Tails
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.store.aligned import address_of
@@ -47,8 +46,6 @@ class FileJob:
     address: IntArray
     """Where each source lies in host memory; 0: it is in `scattered`."""
     scattered: dict[int, Scattered]
-    tails: Tails | None = None
-    """Those of the sources that hold checksums of others."""
     owners: Sequence[object] = ()
     """What must live as long as the addresses are used."""
 
@@ -105,12 +102,7 @@ def _take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
 def _write_window(file: _OpenFile, start: int, stop: int, buffer: memoryview) -> None:
     job = file.job
     window = buffer[: stop - start]
-    if job.tails is None:
-        _gather(job, start, stop, window)
-    else:
-        with job.tails.turn(start, stop) as turn:
-            _gather(job, start, stop, window)
-            turn.complete(window)
+    _gather(job, start, stop, window)
     at = start // job.block_nbytes * DIGEST_NBYTES
     digests = block_digests(window, job.block_nbytes)
     file.digests[at : at + len(digests)] = digests
