@@ -22,19 +22,18 @@ from shardkeep.protocol.chunks import clashes, within
 from shardkeep.protocol.gatherings import _DistWrapper
 from shardkeep.protocol.items import _create_read_item_for_byteio, create_read_items_for_chunk_list
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
+from shardkeep.protocol.lookup import saved_path
 from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, is_tensor_entry
 from shardkeep.protocol.objects import load_object
 from shardkeep.protocol.plans import LoadPlan, ReadItem
 from shardkeep.protocol.problems import NoMetadata
 from shardkeep.protocol.storage import StorageReader
-from shardkeep.state.toolkit.trees import OBJ_PATH, set_element
+from shardkeep.state.toolkit.trees import set_element
 
 T = TypeVar("T")
 
 _MOST_ELEMENTS = 1 << 58
 """No file is large enough for more."""
-_MOST_GAPS = 1 << 20
-"""Lists that are longer than the number of values by more than this are no lists of a state."""
 
 
 class CheckpointTensors:
@@ -55,12 +54,12 @@ class CheckpointTensors:
         objects = []
         for key, entry in self._metadata.state_dict_metadata.items():
             stored = is_tensor_entry(entry)
-            set_element(state, self._path(key), _stand_in(key, entry) if stored else None)
+            set_element(state, saved_path(self._metadata, key), _stand_in(key, entry) if stored else None)
             if not stored:
                 objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
 
         def put(key: str, value: Any) -> None:
-            set_element(state, self._path(key), value)
+            set_element(state, saved_path(self._metadata, key), value)
 
         self._read(objects, _Objects(put))
         return state
@@ -123,17 +122,6 @@ class CheckpointTensors:
                 f"metadata is None; global metadata read failed: {error.message}",
                 hint="is there a complete checkpoint at this place?",
             ) from error
-
-    def _path(self, key: str) -> OBJ_PATH:
-        paths = self._metadata.planner_data
-        path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
-        most = len(self._metadata.state_dict_metadata) + _MOST_GAPS
-        parts_are_sound = isinstance(path, tuple) and all(
-            isinstance(part, str) or (type(part) is int and 0 <= part < most) for part in path
-        )
-        if not parts_are_sound:
-            raise MalformedFile(f"{key!r} cannot stand at {path!r}", key=key)
-        return path
 
     def _read(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
         if items:

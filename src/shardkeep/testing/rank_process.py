@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,7 +18,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +77,7 @@ def rank_process(connection: Connection, log_path: str) -> None:
     connection.send("started")
     # Connections to stores that outlive a run, by port.
     kept: dict[int, Store] = {}
+    meshes = _Meshes()
     while True:
         try:
             job: Job = connection.recv()
@@ -82,7 +85,37 @@ def rank_process(connection: Connection, log_path: str) -> None:
             return
         sys.stderr.flush()
         os.truncate(log_path, 0)
+        meshes.forget()
         connection.send(_do(job, kept, connection))
+
+
+class _Meshes:
+    """
+    What torch keeps of the meshes of earlier runs.
+
+    Its caches take a mesh for an equal one of before, whose process groups are gone by now: ranks would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._caches: list[Any] = []
+        self._modules = 0
+
+    def forget(self) -> None:
+        """Empty those caches; they are looked for again when modules were imported since."""
+        if "torch.distributed.tensor" not in sys.modules:
+            return
+        if self._modules != len(sys.modules):
+            self._modules = len(sys.modules)
+            self._caches = [
+                one
+                for one in gc.get_objects()
+                if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("torch.distributed")
+            ]
+        from torch.distributed.tensor import debug  # noqa: PLC0415 - loaded, see above
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types for it
+        for cache in self._caches:
+            cache.cache_clear()
 
 
 def _set_up(log_path: str) -> None:
