@@ -146,7 +146,7 @@ def _safe_globals() -> Names:
 
 
 def _metadata_of(found: Any) -> TorchMetadata:
-    places = {_key(index): _place(info) for index, info in found.storage_data.items()}
+    places = {_key(index): place_of(info) for index, info in found.storage_data.items()}
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, Place] = {}
     for name, entry in found.state_dict_metadata.items():
@@ -163,7 +163,7 @@ def _metadata_of(found: Any) -> TorchMetadata:
         tensors=tensors,
         objects=objects,
         paths=_paths(paths if isinstance(paths, Mapping) else {}, [*tensors, *objects]),
-        sums=_sums(getattr(found, "shardkeep_sums", None) or {}),
+        sums=sums_of(getattr(found, "shardkeep_sums", None) or {}),
         save_id=str(getattr(meta, "save_id", None) or ""),
     )
 
@@ -172,7 +172,8 @@ def _key(index: Any) -> tuple[str, Ints | None]:
     return index.fqn, None if getattr(index, "offset", None) is None else _ints(index.offset)
 
 
-def _place(info: Any) -> Place:
+def place_of(info: Any) -> Place:
+    """Return where an item lies, from what metadata hold for it."""
     offset, nbytes = info.offset, info.length
     start = vars(info).get("shardkeep_data_start")
     if type(info.relative_path) is not str or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
@@ -220,7 +221,8 @@ def _paths(said: Mapping[Any, Any], names: list[str]) -> dict[str, tuple[str | i
     return paths
 
 
-def _sums(said: Any) -> dict[str, Sums]:
+def sums_of(said: Any) -> dict[str, Sums]:
+    """Return what is known of each data file, from what metadata hold of them."""
     return {
         name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
         for name, (nbytes, block_nbytes, checksum) in said.items()

@@ -85,7 +85,7 @@ def _tasks(
 ) -> Iterator[tuple[_OpenFile, int, int]]:
     for job in jobs:
         writer = store.create(job.name, len(job.header) + job.data_nbytes)
-        undo.callback(_take_back, store, job.name, writer)
+        undo.callback(take_back, store, job.name, writer)
         starts = range(0, job.data_nbytes, window_nbytes)
         blocks = count_blocks(job.data_nbytes, job.block_nbytes)
         file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
@@ -93,7 +93,8 @@ def _tasks(
             yield file, start, min(start + window_nbytes, job.data_nbytes)
 
 
-def _take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
+def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
+    """Remove a blob that is not to be, whether it was finished or not."""
     writer.abandon()
     with contextlib.suppress(CheckpointError):
         store.delete(name)  # one that was finished outlives its writer's abandon

@@ -17,7 +17,7 @@ from shardkeep.errors import MalformedFile, StateMismatch
 from shardkeep.format.dtypes import DType, known_to_torch
 from shardkeep.format.region import Box, Ints
 from shardkeep.layout.torch_files import Sums
-from shardkeep.layout.torch_metadata import Place
+from shardkeep.layout.torch_metadata import Place, place_of, sums_of
 from shardkeep.options import Options
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import Metadata, is_tensor_entry
@@ -68,18 +68,13 @@ def _place(places: Mapping[Any, Any], request: ReadItem) -> Place:
     if info is None:
         key = request.storage_index.fqn
         raise MalformedFile(f"the metadata do not say where {request.storage_index} is", key=key)
-    descriptors = tuple(getattr(info, "transform_descriptors", None) or ())
-    start = vars(info).get("shardkeep_data_start")
-    return Place(info.relative_path, info.offset, info.length, start if type(start) is int else None, descriptors)
+    return place_of(info)
 
 
 def _sums_in(metadata: Metadata | None) -> dict[str, Sums]:
     said = getattr(metadata, "shardkeep_sums", None) or {}
     try:
-        return {
-            name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
-            for name, (nbytes, block_nbytes, checksum) in said.items()
-        }
+        return sums_of(said)
     except (AttributeError, TypeError, ValueError) as exc:
         raise MalformedFile(f"what the metadata say of the files' digests makes no sense: {exc}") from exc
 

@@ -4,11 +4,10 @@ A safetensors file that is being written, in parts, from any thread, under its t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from contextlib import ExitStack
 
-from shardkeep.errors import CheckpointError
+from shardkeep.run.write import take_back
 from shardkeep.storages.safetensors_publish import temporary
 from shardkeep.store.local import LocalStore
 
@@ -23,11 +22,10 @@ class NewFile:
     def __init__(
         self, store: LocalStore, name: str, save_id: str, header: bytes, data_nbytes: int, undo: ExitStack
     ) -> None:
-        self._store = store
         self._name = temporary(name, save_id)
         self._header = header
         self._writer = store.create(self._name, len(header) + data_nbytes)
-        undo.callback(self._take_back)
+        undo.callback(take_back, store, self._name, self._writer)
         self._lock = threading.Lock()
         self._bytes_left = data_nbytes
 
@@ -41,8 +39,3 @@ class NewFile:
         if last:
             self._writer.write_at(0, memoryview(self._header))
             self._writer.finish()
-
-    def _take_back(self) -> None:
-        self._writer.abandon()
-        with contextlib.suppress(CheckpointError):
-            self._store.delete(self._name)  # one that was finished outlives its writer's abandon
