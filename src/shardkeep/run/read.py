@@ -30,7 +30,7 @@ from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
 _HOT_NBYTES = 2 * MAX_BLOCK_NBYTES
-"""What is in memory already is read and hashed in pieces of this size, so that they are hashed in the CPU's cache."""
+"""What is in memory already is read, hashed and copied in pieces of this size, all while they are in the CPU's cache."""
 
 KeyAt = Callable[[int, int, int], str]
 """Which tensors lie in a range of a file's data, in words; asked only when there is something wrong with it."""
@@ -221,24 +221,23 @@ def _do_read(
     damaged: list[int] | None,
 ) -> bool:
     """Read, check and copy; return whether the bytes were in memory, so that no disk was waited for."""
-    entry = file.entry
-    window = view_memory(read.address, read.nbytes) if read.address else buffer[: read.nbytes]
-    cached = reader.cached(entry.header_nbytes + read.start, len(window))
-    step = _HOT_NBYTES if cached else len(window)
-    bad: list[int] = []
-    for at in range(0, len(window), step):
-        part = window[at : at + step]
-        reader.read_into(entry.header_nbytes + read.start + at, part, cached=cached)
-        bad += bad_blocks(entry, file.digests, read.start + at, part)
-    if bad and damaged is None:
-        raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
-    if bad and damaged is not None:
-        damaged.extend(bad)
-    if not read.address:
-        stop = read.start + read.nbytes
-        _copy_edges(file.reads.edges.touching(read.start, stop), read, window)
-        for scatter in file.reads.scatters.touching(read.start, stop):
-            _copy_scatter(scatter, read, window, scattered)
+    offset = file.entry.header_nbytes
+    cached = reader.cached(offset + read.start, read.nbytes)
+    step = _HOT_NBYTES if cached else read.nbytes
+    for at in range(0, read.nbytes, step):
+        nbytes = min(step, read.nbytes - at)
+        part = Read(read.start + at, nbytes, read.address + at if read.address else 0)
+        window = view_memory(part.address, nbytes) if part.address else buffer[:nbytes]
+        reader.read_into(offset + part.start, window, cached=cached)
+        if bad := bad_blocks(file.entry, file.digests, part.start, window):
+            if damaged is None:
+                raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
+            damaged.extend(bad)
+        if not part.address:
+            stop = part.start + nbytes
+            _copy_edges(file.reads.edges.touching(part.start, stop), part, window)
+            for scatter in file.reads.scatters.touching(part.start, stop):
+                _copy_scatter(scatter, part, window, scattered)
     return cached
 
 
