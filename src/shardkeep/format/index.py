@@ -1,18 +1,15 @@
 """
 The index: every tensor, where each of its boxes lies, and every plain value. Sorted, binary, in columns.
 
-    "SKINDEX1" | u32 length | msgpack header | sections, each on a 64-byte boundary
+    "SKINDEX1" | sections, as `format.sections` lays them
 
-The header names each section with its number type, shape, place and digest, so that one section can be read without
-the others. Integers are stored in the narrowest type that holds them. Opening an index is a few views of its bytes;
-nothing is decoded until it is asked for.
+Opening an index is a few views of its bytes; nothing is decoded until it is asked for.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,18 +21,19 @@ import numpy.typing as npt
 
 from shardkeep.errors import ChecksumMismatch, MalformedFile
 from shardkeep.format import dtypes
-from shardkeep.format.checksum import digest
 from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, segment_starts
+from shardkeep.format.sections import Shapes, pack_sections, unpack_sections
 
 MAGIC = b"SKINDEX1"
-_ALIGN = 64
 _MAX_AXES = 64
 _MAX_ELEMENTS = 2.0**58
 """Of a tensor, an axis of size 0 counted as 1: sizes in bytes stay below 2**63."""
-_BYTES = frozenset({"keys", "value_keys", "values", "tree"})
-_MATRICES = frozenset({"shape", "offsets", "sizes"})
-_COLUMNS = frozenset(
-    {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
+_SHAPES = Shapes(
+    texts=frozenset({"keys", "value_keys", "values", "tree"}),
+    matrices=frozenset({"shape", "offsets", "sizes"}),
+    columns=frozenset(
+        {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
+    ),
 )
 
 
@@ -153,10 +151,11 @@ def encode_index(
     tree: bytes,
 ) -> bytes:
     """Write an index. `keys` and `values` must be sorted by their UTF-8 bytes, chunks by tensor."""
-    key_ends, key_bytes = _lay(key.encode() for key in keys)
-    value_key_ends, value_key_bytes = _lay(key.encode() for key, _ in values)
-    value_ends, value_bytes = _lay(data for _, data in values)
-    return _pack(
+    key_ends, key_bytes = lay(key.encode() for key in keys)
+    value_key_ends, value_key_bytes = lay(key.encode() for key, _ in values)
+    value_ends, value_bytes = lay(data for _, data in values)
+    return pack_sections(
+        MAGIC,
         {
             "keys": np.frombuffer(key_bytes, np.uint8),
             "key_ends": key_ends,
@@ -175,14 +174,14 @@ def encode_index(
             "values": np.frombuffer(value_bytes, np.uint8),
             "value_ends": value_ends,
             "tree": np.frombuffer(tree, np.uint8),
-        }
+        },
     )
 
 
 def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     """Open an index and check that its columns fit each other; `where` is named in errors."""
     try:
-        section = _unpack(memoryview(data), where)
+        section = unpack_sections(MAGIC, memoryview(data), _SHAPES, where=where)
         index = Index(
             keys=Strings(section["key_ends"], section["keys"].data),
             tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
@@ -209,69 +208,10 @@ def _rows_by_key(keys: Strings) -> dict[str, int]:
     return rows
 
 
-def _lay(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
+def lay(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
+    """Lay strings end to end, and say where each ends."""
     parts = list(strings)
     return np.cumsum([len(part) for part in parts], dtype=np.int64), b"".join(parts)
-
-
-def _narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if column.dtype.itemsize == 1 or column.size == 0:
-        return np.ascontiguousarray(column)
-    return np.ascontiguousarray(column, dtype=np.min_scalar_type(int(column.max())).newbyteorder("<"))
-
-
-def _pack(sections: dict[str, npt.NDArray[Any]]) -> bytes:
-    table: list[tuple[str, str, tuple[int, ...], int, bytes]] = []
-    body = bytearray()
-    for name, column in sections.items():
-        narrow = _narrow(column)
-        raw = narrow.tobytes()
-        table.append((name, narrow.dtype.str, narrow.shape, len(body), digest(raw)))
-        body += raw
-        body += bytes(-len(body) % _ALIGN)
-    header = msgspec.msgpack.encode(table)
-    start = len(MAGIC) + 4 + len(header)
-    return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
-
-
-def _unpack(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
-    if data[: len(MAGIC)] != MAGIC:
-        raise MalformedFile(f"{where}: not an index: it does not begin with {MAGIC!r}", file=where)
-    at = len(MAGIC) + 4
-    header_nbytes = int.from_bytes(data[len(MAGIC) : at], "little")
-    table = msgspec.msgpack.decode(
-        data[at : at + header_nbytes], type=list[tuple[str, str, tuple[int, ...], int, bytes]]
-    )
-    at += header_nbytes
-    at += -at % _ALIGN
-    sections: dict[str, npt.NDArray[Any]] = {}
-    for name, code, shape, offset, expected in table:
-        if name not in _BYTES | _MATRICES | _COLUMNS:
-            continue  # of a later writer; not even hashed, for a forged header can name the same bytes a million times
-        if (
-            name in sections
-            or code not in (("|u1",) if name in _BYTES else ("|u1", "<u2", "<u4", "<u8", "<i8"))
-            or len(shape) != (2 if name in _MATRICES else 1)
-            or min(offset, *shape) < 0
-        ):
-            raise MalformedFile(
-                f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
-            )
-        raw = data[at + offset : at + offset + math.prod(shape) * np.dtype(code).itemsize]
-        if digest(raw) != expected:
-            raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
-        sections[name] = _whole_numbers(np.frombuffer(raw, code).reshape(shape))
-    return sections
-
-
-def _whole_numbers(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Refuse negative numbers, and those that a signed integer of 64 bits would take for negative."""
-    if column.dtype.itemsize < 8:
-        return column
-    signed = column.view("<i8")
-    if signed.size and signed.min() < 0:
-        raise ValueError("a number that is negative or beyond 63 bits")
-    return signed
 
 
 def _fits(index: Index) -> bool:
@@ -285,12 +225,12 @@ def _fits(index: Index) -> bool:
         and chunks.offsets.shape == chunks.sizes.shape == (len(chunks.file), axes)
         and len(chunks.start) == len(chunks.file)
         and len(index.value_keys) == len(index.value_data)
-        and _ends_fit(index.keys.ends, len(index.keys.data))
-        and _ends_fit(index.value_keys.ends, len(index.value_keys.data))
-        and _ends_fit(index.value_data.ends, len(index.value_data.data))
-        and _ends_fit(index.chunk_ends, len(chunks.file))
-        and _are_text(index.keys)
-        and _are_text(index.value_keys)
+        and ends_fit(index.keys.ends, len(index.keys.data))
+        and ends_fit(index.value_keys.ends, len(index.value_keys.data))
+        and ends_fit(index.value_data.ends, len(index.value_data.data))
+        and ends_fit(index.chunk_ends, len(chunks.file))
+        and are_text(index.keys)
+        and are_text(index.value_keys)
         and bool(np.all(ITEMSIZES[tensors.dtype] > 0))
         and _shapes_fit(tensors)
         and _ties_fit(index)
@@ -298,13 +238,14 @@ def _fits(index: Index) -> bool:
     )
 
 
-def _ends_fit(ends: npt.NDArray[Any], total: int) -> bool:
+def ends_fit(ends: npt.NDArray[Any], total: int) -> bool:
+    """Say whether these are the ends of segments that fill a total."""
     if len(ends) == 0:
         return total == 0
     return int(ends[-1]) == total and bool(np.all(ends[1:] >= ends[:-1]))
 
 
-def _are_text(strings: Strings) -> bool:
+def are_text(strings: Strings) -> bool:
     """Say whether every string is UTF-8: all of them together are, and none begins inside a letter."""
     data = bytes(strings.data)
     if data.isascii():
