@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +28,9 @@ from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobWriter, Creates, Deletes
+
+MOST_FILES = 8
+"""Files written at a time: a kernel lets one thread write to a file at a time, and the others wait for it."""
 
 
 class _Writes(Creates, Deletes, Protocol):
@@ -63,7 +68,7 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
     """Write all files, durable on return; the digests of each one's blocks go into what is committed."""
     digests: dict[str, bytes] = {}
     with ExitStack() as undo:
-        tasks = _tasks(store, jobs, window_nbytes, undo)
+        tasks = _tasks(store, jobs, window_nbytes, min(threads, MOST_FILES), undo)
 
         def work(task: tuple[_OpenFile, int, int], buffer: memoryview) -> bool:
             file, start, stop = task
@@ -81,16 +86,28 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
 
 
 def _tasks(
-    store: _Writes, jobs: Sequence[FileJob], window_nbytes: int, undo: ExitStack
+    store: _Writes, jobs: Sequence[FileJob], window_nbytes: int, most_files: int, undo: ExitStack
 ) -> Iterator[tuple[_OpenFile, int, int]]:
-    for job in jobs:
-        writer = store.create(job.name, len(job.header) + job.data_nbytes)
-        undo.callback(take_back, store, job.name, writer)
-        starts = range(0, job.data_nbytes, window_nbytes)
-        blocks = count_blocks(job.data_nbytes, job.block_nbytes)
-        file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
-        for start in starts:
-            yield file, start, min(start + window_nbytes, job.data_nbytes)
+    """Hand out the windows of a few files in turn, each file's in order, and begin a file as one comes to its end."""
+    waiting = (_windows(store, job, window_nbytes, undo) for job in jobs)
+    turns = deque(islice(waiting, most_files))
+    while turns:
+        windows = turns.popleft()
+        if task := next(windows, None):
+            yield task
+            turns.append(windows)
+        else:
+            turns.extendleft(islice(waiting, 1))
+
+
+def _windows(store: _Writes, job: FileJob, window_nbytes: int, undo: ExitStack) -> Iterator[tuple[_OpenFile, int, int]]:
+    writer = store.create(job.name, len(job.header) + job.data_nbytes)
+    undo.callback(take_back, store, job.name, writer)
+    starts = range(0, job.data_nbytes, window_nbytes)
+    blocks = count_blocks(job.data_nbytes, job.block_nbytes)
+    file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
+    for start in starts:
+        yield file, start, min(start + window_nbytes, job.data_nbytes)
 
 
 def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
