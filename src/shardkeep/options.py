@@ -41,10 +41,22 @@ class Options:
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
     """How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it."""
+    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", 512 * MIB))
+    """Most pinned memory that this process keeps for copies from and to accelerators."""
+    staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
+    """
+    Most host memory that asynchronous saves copy the state of accelerators to. 0: as much as it takes, up to a fair part
+    of what the machine has free. With less than the state takes, staging waits for the disk.
+    """
     allow_pickle: bool = field(default_factory=lambda: _env_int("SHARDKEEP_ALLOW_PICKLE", 0) != 0)
     """Unpickle objects of any class in checkpoints of torch's layout. Only for checkpoints you trust."""
     direct_io: bool = field(default_factory=lambda: _env_int("SHARDKEEP_DIRECT_IO", 1) != 0)
     """Use O_DIRECT on local disks where it works."""
+    share_reads: bool = field(default_factory=lambda: _env_int("SHARDKEEP_SHARE_READS", 0) != 0)
+    """
+    Let ranks that load the same bytes each read a part of them, and send it to the others over gloo. Pays where storage
+    is slower than the network, from about four replicas up.
+    """
 
 
 def setting(name: str) -> str | None:

@@ -29,8 +29,12 @@ def view_memory(address: int, nbytes: int) -> memoryview:
 class Scattered(Protocol):
     """Memory that is not one run of host bytes."""
 
-    def read(self, start: int, stop: int, into: memoryview) -> None:
-        """Copy bytes `start..stop` of its row-major form, which are whole elements."""
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
+        """
+        Copy bytes `start..stop` of its row-major form, which are whole elements.
+
+        From an accelerator, `queued` returns at once: the bytes are there when its current stream has come so far.
+        """
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         """Fill `box` from `part` of row-major elements of this shape."""

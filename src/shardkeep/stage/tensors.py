@@ -30,7 +30,7 @@ class HostScattered:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._array: npt.NDArray[np.generic] = tensor.view(_RAW[tensor.element_size()]).numpy()
 
-    def read(self, start: int, stop: int, into: memoryview) -> None:
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:  # noqa: ARG002
         array = self._array
         size = array.itemsize
         flat = np.frombuffer(into, array.dtype)
@@ -52,13 +52,13 @@ class TorchScattered:
         self._tensor = tensor.view(_RAW[tensor.element_size()]) if same else tensor
         self._stored = self._tensor.dtype if same else stored
 
-    def read(self, start: int, stop: int, into: memoryview) -> None:
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         tensor = self._tensor
         size = tensor.element_size()
         flat = torch.frombuffer(into, dtype=tensor.dtype)
         at = 0
         for box in flat_range_to_boxes(tuple(tensor.shape), start // size, stop // size):
-            flat[at : at + box.volume].view(box.sizes).copy_(tensor[slices(box)])
+            flat[at : at + box.volume].view(box.sizes).copy_(tensor[slices(box)], non_blocking=queued)
             at += box.volume
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:

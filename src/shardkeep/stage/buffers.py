@@ -1,0 +1,154 @@
+"""
+Host memory that is used again over saves and loads: buffers of one size under a limit, pinned or ordinary, and arenas.
+
+Fresh memory costs five times the copy into it, and pinning it a hundred times as much, so nothing here is given back
+before `close`. Whoever takes a buffer while all of them are in use waits until one is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardkeep.state.toolkit.offload import PinningRefused, _register
+from shardkeep.store.aligned import aligned_buffer
+
+log = logging.getLogger("shardkeep")
+
+_PATIENCE_S = 0.2
+"""How often one who waits for a buffer looks whether it still wants one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Page-aligned host memory."""
+
+    view: memoryview
+    tensor: torch.Tensor
+    """The same bytes, for copies from and to accelerators."""
+    pinned: bool = False
+
+
+def ordinary_buffer(nbytes: int) -> Buffer:
+    """Make a buffer of ordinary memory."""
+    view = aligned_buffer(nbytes)
+    return Buffer(view, torch.frombuffer(view, dtype=torch.uint8))
+
+
+def pinned_buffer(nbytes: int) -> Buffer:
+    """Make a buffer that accelerators copy from and to at full speed; an ordinary one where it cannot be pinned."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return ordinary_buffer(nbytes)
+    if accelerator.type != "cuda":  # only CUDA can pin memory that exists already; others have their own allocator
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return Buffer(tensor.numpy().data, tensor, pinned=True)
+    made = ordinary_buffer(nbytes)
+    try:
+        _register(made.tensor)
+    except PinningRefused as refused:
+        # Pinned memory is faster and nothing else: a save must not fail for it.
+        log.warning("staging goes on without pinned memory: %s", refused)
+        return made
+    return Buffer(made.view, made.tensor, pinned=True)
+
+
+class BufferPool:
+    """Buffers of one size, made when they are first needed. May be used by several threads."""
+
+    def __init__(self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int) -> None:
+        """
+        Make nothing yet.
+
+        Args:
+            make: makes a buffer.
+            buffer_nbytes: the size of each.
+            most_nbytes: how much they may take together; one buffer at least.
+
+        """
+        self.buffer_nbytes = buffer_nbytes
+        self.most_nbytes = most_nbytes
+        self._make = make
+        self._made = 0
+        self._free: list[Buffer] = []
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return self._made * self.buffer_nbytes
+
+    def take(self, wanted: Callable[[], bool] = lambda: True) -> Buffer | None:
+        """Return a buffer, when there is one; None as soon as it is no longer wanted."""
+        with self._changed:
+            while not self._free and self._made and (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
+                if not wanted():
+                    return None
+                self._changed.wait(_PATIENCE_S)
+            if self._free:
+                return self._free.pop()
+            self._made += 1
+        try:
+            return self._make(self.buffer_nbytes)
+        except BaseException:
+            with self._changed:
+                self._made -= 1
+                self._changed.notify()
+            raise
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
+                self._made -= 1  # closed, or allowed less by now
+            else:
+                self._free.append(buffer)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Free what is not in use; the rest is freed as it is given back."""
+        with self._changed:
+            self._made -= len(self._free)
+            self._free.clear()
+
+
+class Arenas:
+    """Runs of host memory of any length, each for one snapshot at a time. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return self._held
+
+    def take(self, nbytes: int) -> Buffer:
+        """Return memory of at least `nbytes`: the least of what is free that is enough; what is not enough is freed."""
+        with self._lock:
+            fits = sorted(
+                (each for each in self._free if each.view.nbytes >= nbytes), key=lambda each: each.view.nbytes
+            )
+            if fits:
+                self._free.remove(fits[0])
+                return fits[0]
+            self._held += nbytes - sum(each.view.nbytes for each in self._free)
+            self._free.clear()
+        return ordinary_buffer(nbytes)
+
+    def give(self, arena: Buffer) -> None:
+        """Take memory back."""
+        with self._lock:
+            self._free.append(arena)
+
+    def close(self) -> None:
+        """Free what is not in use."""
+        with self._lock:
+            self._held -= sum(each.view.nbytes for each in self._free)
+            self._free.clear()

@@ -1,0 +1,147 @@
+"""
+The pieces of a state that is to be saved while training goes on: which are copied at once, and which later.
+
+What lies in host memory is copied in the call. On an accelerator there are two ways: a copy on the device, queued in
+the call; or none in the call, where something keeps the memory from changing until it has been copied (the step of an
+optimizer waits, or the caller does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardkeep.stage.buffers import Arenas, Buffer
+from shardkeep.stage.memory import copy_memory
+from shardkeep.stage.tensors import host_address, scattered
+from shardkeep.state.toolkit.recognise import is_dtensor
+from shardkeep.store.aligned import address_of
+
+_ALIGNMENT = 64
+_PART_NBYTES = 16 << 20
+"""Larger copies are shared out between threads in parts of this size."""
+_ROOM = 0.5
+"""How much of the free memory of a device a copy on it may take."""
+
+
+@dataclass
+class Pieces:
+    """The pieces of a state, some of them by now copies."""
+
+    tensors: list[torch.Tensor]
+    events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    """On each accelerator: after all that the caller had queued, the copies on the device included."""
+    live_nbytes: int = 0
+    """What is still the caller's own memory."""
+    arena: Buffer | None = None
+    """The host memory that copies lie in."""
+
+
+def take_pieces(
+    tensors: Sequence[torch.Tensor], arenas: Arenas, *, staging: str, optimizers: Sequence[Optimizer], threads: int
+) -> Pieces:
+    """
+    Copy what must be copied in the call.
+
+    `staging` says what becomes of tensors on accelerators: "device": all are copied there; "host": none; "overlap":
+    those that no optimizer guards, if there are optimizers, else none; "auto": the same where there is room for it on
+    the device, but without optimizers all of them.
+    """
+    taken = Pieces(list(tensors))
+    on_host = [at for at, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+    on_device = [at for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    if on_host:
+        _copy_on_host(taken, on_host, arenas, threads)
+    for at in _chosen_for_copy(tensors, on_device, staging, optimizers):
+        taken.tensors[at] = tensors[at].clone()
+    devices = {tensors[at].device for at in on_device}
+    taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+    taken.live_nbytes = sum(tensors[at].nbytes for at in on_device if taken.tensors[at] is tensors[at])
+    return taken
+
+
+def _chosen_for_copy(
+    tensors: Sequence[torch.Tensor], on_device: list[int], staging: str, optimizers: Sequence[Optimizer]
+) -> list[int]:
+    if staging == "host" or (staging == "overlap" and not optimizers):
+        return []
+    if staging == "device":
+        return on_device
+    guarded = _guarded_memory(optimizers)
+    chosen = [at for at in on_device if tensors[at].untyped_storage().data_ptr() not in guarded]
+    if staging == "auto":
+        wanted: dict[torch.device, int] = {}
+        for at in chosen:
+            wanted[tensors[at].device] = wanted.get(tensors[at].device, 0) + tensors[at].nbytes
+        full = {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
+        chosen = [at for at in chosen if tensors[at].device not in full]
+    return chosen
+
+
+def _guarded_memory(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return where the storages begin that change in the step of one of these optimizers, and at no other time."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+        for value in (*parameters, *kept):
+            tensor: Any = value._local_tensor if is_dtensor(value) else value
+            if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+                found.add(tensor.untyped_storage().data_ptr())
+    return found
+
+
+def _free_nbytes(device: torch.device) -> int:
+    """Return what can still be allocated on a device; nothing where it does not say."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    free: int = module.mem_get_info(device)[0]
+    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+
+
+def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) -> None:
+    """Copy tensors in host memory into one arena; those that are one and the same are copied once."""
+    places: dict[tuple[Any, ...], int] = {}
+    end = 0
+    for row in rows:
+        key = _same_memory(taken.tensors[row])
+        if key not in places:
+            places[key] = end
+            end = -(-(end + taken.tensors[row].nbytes) // _ALIGNMENT) * _ALIGNMENT
+    taken.arena = arenas.take(end)
+    sources = {_same_memory(taken.tensors[row]): taken.tensors[row] for row in rows}
+    for row in rows:
+        source = taken.tensors[row]
+        start = places[_same_memory(source)]
+        row_of_bytes = taken.arena.tensor[start : start + source.nbytes]
+        taken.tensors[row] = row_of_bytes.view(source.dtype).view(source.shape)
+    _copy_all([(places[key], source) for key, source in sources.items()], taken.arena, threads)
+
+
+def _same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _copy_all(copies: list[tuple[int, torch.Tensor]], arena: Buffer, threads: int) -> None:
+    base = address_of(arena.view)
+    large: list[tuple[int, int, int]] = []
+    for start, source in copies:
+        target, address, nbytes = base + start, host_address(source), source.nbytes
+        if not address:
+            scattered(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
+        elif nbytes < _PART_NBYTES:
+            copy_memory(target, address, nbytes)
+        else:
+            large += [
+                (target + at, address + at, min(_PART_NBYTES, nbytes - at)) for at in range(0, nbytes, _PART_NBYTES)
+            ]
+    if large:
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-stage") as pool:
+            for _ in pool.map(lambda copy: copy_memory(*copy), large):
+                pass
