@@ -24,15 +24,15 @@ class Watched(MemoryStore):
         super().__init__()
         self.on_write = on_write
         self.lock = threading.Lock()
-        self.open = set()
+        self.being_written = set()
         self.most_open = 0
         self.offsets = {}
 
     def create(self, name, nbytes):
         blob = super().create(name, nbytes)
         with self.lock:
-            self.open.add(name)
-            self.most_open = max(self.most_open, len(self.open))
+            self.being_written.add(name)
+            self.most_open = max(self.most_open, len(self.being_written))
         write_at, finish = blob.write_at, blob.finish
 
         def watched_write(offset, data):
@@ -44,7 +44,7 @@ class Watched(MemoryStore):
         def watched_finish():
             finish()
             with self.lock:
-                self.open.remove(name)
+                self.being_written.remove(name)
 
         blob.write_at, blob.finish = watched_write, watched_finish
         return blob
