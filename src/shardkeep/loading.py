@@ -3,7 +3,8 @@ The load story: open -> match -> read -> place.
 
 Three meetings of the ranks: rank 0 reads the commit record, so that all load one and the same save; every rank
 compares its state with the index, before anything is changed; every rank reads its own boxes. Objects in the state are
-given what is theirs in a fourth, after all have read. A failure anywhere, on any rank, reaches all of them.
+given what is theirs in a fourth, after all have read. Where reads are shared, rank 0 says who reads what before they
+begin, and ranks exchange it afterwards. A failure anywhere, on any rank, reaches all of them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import os
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from shardkeep.errors import RanksDisagree
+from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.index import Index
 from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
+from shardkeep.plan.sharing import decide
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.deciding import insist_on_same_objects
@@ -38,6 +42,9 @@ from shardkeep.run.match import (
     raise_if_wrong,
 )
 from shardkeep.run.read import Source
+from shardkeep.run.sharing import Channel, all_agree, open_channel
+from shardkeep.run.sharing_boxes import only, wants_of
+from shardkeep.run.sharing_offers import Sharing
 from shardkeep.run.sources import open_source, read_record
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.devices import settle
@@ -73,6 +80,8 @@ class LoadReport:
     """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
     bytes_read: int
     """By this rank, headers included."""
+    bytes_received: int = 0
+    """By this rank from others, where `Options.share_reads` lets them read for each other."""
     seconds: float
 
     @property
@@ -138,7 +147,7 @@ def load(
     store = open_store(where, direct=options.direct_io)
     wishes = Wishes(include, exclude, rename, cast)
     with meet(world, f"load from {store.url}") as meeting:
-        filling = _Filling(store, wishes, world, options, allow_pickle=allow_pickle)
+        filling = _Filling(store, wishes, world, options, group, allow_pickle=allow_pickle)
         filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
         if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
             meeting.agree("prepare", filling.prepare, lambda done: done)
@@ -151,17 +160,24 @@ def load(
             type=Verdict,
         )
 
-        def read() -> bytes:
-            filling.read(first_file=world.rank / world.size)
-            if not filling.objects:
-                filling.place(state)
-            return b""
+        if filling.shares:
+            filling.take(meeting.agree("share", filling.offer, filling.share_out))
 
         def place() -> bytes:
             filling.place(state)
             return b""
 
+        def read() -> bytes:
+            filling.read(first_file=world.rank / world.size)
+            return b"" if filling.objects or filling.orders else place()
+
+        def exchange() -> bytes:
+            filling.exchange()
+            return b"" if filling.objects else place()
+
         meeting.agree("read", read, lambda done: done)
+        if filling.orders:  # on all ranks, none of which has failed to read
+            meeting.agree("exchange", exchange, lambda done: done)
         if filling.objects:  # which may talk to each other, and must not wait for a rank that failed to read
             meeting.agree("place", place, lambda done: done)
     report = LoadReport(
@@ -173,6 +189,7 @@ def load(
         unexpected=verdict.unexpected,
         cast=filling.matched.cast,
         bytes_read=filling.bytes_read,
+        bytes_received=filling.bytes_received,
         seconds=time.perf_counter() - began,
     )
     if world.rank == 0:
@@ -186,10 +203,27 @@ def load(
     return report
 
 
+class _Destinations(NamedTuple):
+    """Tensors to be filled, and with what: rows of the index, and boxes."""
+
+    tensor: IntArray
+    boxes: Boxes
+    into: list[torch.Tensor]
+
+
 class _Filling:
     """One rank's part of a load."""
 
-    def __init__(self, store: Store, wishes: Wishes, world: World, options: Options, *, allow_pickle: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        wishes: Wishes,
+        world: World,
+        options: Options,
+        group: ProcessGroup | World | None,
+        *,
+        allow_pickle: bool,
+    ) -> None:
         self.store = store
         self.options = options
         self.wishes = wishes
@@ -197,8 +231,10 @@ class _Filling:
         self.allow_pickle = allow_pickle
         self.in_place_of: dict[str, Any] = {}
         self.new_leaves: dict[str, Any] = {}
-        self.bytes_read = 0
-        # Known after `look`, `open`, `prepare` and `match`.
+        self.bytes_read = self.bytes_received = 0
+        self.group = group
+        self.orders = b""
+        # Known after `look`, `open`, `prepare`, `match` and `offer`.
         self.objects: Objects
         self.record: Record
         self.communicates: bool
@@ -207,22 +243,31 @@ class _Filling:
         self.index: Index
         self.description: Description
         self.matched: Match
+        self.shares: bool
+        self.channel: Channel | str | None = None
+        self.sharing: Sharing
+        self.destinations: _Destinations | None = None
 
     def look(self, state: MutableMapping[str, Any]) -> bytes:
         """Find the objects in this rank's state."""
         self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
-        return _encode((self.objects.names, self.objects.communicates))
+        word: str | None = None
+        if self.options.share_reads:
+            self.channel = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
+            word = self.channel if isinstance(self.channel, str) else ""
+        return _encode((self.objects.names, self.objects.communicates, word))
 
     def tell(self, payloads: list[bytes]) -> list[bytes]:
         """On rank 0: give everyone the commit record, if all ranks have the same objects."""
-        seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool]) for payload in payloads]
-        insist_on_same_objects([names for names, _ in seen])
+        seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
+        insist_on_same_objects([names for names, _, _ in seen])
         record = msgspec.json.encode(read_record(self.store))  # as it is stored: its meta may be beyond msgpack
-        return [_encode((record, any(talks for _, talks in seen)))] * len(payloads)
+        shares = all_agree([word for _, _, word in seen])
+        return [_encode((record, any(talks for _, talks, _ in seen), shares))] * len(payloads)
 
     def open(self, told: bytes) -> None:
         """Take the commit record from rank 0."""
-        record, self.communicates = msgspec.msgpack.decode(told, type=tuple[bytes, bool])
+        record, self.communicates, self.shares = msgspec.msgpack.decode(told, type=tuple[bytes, bool, bool])
         self.record = msgspec.json.decode(record, type=Record)
 
     def prepare(self) -> bytes:
@@ -280,27 +325,59 @@ class _Filling:
         raise_if_wrong(self.index, findings, verdict, self.wishes, strict=strict, where=where)
         return [_encode(verdict)] * len(payloads)
 
+    def offer(self) -> bytes:
+        """Tell rank 0 what this rank wants."""
+        to = self._find_destinations()
+        if not isinstance(self.channel, Channel):  # unreachable: then reads are not shared
+            raise RanksDisagree("this rank cannot share its reads")
+        wants = wants_of(self.source, to.tensor, to.boxes, to.into)
+        self.sharing = Sharing(self.channel, wants, budget_nbytes=self.options.host_budget_bytes)
+        return self.sharing.offer()
+
+    def share_out(self, payloads: list[bytes]) -> list[bytes]:
+        """On rank 0: say who reads what. Nothing where there is nothing to share."""
+        return decide(payloads) or [b""] * len(payloads)
+
+    def take(self, orders: bytes) -> None:
+        """Take what rank 0 decided."""
+        self.orders = orders
+
     def read(self, *, first_file: float) -> None:
-        """Give meta tensors memory, then fill every tensor."""
-        tensors, description = self._materialized()
-        # One memory is filled once, however many keys it has.
-        first = description.alias[description.row_tensor] == description.row_tensor
-        rows = np.flatnonzero(first)
-        row_of = np.array([tensors[key] for key in description.keys], np.int64)
-        into = [description.pieces[row] for row in rows.tolist()]
-        settle(into)
+        """Fill every tensor, as far as other ranks do not read it for this one."""
+        to = self._find_destinations()
+        if self.orders:
+            to = _Destinations(*only(to.tensor, to.boxes, to.into, *self.sharing.take(self.orders)))
+        settle(to.into)
         self.bytes_read = fetch(
             self.source,
-            row_of[description.row_tensor[rows]],
-            description.boxes.take(rows),
-            into,
+            to.tensor,
+            to.boxes,
+            to.into,
             threads=self.options.io_threads,
             budget_nbytes=self.options.host_budget_bytes,
             first_file=first_file,
         )
-        settle(into)
+        settle(to.into)
         # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
-        torch.autograd.graph.increment_version(into)
+        torch.autograd.graph.increment_version(to.into)
+
+    def exchange(self) -> None:
+        """Send the others what this rank has read for them, and receive what they have read for it."""
+        self.bytes_received = self.sharing.exchange()
+
+    def _find_destinations(self) -> _Destinations:
+        """Give meta tensors memory, and return all that is to be filled."""
+        if self.destinations is None:
+            tensors, description = self._materialized()
+            # One memory is filled once, however many keys it has.
+            rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
+            row_of = np.array([tensors[key] for key in description.keys], np.int64)
+            self.destinations = _Destinations(
+                row_of[description.row_tensor[rows]],
+                description.boxes.take(rows),
+                [description.pieces[row] for row in rows.tolist()],
+            )
+        return self.destinations
 
     def _materialized(self) -> tuple[dict[str, int], Description]:
         tensors = self.matched.tensors

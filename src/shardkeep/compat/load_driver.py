@@ -5,7 +5,10 @@ A load, step by step: any planner, any storage reader.
     coordinator     create_global_plan, prepare_global_plan
     all ranks       finish_plan, read_data
 
-Both steps are made by all ranks together, also where each rank has metadata of its own. A planner or a reader may be
+Where `Options.share_reads` is set, ranks that want the same of a checkpoint each read a part of it, and exchange what
+they have read in a step of its own.
+
+All steps are made by all ranks together, also where each rank has metadata of its own. A planner or a reader may be
 torch's: what passes between it and one of ours is translated on the way.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import deprecated
 
@@ -29,6 +32,8 @@ from shardkeep.compat.calls import (
     without_ranks,
 )
 from shardkeep.errors import RanksDisagree
+from shardkeep.options import Options
+from shardkeep.plan.sharing import decide as decide_shares
 from shardkeep.protocol.foreign import in_words_of, translator
 from shardkeep.protocol.gatherings import _DistWrapper, in_step
 from shardkeep.protocol.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -37,11 +42,19 @@ from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan
 from shardkeep.protocol.problems import NoMetadata
 from shardkeep.protocol.storage import StorageReader
+from shardkeep.run.sharing import Channel, all_agree, open_channel
+from shardkeep.run.sharing_items import fills_in_place, keeps, only, wants_of
+from shardkeep.run.sharing_offers import Sharing
+from shardkeep.storages.file_reader import FileSystemReader
+from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("shardkeep")
+
+_READER_METHODS = ("prepare_local_plan", "prepare_global_plan", "read_data")
+_HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_files_from_queue")
 
 
 @_api_bc_check
@@ -147,8 +160,22 @@ def _run(
     local_step = logged(lambda: call.plan(state()), "local_step", **place)
     global_step = logged(call.decide, "global_step", **place)
     read_data = logged(call.read, "read_data", **place)
-    plan = ranks.reduce_scatter("plan", local_step, global_step)
-    ranks.all_gather("read", lambda: read_data(plan))
+    plan, orders = ranks.reduce_scatter("plan", local_step, global_step)
+    ranks.all_gather("read", lambda: read_data(plan, orders))
+    if orders is not None:  # on all ranks, none of which has failed to read
+        ranks.all_gather("share", call.exchange)
+
+
+class _Said(NamedTuple):
+    """What a rank tells the coordinator."""
+
+    common: bool
+    """The metadata are those of all ranks."""
+    plan: LoadPlan
+    cannot_share: str | None
+    """Why it does not share its reads; empty where it does, None where nobody asked for it."""
+    offer: bytes
+    """What it offers to share."""
 
 
 class _Load:
@@ -160,9 +187,10 @@ class _Load:
         self._reader = storage_reader
         self._to_reader = translator(planner, storage_reader)
         self._to_planner = translator(storage_reader, planner)
+        self._sharing: Sharing | None = None
 
-    def plan(self, state_dict: dict[str, Any]) -> tuple[bool, LoadPlan]:
-        """Return whether the metadata are those of all ranks, and this rank's plan."""
+    def plan(self, state_dict: dict[str, Any]) -> _Said:
+        """Return what this rank tells the coordinator."""
         leads = self._ranks.is_coordinator
         metadata, common = self._read_metadata()
         self._planner.set_up_planner(state_dict, in_words_of(self._planner, metadata), leads)
@@ -170,27 +198,58 @@ class _Load:
             self._reader.set_up_storage_reader(metadata, leads, rank=self._ranks.rank, use_collectives=common)
         else:
             self._reader.set_up_storage_reader(metadata, leads)
-        plan = self._to_reader(self._planner.create_local_plan())
-        return common, self._reader.prepare_local_plan(plan)
+        plan = self._reader.prepare_local_plan(self._to_reader(self._planner.create_local_plan()))
+        cannot_share, offer = self._offer(plan, metadata, common=common)
+        return _Said(common, plan, cannot_share, offer)
 
-    def decide(self, said: list[tuple[bool, LoadPlan]]) -> list[LoadPlan]:
-        """Return the plan of each rank."""
-        found = [rank for rank, (common, _) in enumerate(said) if common]
+    def _offer(self, plan: LoadPlan, metadata: Metadata, *, common: bool) -> tuple[str | None, bytes]:
+        """Return why this rank does not share its reads (None: nobody asked for it), or what it offers to share."""
+        options, planner = Options(), self._planner
+        if not options.share_reads:
+            return None, b""
+        size = self._ranks.get_world_size()
+        channel = open_channel(self._ranks.group, size=size, timeout_s=options.timeout_s)
+        if not isinstance(channel, Channel):
+            return channel, b""
+        if not isinstance(planner, DefaultLoadPlanner) or not fills_in_place(planner) or type(plan) is not LoadPlan:
+            return f"the planner, a {type(planner).__qualname__}, may read in ways of its own", b""
+        if not _reads_items(self._reader):
+            return f"the reader, a {type(self._reader).__qualname__}, may read in ways of its own", b""
+        if not common:
+            return "the ranks have metadata of their own", b""
+        wants = wants_of(plan, planner, metadata)
+        self._sharing = Sharing(channel, wants, budget_nbytes=options.host_budget_bytes)
+        return "", self._sharing.offer()
+
+    def decide(self, said: list[_Said]) -> list[tuple[LoadPlan, bytes | None]]:
+        """Return the plan of each rank, and its part in sharing the reads; None where they are not shared."""
+        found = [rank for rank, each in enumerate(said) if each.common]
         if 0 < len(found) < len(said):
             raise RanksDisagree(
                 f"only ranks {found} of {len(said)} found the checkpoint's metadata, the others only their own",
                 hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
             )
-        plans = self._planner.create_global_plan(self._to_planner([plan for _, plan in said]))
-        return self._reader.prepare_global_plan(self._to_reader(list(plans)))
+        plans = self._planner.create_global_plan(self._to_planner([each.plan for each in said]))
+        final = self._reader.prepare_global_plan(self._to_reader(list(plans)))
+        orders: list[bytes] | None = None
+        if all_agree([each.cannot_share for each in said]):
+            orders = decide_shares([each.offer for each in said])
+        return [(plan, orders[rank] if orders is not None else None) for rank, plan in enumerate(final)]
 
-    def read(self, plan: LoadPlan) -> None:
-        """Carry out this rank's plan."""
+    def read(self, plan: LoadPlan, orders: bytes | None) -> None:
+        """Carry out this rank's plan, as far as other ranks do not read it for this one."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
+        if orders is not None and self._sharing is not None:
+            final = only(final, *self._sharing.take(orders))
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
         # A reader that fails in the background says so only in its future.
         reads.value()
+
+    def exchange(self) -> None:
+        """Send the others what this rank has read for them, and receive what they have read for it."""
+        if self._sharing is not None:
+            self._sharing.exchange()
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """Return the checkpoint's metadata, or else those that this rank alone wrote; and which of them it is."""
@@ -208,3 +267,10 @@ class _Load:
             except Exception as error:  # noqa: BLE001 - as above
                 said.append(f"rank local metadata read failed: {error}")
         raise NoMetadata("; ".join(said), hint="is there a complete checkpoint at this place?")
+
+
+def _reads_items(reader: object) -> bool:
+    """Say whether a reader reads any part of an item that it is asked for, straight into what the planner gives."""
+    if isinstance(reader, HuggingFaceStorageReader):
+        return keeps(reader, HuggingFaceStorageReader, ("_read", *_HF_METHODS, *_READER_METHODS))
+    return isinstance(reader, FileSystemReader) and keeps(reader, FileSystemReader, _READER_METHODS)

@@ -48,6 +48,10 @@ class StoredChunk(NamedTuple):
     row: int
     """Of the tensor in the native index."""
     offsets: tuple[int, ...]
+    relative_path: str
+    """The file it is in."""
+    offset: int
+    """Where in that file's data."""
 
 
 class StoredObject(NamedTuple):
@@ -102,12 +106,17 @@ class NativeView:
     def _tensor(self, key: str, row: int, places: dict[MetadataIndex, Any]) -> TensorStorageMetadata:
         index = self._source.index
         rows, ndim = index.chunk_rows(row), len(index.shape(row))
-        boxes = index.chunks.take(rows).boxes
+        stored, files = index.chunks.take(rows), self._source.record.files
+        boxes = stored.boxes
         chunks = []
         for number in range(rows.stop - rows.start):
             box = boxes.box(number, ndim)
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-            places[MetadataIndex(key, torch.Size(box.offsets), number)] = StoredChunk(row, box.offsets)
+            file, start = int(stored.file[number]), int(stored.start[number])
+            # Of a forged file number reading says so.
+            name = files[file].name if 0 <= file < len(files) else ""
+            index_of = MetadataIndex(key, torch.Size(box.offsets), number)
+            places[index_of] = StoredChunk(row, box.offsets, name, start)
         properties = TensorProperties(dtype=to_torch(index.dtype(row)))
         return TensorStorageMetadata(properties, torch.Size(index.shape(row)), chunks)
 

@@ -1,0 +1,286 @@
+"""
+Who reads what several ranks want: each of them a share, balanced by bytes, which it then sends to the others.
+
+Wants are equal where their digests are. Large ones are cut by rows over the ranks that want them. Small ones that the
+same ranks want and that lie side by side in the files are kept together, or every share would touch every block. Pure:
+the same offers give the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from shardkeep.format.columns import IntArray, Rows, concat_ranges
+from shardkeep.plan.balance import SLICE_NBYTES, assign
+
+MESSAGE_NBYTES = 8 << 20
+"""Most bytes of a message: enough for the full speed of a network, and small beside the memory that may be used."""
+_LEAST_MESSAGE_NBYTES = 64 << 10
+_WINDOW_PARTS = 32
+"""A message is at most this part of the memory that may be used: several are under way at a time."""
+
+
+@dataclass(frozen=True)
+class Offer(Rows):
+    """What one rank wants and others may want too, one row each."""
+
+    what: IntArray
+    """A digest of what is wanted, as two numbers: equal wants are the same bytes."""
+    nbytes: IntArray
+    rows: IntArray
+    """How many equal parts the bytes can be cut into."""
+    file: IntArray
+    """A number for the file it is in; only what is near to what depends on it."""
+    start: IntArray
+
+
+@dataclass(frozen=True)
+class Share(Rows):
+    """
+    What is sent of what one rank wants, one row each: by itself to all others of the team, or by another to it.
+
+    Rows of one owner and turn are one message. A rank reads what it owns, and what is in no row.
+    """
+
+    owner: IntArray
+    """The rank that reads it, and sends it."""
+    turn: IntArray
+    """Counts the messages of each owner."""
+    team: IntArray
+    """Of ranks that want it, the owner among them."""
+    want: IntArray
+    """Row in the rank's offer."""
+    start: IntArray
+    """First byte, in the row-major order of what is wanted."""
+    stop: IntArray
+
+
+class _OfferLetter(msgspec.Struct, frozen=True, array_like=True):
+    alone_nbytes: int
+    budget_nbytes: int
+    columns: list[bytes]
+
+
+class _ShareLetter(msgspec.Struct, frozen=True, array_like=True):
+    message_nbytes: int
+    teams: list[list[int]]
+    columns: list[bytes]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """One rank's part in a sharing, as it gets it."""
+
+    share: Share
+    teams: list[list[int]]
+    message_nbytes: int
+
+
+def encode_offer(offer: Offer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
+    """Write an offer for rank 0, with the bytes that the rank reads in any case, and the memory it may use."""
+    columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in offer.columns()]
+    return msgspec.msgpack.encode(_OfferLetter(alone_nbytes, budget_nbytes, columns))
+
+
+def decode_orders(data: bytes) -> Orders:
+    """Read what rank 0 sent."""
+    letter = msgspec.msgpack.decode(data, type=_ShareLetter)
+    share = Share(*(np.frombuffer(column, "<i8") for column in letter.columns))
+    return Orders(share, letter.teams, letter.message_nbytes)
+
+
+def decide(letters: Sequence[bytes]) -> list[bytes] | None:
+    """Share out what all ranks offer; return each rank's orders, or None where no two want the same."""
+    decoded = [msgspec.msgpack.decode(letter, type=_OfferLetter) for letter in letters]
+    columns = [[np.frombuffer(column, "<i8") for column in letter.columns] for letter in decoded]
+    offers = [Offer(what.reshape(-1, 2), *rest) for what, *rest in columns]
+    alone = np.array([letter.alone_nbytes for letter in decoded], np.int64)
+    message_nbytes = message_nbytes_for(min(letter.budget_nbytes for letter in decoded))
+    shares, teams = share_out(offers, alone, message_nbytes=message_nbytes)
+    if not teams:
+        return None
+    return [_encode_share(share, teams, message_nbytes) for share in shares]
+
+
+def message_nbytes_for(budget_nbytes: int) -> int:
+    """Return how long a message may be; a multiple of every element's size."""
+    return max(_LEAST_MESSAGE_NBYTES, min(MESSAGE_NBYTES, budget_nbytes // _WINDOW_PARTS)) & ~15
+
+
+def _encode_share(share: Share, teams: list[list[int]], message_nbytes: int) -> bytes:
+    used, team = np.unique(share.team, return_inverse=True)
+    own = Share(share.owner, share.turn, np.asarray(team, np.int64), share.want, share.start, share.stop)
+    columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in own.columns()]
+    letter = _ShareLetter(message_nbytes, [teams[number] for number in used.tolist()], columns)
+    return msgspec.msgpack.encode(letter)
+
+
+def share_out(
+    offers: Sequence[Offer], alone_nbytes: IntArray, *, message_nbytes: int
+) -> tuple[list[Share], list[list[int]]]:
+    """
+    Share out equal wants over the ranks that have them.
+
+    Args:
+        offers: of each rank.
+        alone_nbytes: what each rank reads besides, which counts in the balance.
+        message_nbytes: most bytes of a message; a multiple of every element's size.
+
+    Returns:
+        The share of each rank, its rows in the order of turns and owners, and the teams.
+
+    """
+    wanted = _wanted(offers)
+    load = np.asarray(alone_nbytes, np.int64).copy()
+    groups = _groups(wanted)
+    for rank, offer in enumerate(offers):
+        shared = np.zeros(len(offer), bool)
+        shared[groups.want[groups.rank == rank]] = True
+        load[rank] += int(offer.nbytes[~shared].sum())
+    if not len(groups.first):
+        nothing = np.empty(0, np.int64)
+        return [Share(*[nothing] * 6) for _ in offers], []
+    teams, team = _teams(groups)
+    parts = _parts(groups, teams, team, load, message_nbytes)
+    shares = []
+    for rank in range(len(offers)):
+        mine = groups.rank == rank
+        want = np.full(len(groups.first), -1, np.int64)
+        want[groups.group[mine]] = groups.want[mine]
+        of_part = want[parts.want]
+        rows = of_part >= 0
+        own = parts.take(rows)
+        shares.append(Share(own.owner, own.turn, own.team, of_part[rows], own.start, own.stop))
+    return shares, teams
+
+
+@dataclass(frozen=True)
+class _Wanted(Rows):
+    """All wants of all ranks, equal ones next to each other, and one a rank among those."""
+
+    rank: IntArray
+    want: IntArray
+    what: IntArray
+    nbytes: IntArray
+    rows: IntArray
+    file: IntArray
+    start: IntArray
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Wants that several ranks have: first what is known of each group, then all members, group after group."""
+
+    first: IntArray
+    count: IntArray
+    nbytes: IntArray
+    rows: IntArray
+    file: IntArray
+    start: IntArray
+    group: IntArray
+    rank: IntArray
+    want: IntArray
+
+
+def _wanted(offers: Sequence[Offer]) -> _Wanted:
+    lengths = [len(offer) for offer in offers]
+    rank = np.repeat(np.arange(len(offers), dtype=np.int64), lengths)
+    want = concat_ranges(np.zeros(len(offers), np.int64), np.array(lengths, np.int64))
+    what, nbytes, rows, file, start = (
+        np.concatenate(each) for each in zip(*(o.columns() for o in offers), strict=True)
+    )
+    table = _Wanted(rank, want, what, nbytes, rows, file, start)
+    table = table.take(np.lexsort((want, rank, what[:, 1], what[:, 0])))
+    # What one rank wants twice is shared once; the rank reads the others as if nobody else wanted them.
+    again = np.zeros(len(table), bool)
+    again[1:] = np.all(table.what[1:] == table.what[:-1], axis=1) & (table.rank[1:] == table.rank[:-1])
+    return table.take(~again)
+
+
+def _groups(wanted: _Wanted) -> _Groups:
+    new = np.ones(len(wanted), bool)
+    new[1:] = np.any(wanted.what[1:] != wanted.what[:-1], axis=1)
+    first = np.flatnonzero(new)
+    count = np.diff(np.append(first, len(wanted)))
+    shared = count >= 2
+    first, count = first[shared], count[shared]
+    members = wanted.take(concat_ranges(first, count))
+    known = wanted.take(first)
+    return _Groups(
+        first=np.cumsum(count) - count,
+        count=count,
+        nbytes=known.nbytes,
+        rows=known.rows,
+        file=known.file,
+        start=known.start,
+        group=np.repeat(np.arange(len(first), dtype=np.int64), count),
+        rank=members.rank,
+        want=members.want,
+    )
+
+
+def _teams(groups: _Groups) -> tuple[list[list[int]], IntArray]:
+    """Number the different sets of ranks; return them, and that of each group."""
+    number: dict[bytes, int] = {}
+    teams: list[list[int]] = []
+    team = np.empty(len(groups.first), np.int64)
+    for group, (first, count) in enumerate(zip(groups.first.tolist(), groups.count.tolist(), strict=True)):
+        ranks = groups.rank[first : first + count]
+        found = number.setdefault(ranks.tobytes(), len(number))
+        if found == len(teams):
+            teams.append(ranks.tolist())
+        team[group] = found
+    return teams, team
+
+
+def _parts(groups: _Groups, teams: list[list[int]], team: IntArray, load: IntArray, message_nbytes: int) -> Share:
+    """Return everything that is sent, with the group in the place of a rank's want."""
+    unit, order = _units(groups, team, min(SLICE_NBYTES, message_nbytes))
+    first = np.flatnonzero(np.diff(unit, prepend=-1))
+    members = np.diff(np.append(first, len(unit)))
+    lead = order[first]
+    nbytes = np.add.reduceat(groups.nbytes[order], first)
+    rows = np.where(members == 1, groups.rows[lead], 1)
+    sizes = np.array([len(ranks) for ranks in teams], np.int64)
+    begins = np.cumsum(sizes) - sizes
+    holder = np.concatenate([np.array(ranks, np.int64) for ranks in teams])
+    which, at, begin, end = assign(load, nbytes, begins[team[lead]], sizes[team[lead]], holder, rows)
+    turns = [0] * len(load)
+    made: list[tuple[int, int, int, int, int, int]] = []
+    for of, owner, low, high in zip(which.tolist(), holder[at].tolist(), begin.tolist(), end.tolist(), strict=True):
+        some = order[first[of] : first[of] + members[of]].tolist()
+        its_team = int(team[some[0]])
+        if len(some) > 1:
+            made += [(owner, turns[owner], its_team, group, 0, int(groups.nbytes[group])) for group in some]
+            turns[owner] += 1
+            continue
+        row_nbytes = int(groups.nbytes[some[0]]) // int(groups.rows[some[0]])
+        for start in range(low * row_nbytes, high * row_nbytes, message_nbytes):
+            stop = min(start + message_nbytes, high * row_nbytes)
+            made.append((owner, turns[owner], its_team, some[0], start, stop))
+            turns[owner] += 1
+    columns = np.array(made, np.int64).reshape(-1, 6)
+    # Stable: the parts of a message stay in one order, on which sender and receivers count.
+    return Share(*columns[np.lexsort((columns[:, 0], columns[:, 1]))].T)
+
+
+def _units(groups: _Groups, team: IntArray, bundle_nbytes: int) -> tuple[IntArray, IntArray]:
+    """
+    Put small groups of one team together in the order in which they lie in the files.
+
+    Returns the number of each group's unit, ascending, and the groups in that order.
+    """
+    order = np.lexsort((groups.start, groups.file, team))
+    unit = np.empty(len(order), np.int64)
+    now, held, before = -1, bundle_nbytes, -1
+    sizes, of_team = groups.nbytes[order].tolist(), team[order].tolist()
+    for at, (nbytes, its_team) in enumerate(zip(sizes, of_team, strict=True)):
+        if its_team != before or held + nbytes > bundle_nbytes:
+            now, held = now + 1, 0
+        held, before = held + nbytes, its_team
+        unit[at] = now
+    return unit, order
