@@ -3,7 +3,8 @@ The native layout: which files a checkpoint is made of, what they are called, an
 
     shardkeep.json                                  the commit record, written last
     index-<save id>.skindex
-    <group>-<rank>-of-<ranks>-<save id>.safetensors
+    <group>-<rank>-of-<ranks>-<save id>.safetensors or, of a large group, several
+    <group>-<rank>-of-<ranks>-part<n>-<save id>.safetensors
     claim-<save id>.json                            only while the save is under way
 
 Every file but the record carries its save's id, so that overwriting never touches a file of the committed checkpoint.
@@ -84,9 +85,10 @@ def index_name(save_id: str) -> str:
     return f"index-{save_id}.skindex"
 
 
-def data_name(group: str, rank: int, world_size: int, save_id: str) -> str:
-    """Name a rank's data file."""
-    return f"{group}-{rank:05d}-of-{world_size:05d}-{save_id}.safetensors"
+def data_name(group: str, rank: int, world_size: int, save_id: str, *, part: int = 0) -> str:
+    """Name a rank's data file; `part` is which of several it is, from 1, or 0 for the only one."""
+    of_several = f"-part{part}" if part else ""
+    return f"{group}-{rank:05d}-of-{world_size:05d}{of_several}-{save_id}.safetensors"
 
 
 def chunk_name(key: str, box: Box | None) -> str:

@@ -60,7 +60,7 @@ def _pour(loads: list[int], ranks: list[int], nbytes: int, rows: int) -> list[tu
     present = np.array([loads[rank] for rank in ranks], np.float64)
     most = max(1, min(len(ranks), nbytes // SLICE_NBYTES, rows))
     chosen = np.argsort(present, kind="stable")[:most]
-    level = _water_level(present[chosen], nbytes)
+    level = water_level(present[chosen], nbytes)
     shares = np.maximum(level - present[chosen], 0.0)
     keep = shares >= min(SLICE_NBYTES / 2, nbytes / (2 * most))
     chosen, shares = chosen[keep], shares[keep]
@@ -71,7 +71,7 @@ def _pour(loads: list[int], ranks: list[int], nbytes: int, rows: int) -> list[tu
     return [(at, begin, end) for at, begin, end in parts if end > begin]
 
 
-def _water_level(loads: npt.NDArray[np.float64], volume: float) -> float:
+def water_level(loads: npt.NDArray[np.float64], volume: float) -> float:
     """Return the level that `volume` reaches over a floor of ascending heights."""
     counts = np.arange(1, len(loads) + 1)
     levels = (volume + np.cumsum(loads)) / counts

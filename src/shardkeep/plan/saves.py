@@ -16,7 +16,7 @@ from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, State
 from shardkeep.format import dtypes
 from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
 from shardkeep.format.index import Tensors
-from shardkeep.plan import balance, draft, fingerprint, tiling
+from shardkeep.plan import balance, draft, fingerprint, parts, tiling
 from shardkeep.plan.draft import Draft
 
 MAX_ELEMENTS = 2.0**58
@@ -69,6 +69,8 @@ class FilePlan:
 
     rank: int
     group: str
+    part: int
+    """From 1 where the rank's data of this group are in several files; else 0."""
     data_nbytes: int
 
 
@@ -104,7 +106,7 @@ def plan_save(drafts: Sequence[Draft]) -> SavePlan:
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
     pieces = _share_out(merged, merged.shards.take(own), len(drafts))
     _check_tiling(merged, pieces, merged.shards.take(~own))
-    files, pieces = _place(merged, pieces)
+    files, pieces = _place(merged, pieces, len(drafts))
     return SavePlan(merged.keys, merged.tensors, pieces, files)
 
 
@@ -337,9 +339,9 @@ def _check_tiling(merged: _Merged, pieces: Pieces, tied: Shards) -> None:
     )
 
 
-def _place(merged: _Merged, pieces: Pieces) -> tuple[list[FilePlan], Pieces]:
+def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FilePlan], Pieces]:
     """
-    Lay pieces end to end in files, one file for each rank and group.
+    Lay pieces end to end in files, one for each rank and group, or several where there is much.
 
     safetensors allows no gaps, so alignment comes from order: pieces whose size has the larger power of two as a
     divisor go first, and so each begins on a multiple of its own.
@@ -350,18 +352,30 @@ def _place(merged: _Merged, pieces: Pieces) -> tuple[list[FilePlan], Pieces]:
         safe, names = dict.fromkeys(safe, "state"), ["state"]
     group_row = {name: row for row, name in enumerate(names)}
     group = np.array([group_row[safe[name]] for name in merged.groups], np.int64)
-    slot = pieces.rank * max(1, len(names)) + group[pieces.tensor]
-    slots, file = np.unique(slot, return_inverse=True)
+    pieces = pieces.take(np.lexsort((*pieces.offsets.T[::-1], pieces.tensor)))
+    slots, slot = np.unique(pieces.rank * len(names) + group[pieces.tensor], return_inverse=True)
+    slot = slot.reshape(-1)
+    rank_of_slot = slots // max(1, len(names))
+    part = parts.share_out(slot, rank_of_slot, pieces.nbytes, world_size)
+    made, file = np.unique(slot * parts.MOST_PARTS + part, return_inverse=True)
+    file = file.reshape(-1)
     alignment = np.minimum(pieces.nbytes & -pieces.nbytes, 4096)
-    order = np.lexsort((*pieces.offsets.T[::-1], pieces.tensor, -alignment, file))
-    pieces = replace(pieces, file=file.reshape(-1)).take(order)
+    pieces = replace(pieces, file=file).take(np.lexsort((-alignment, file)))  # stable: else by tensor, then by offsets
     ends = np.cumsum(pieces.nbytes)
-    last = np.flatnonzero(np.diff(pieces.file, append=len(slots)))
+    last = np.flatnonzero(np.diff(pieces.file, append=len(made)))
     base = segment_starts(ends[last])
     pieces = replace(pieces, start=ends - pieces.nbytes - base[pieces.file])
-    totals = (ends[last] - base).tolist()
+    slot_of_file = made // parts.MOST_PARTS
+    alone = np.bincount(slot_of_file)[slot_of_file] == 1
     files = [
-        FilePlan(int(s) // len(names), names[int(s) % len(names)], total)
-        for s, total in zip(slots.tolist(), totals, strict=True)
+        FilePlan(rank, names[slot % len(names)], 0 if one else part + 1, total)
+        for rank, slot, part, one, total in zip(
+            rank_of_slot[slot_of_file].tolist(),
+            slots[slot_of_file].tolist(),
+            (made % parts.MOST_PARTS).tolist(),
+            alone.tolist(),
+            (ends[last] - base).tolist(),
+            strict=True,
+        )
     ]
     return files, pieces

@@ -42,7 +42,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
-    return [native.data_name(file.group, file.rank, world_size, save_id) for file in plan.files]
+    """Name every data file of a save."""
+    return [native.data_name(file.group, file.rank, world_size, save_id, part=file.part) for file in plan.files]
 
 
 def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
