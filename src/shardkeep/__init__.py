@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         ChecksumMismatch,
         DamagedCheckpoint,
+        EarlierSaveFailed,
         Failure,
         InvalidShards,
         KeyCollision,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         RanksDisagree,
         RanksSilent,
         ReplicasDiffer,
+        SaveCancelled,
         StateError,
         StateMismatch,
         StorageError,
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
     from shardkeep.loading import LoadReport, load
     from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
     from shardkeep.options import Options
-    from shardkeep.saving import SaveReport, save
+    from shardkeep.run.handles import SaveHandle, SaveProgress
+    from shardkeep.saving import SaveReport, async_save, finish_saves, save
     from shardkeep.state.kinds import PerRank, ShardedBox
     from shardkeep.state.objects.rng import RNG
     from shardkeep.store.local import LocalStore
@@ -58,6 +61,7 @@ _HOMES = {
         "CheckpointNotFound",
         "ChecksumMismatch",
         "DamagedCheckpoint",
+        "EarlierSaveFailed",
         "Failure",
         "InvalidShards",
         "KeyCollision",
@@ -66,6 +70,7 @@ _HOMES = {
         "RanksDisagree",
         "RanksSilent",
         "ReplicasDiffer",
+        "SaveCancelled",
         "StateError",
         "StateMismatch",
         "StorageError",
@@ -77,7 +82,8 @@ _HOMES = {
     "loading": ("LoadReport", "load"),
     "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
     "options": ("Options",),
-    "saving": ("SaveReport", "save"),
+    "run.handles": ("SaveHandle", "SaveProgress"),
+    "saving": ("SaveReport", "async_save", "finish_saves", "save"),
     "state.kinds": ("PerRank", "ShardedBox"),
     "state.objects.rng": ("RNG",),
     "store.local": ("LocalStore",),
@@ -94,6 +100,7 @@ __all__ = [
     "CheckpointNotFound",
     "ChecksumMismatch",
     "DamagedCheckpoint",
+    "EarlierSaveFailed",
     "Failure",
     "InvalidShards",
     "KeyCollision",
@@ -107,6 +114,9 @@ __all__ = [
     "RanksDisagree",
     "RanksSilent",
     "ReplicasDiffer",
+    "SaveCancelled",
+    "SaveHandle",
+    "SaveProgress",
     "SaveReport",
     "ShardedBox",
     "StateError",
@@ -119,6 +129,8 @@ __all__ = [
     "VerifyReport",
     "WrongSize",
     "__version__",
+    "async_save",
+    "finish_saves",
     "load",
     "open",
     "save",

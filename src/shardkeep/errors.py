@@ -19,6 +19,8 @@ Every exception shardkeep raises, and nothing else.
     ├── StorageError                 (OSError)     the store failed; errno is set where there is one
     │   ├── BlobNotFound             (FileNotFoundError)
     │   └── StorageFull
+    ├── EarlierSaveFailed            (RuntimeError) an asynchronous save failed, and nobody had asked for its result
+    ├── SaveCancelled                a save was cancelled, or ended early, before it was committed
     ├── RanksSilent                  (TimeoutError) ranks that did not answer within the deadline
     └── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
 
@@ -148,6 +150,21 @@ class BlobNotFound(StorageError, FileNotFoundError):
 
 class StorageFull(StorageError):
     """No space is left (ENOSPC or EDQUOT)."""
+
+
+class EarlierSaveFailed(CheckpointError, RuntimeError):
+    """
+    An asynchronous save failed, and nobody had asked for its result by the time of the next one.
+
+    What went wrong is the cause.
+    """
+
+    response: Any = None
+    """From `dcp.async_save`, which has begun the next one all the same: what it would have returned."""
+
+
+class SaveCancelled(CheckpointError):
+    """A save was cancelled, or ended early, before it was committed."""
 
 
 class RanksSilent(CheckpointError, TimeoutError):

@@ -31,6 +31,11 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
+def local_ranks() -> int:
+    """Return how many ranks of the job share this machine, as far as the launcher says."""
+    return max(1, _env_int("LOCAL_WORLD_SIZE", 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a save or a load uses the machine. What is saved never depends on it."""

@@ -1,52 +1,37 @@
 """
-The save story: describe -> plan -> write -> commit.
+Saves: the caller waits for the checkpoint, or holds a handle of it.
 
-Three meetings of the ranks: every rank sends what it holds and learns what it is to write; every rank writes; every
-rank gives its files out of its hands, and rank 0 publishes. Where objects stand in the state, ranks compare first what
-may differ between them. A failure anywhere, on any rank, reaches all of them,
-removes what was written, and leaves whatever checkpoint was there before as it was.
+Both make the same steps (`run.save_call`). An asynchronous save describes the state and copies what must be copied in
+its call; all the rest is done by threads, and ranks meet through their store alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-import numpy as np
-
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointExists,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    PickleRefused,
-    StorageError,
-    UnsupportedVersion,
-)
-from shardkeep.format.index import Chunks
-from shardkeep.format.record import FileEntry, Record, checked_meta, checked_step
-from shardkeep.layout import leftovers, native, torch_files
+from shardkeep.errors import CheckpointError, StateError
+from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
-from shardkeep.plan.draft import decode_draft, encode
-from shardkeep.plan.saves import SavePlan, plan_save
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
-from shardkeep.run.deciding import differing_state
-from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
-from shardkeep.run.orders import Orders, cut_orders, file_names, make_jobs
-from shardkeep.run.sources import read_record
+from shardkeep.run.background import Background
+from shardkeep.run.coordinating import Outcome
+from shardkeep.run.handles import SaveHandle
+from shardkeep.run.in_flight import flights
+from shardkeep.run.orders import make_jobs
+from shardkeep.run.save_call import Label, SaveCall
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, entry_of, write_files
-from shardkeep.state.describe import Description, describe
+from shardkeep.run.write import entry_of, write_files
+from shardkeep.stage.pieces import take_pieces
+from shardkeep.stage.pinned import staging_memory
+from shardkeep.stage.step_gates import step_gates
 from shardkeep.state.devices import settle
-from shardkeep.state.objects.find import Objects
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -55,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardkeep")
 
-_HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
+_STAGING = ("auto", "overlap", "device", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +57,15 @@ class SaveReport:
     tensors: int
     seconds: float
     """From the call to the commit, on this rank."""
+    blocked_s: float
+    """How long the call took."""
+    staged_s: float
+    """From the call until every tensor of the state might be changed."""
 
     @property
     def gb_per_s(self) -> float:
         """The whole checkpoint over the time it took."""
         return self.bytes_total / max(self.seconds, 1e-9) / 1e9
-
-
-class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    save_id: str
-    step: int | None
-    bytes_total: int
-    tensors: int
 
 
 def save(
@@ -136,256 +118,186 @@ def save(
     began = time.perf_counter()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
+    call = SaveCall(
+        _opened(where, world, options),
+        world,
+        Label(step, meta),
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        check_replicas=check_replicas,
+    )
+
+    def write() -> list[FileEntry]:
+        settle(call.description.pieces)
+        jobs = make_jobs(call.description, orders)
+        threads, window = window_for(options.io_threads, options.host_budget_bytes)
+        write_files(call.store, jobs, threads=threads, window_nbytes=window)
+        return [entry_of(job) for job in jobs]
+
+    with call.made():
+        _raise_earlier_failure()
+        orders = call.plan(call.describer(state))
+        call.write(write)
+        outcome = call.commit()
+        seconds = time.perf_counter() - began
+    return _report(call, outcome, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+
+
+def async_save(
+    state: Mapping[str, Any],
+    where: str | os.PathLike[str] | Store,
+    *,
+    step: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    check_replicas: bool = False,
+    group: ProcessGroup | World | None = None,
+    options: Options | None = None,
+    staging: Literal["auto", "overlap", "device", "host"] = "auto",
+    max_in_flight: int = 1,
+) -> SaveHandle[SaveReport]:
+    """
+    Save a state while training goes on; called by all ranks of `group`, in the same order.
+
+    The call returns when the state has been described, and copied as far as it must be. The checkpoint holds what the
+    state was at the call, if nothing of it changes before `handle.staged`. Steps of optimizers that are in the state
+    wait for that by themselves. After the call no collective is made.
+
+    Args:
+        state: as for `save`.
+        where: as for `save`.
+        step: as for `save`.
+        meta: as for `save`.
+        overwrite: as for `save`.
+        allow_pickle: as for `save`.
+        check_replicas: as for `save`.
+        group: as for `save`.
+        options: as for `save`; also how much memory is staged through.
+        staging: How tensors on an accelerator are copied; those in host memory are copied in the call. "overlap": while
+            the next forward and backward run, with no more memory on the device. What optimizers in the state change in
+            their steps is copied so; all else is copied on the device, in the call. Without an optimizer in the state,
+            wait for `handle.staged` before you change anything. "device": all is copied on the device, in the call.
+            "host": the call waits until all is copied. "auto": as "overlap" for what an optimizer guards; as "device"
+            for all else if there is room for it, else as "host".
+        max_in_flight: With so many saves under way the call waits for the first of them.
+
+    Returns:
+        A handle: `staged`, `result`, `progress`, `cancel`.
+
+    Raises:
+        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one was not
+            begun.
+        StateError: the state cannot be saved. The save fails on the other ranks too.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> handle = sk.async_save({"w": torch.ones(4, 4)}, tempfile.mkdtemp() + "/step-1")
+        >>> handle.result().bytes_total
+        64
+
+    """
+    began = time.perf_counter()
+    if staging not in _STAGING or max_in_flight < 1:
+        raise StateError(f"staging={staging!r}, max_in_flight={max_in_flight}", hint=f"staging is one of {_STAGING}")
+    options = options or Options()
+    world = _apart(current_world(group, timeout_s=options.timeout_s))
+    call = SaveCall(
+        _opened(where, world, options),
+        world,
+        Label(step, meta),
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        check_replicas=check_replicas,
+    )
+    handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
+    flights().make_room(max_in_flight)
+    with ExitStack() as inside:
+        inside.enter_context(call.made())
+        _raise_earlier_failure()
+        draft = call.describer(state)()
+        memory = staging_memory()
+        optimizers = call.objects.optimizers
+        pieces = take_pieces(
+            call.description.pieces, memory.arenas, staging=staging, optimizers=optimizers, threads=options.io_threads
+        )
+        background = Background(call, draft, pieces, handle, memory, options)
+        if pieces.live_nbytes:
+            step_gates().put(background.gate, optimizers)
+        made = inside.pop_all()
+    blocked_s = time.perf_counter() - began
+
+    def carry_out() -> SaveReport:
+        with background.ending(), made:
+            outcome = background.carry_out()
+            seconds = time.perf_counter() - began
+        return _report(
+            call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=blocked_s + background.seconds_until_copied
+        )
+
+    flights().begin(handle, carry_out)
+    del state, pieces
+    if background.must_wait:
+        handle.staged.wait_either_way()
+    return handle
+
+
+def finish_saves() -> None:
+    """
+    Wait for all asynchronous saves of this process, then give back their memory, threads and hooks.
+
+    Raises:
+        EarlierSaveFailed: one failed, and nobody has asked for its result.
+
+    """
     try:
-        store = open_store(where, direct=options.direct_io)
+        flights().finish()
+    finally:
+        step_gates().remove()
+        staging_memory().release()
+
+
+def _opened(where: str | os.PathLike[str] | Store, world: World, options: Options) -> Store:
+    try:
+        return open_store(where, direct=options.direct_io)
     except CheckpointError:
         with meet(world, f"save to {where!r}"):  # or the others would wait for this rank
             raise
-    coordinator = _Coordinator(store, overwrite=overwrite)
-    written: list[FileEntry] = []
-    with leftovers.claiming(coordinator.save_id), meet(world, f"save to {store.url}") as meeting:
-        description: Description
 
-        in_place_of: dict[str, Any] = {}
 
-        def prepare() -> bytes:
-            coordinator.label(step, meta)
-            in_place_of.update(objects.give(differing, communicating=False))
-            return b""
+def _raise_earlier_failure() -> None:
+    """Raise inside a call, so that ranks who know of no failure, or have asked for it, do not wait for this one."""
+    if (earlier := flights().earlier_failure()) is not None:
+        raise earlier
 
-        def draft() -> bytes:
-            nonlocal description
-            if not objects.communicates:
-                prepare()
-            else:
-                in_place_of.update(objects.give(differing, communicating=True))
-            description = describe(state, rank=world.rank, in_place_of=in_place_of)
-            return encode(make_draft(description, allow_pickle=allow_pickle, check_replicas=check_replicas))
 
-        def write() -> bytes:
-            settle(description.pieces)
-            written.extend(_write(store, make_jobs(description, orders), options))
-            return encode(written)
+def _apart(world: World) -> World:
+    """Let ranks meet apart from what their training threads do meanwhile."""
+    if world.store is None:
+        return world
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
 
-        given = False
-        try:
-            objects = _objects_of(state, world)
-            differing = differing_state(objects, meeting, world.size, allow_pickle=allow_pickle)
-            if objects.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
-                meeting.agree("prepare", prepare, lambda done: done)
-            orders = msgspec.msgpack.decode(meeting.agree("plan", draft, coordinator.plan), type=Orders)
-            meeting.agree("write", write, coordinator.collect)
-            # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
-            given = True
-            outcome = msgspec.msgpack.decode(meeting.agree("commit", bytes, coordinator.commit), type=_Outcome)
-        except BaseException:
-            if not given:
-                _discard(store, [entry.name for entry in written])
-            if world.rank == 0:
-                coordinator.withdraw()
-            raise
-    seconds = time.perf_counter() - began
-    if world.rank == 0:
-        coordinator.tidy()
+    return replace(world, store=PrefixStore("asynchronous-saves", world.store))
+
+
+def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
     report = SaveReport(
-        where=store.url,
+        where=call.store.url,
         save_id=outcome.save_id,
         step=outcome.step,
-        bytes_written=sum(entry.nbytes for entry in written),
+        bytes_written=sum(entry.nbytes for entry in call.written),
         bytes_total=outcome.bytes_total,
         tensors=outcome.tensors,
         seconds=seconds,
+        blocked_s=blocked_s,
+        staged_s=staged_s,
     )
-    if world.rank == 0:
+    if call.world.rank == 0:
         log.info(
             "saved %s: %.3f GB in %.2f s (%.2f GB/s)",
-            store.url,
+            report.where,
             report.bytes_total / 1e9,
             report.seconds,
             report.gb_per_s,
         )
     return report
-
-
-class _Coordinator:
-    """Rank 0's part of a save: what it decides, and what it takes back."""
-
-    def __init__(self, store: Store, *, overwrite: bool) -> None:
-        self.store = store
-        self.overwrite = overwrite
-        self.save_id = native.new_save_id()
-        # Known after `label`.
-        self.step: int | None
-        self.meta: dict[str, Any]
-        # Known after `plan`.
-        self.saved: SavePlan
-        self.values: list[tuple[str, bytes]]
-        self.tree: bytes
-        # Known after `collect`, in the order of the plan's files.
-        self.files: list[FileEntry]
-        self.committed: Record | None = None
-        self._publishing = False
-
-    def label(self, step: int | None, meta: Mapping[str, Any] | None) -> None:
-        """Take what the caller wants in the record, if a record can hold it."""
-        self.step, self.meta = checked_step(step), checked_meta(meta)
-
-    def plan(self, payloads: list[bytes]) -> list[bytes]:
-        """Check that the place is free, claim it, and share out the work."""
-        self._check_place()
-        drafts = [decode_draft(payload) for payload in payloads]
-        self.saved = plan_save(drafts)
-        self.values = merge_values(drafts, self.saved.keys)
-        self.tree = merge_skeletons(drafts)
-        leftovers.make_claim(self.store, self.save_id)
-        return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
-
-    def collect(self, payloads: list[bytes]) -> list[bytes]:
-        """Note what all ranks wrote, and insist that it is here."""
-        written: dict[str, FileEntry] = {}
-        for payload in payloads:
-            written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
-        self.files = [written[name] for name in file_names(self.saved, self.save_id, len(payloads))]
-        listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, plan in zip(self.files, self.saved.files, strict=True):
-            # A network file system may list what was there a while ago; asked for by name it looks again.
-            if listed.get(entry.name) != entry.nbytes and self._nbytes(entry.name) != entry.nbytes:
-                raise StorageError(
-                    f"{self.store.url}: rank {plan.rank} wrote {entry.name} of {entry.nbytes} bytes, which rank 0"
-                    " does not find there",
-                    hint="all ranks must see one file system",
-                    name=entry.name,
-                )
-        return [b""] * len(payloads)
-
-    def _nbytes(self, name: str) -> int | None:
-        try:
-            with contextlib.closing(self.store.open(name)) as blob:
-                return blob.nbytes
-        except BlobNotFound:
-            return None
-
-    def commit(self, payloads: list[bytes]) -> list[bytes]:
-        """Publish it."""
-        plan, pieces = self.saved, self.saved.pieces_by_tensor()
-        self._publishing = True
-        record = native.publish(
-            self.store,
-            save_id=self.save_id,
-            keys=plan.keys,
-            tensors=plan.tensors,
-            chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
-            chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            values=self.values,
-            tree=self.tree,
-            files=self.files,
-            tensor_bytes=int(pieces.nbytes.sum()),
-            world_size=len(payloads),
-            step=self.step,
-            meta=self.meta,
-            overwrite=self.overwrite,
-        )
-        self.committed = record
-        totals = record.totals
-        outcome = _Outcome(
-            save_id=self.save_id, step=self.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors
-        )
-        return [encode(outcome)] * len(payloads)
-
-    def withdraw(self) -> None:
-        """Remove every file of a save that failed, also those of ranks that died; never raises."""
-        claim = native.claim_name(self.save_id)
-        try:
-            if self._has_committed():
-                _discard(self.store, [claim])
-                return
-            mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
-        except CheckpointError as exc:
-            log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
-            return
-        # The claim goes last: while it is there, nobody takes the rest for a finished save's.
-        _discard(self.store, [name for name in mine if name != claim] + [claim])
-
-    def _has_committed(self) -> bool:
-        """Tell whether the record is in place: it may be, however the attempt to put it there has ended."""
-        if not self._publishing:
-            return False
-        try:
-            return self.committed is not None or native.read_record(self.store).save_id == self.save_id
-        except CheckpointNotFound:
-            return False
-
-    def tidy(self) -> None:
-        """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
-        _discard(self.store, [native.claim_name(self.save_id)])
-        try:
-            # Metadata first: without them, data files of torch's layout mean nothing.
-            names = [info.name for info in self.store.list()]
-            if replaced := list(filter(torch_files.is_metadata, names)):
-                _discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
-            self._sweep(leftovers.survey(self.store))
-        except CheckpointError as exc:
-            log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
-
-    def _sweep(self, found: leftovers.Survey) -> None:
-        """Delete the files of saves that are over, but for those of the committed checkpoint."""
-        if not found.dead and not found.ended:
-            return
-        try:
-            record = native.read_record(self.store)
-        except CheckpointNotFound:
-            # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
-            _discard(self.store, found.dead)
-            return
-        except (DamagedCheckpoint, UnsupportedVersion) as exc:
-            log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
-            return
-        kept = {record.index.name, *(file.name for file in record.files)}
-        _discard(self.store, [name for name in found.dead + found.ended if name not in kept])
-
-    def _check_place(self) -> None:
-        if not self.overwrite:
-            try:
-                read_record(self.store)
-            except CheckpointNotFound:
-                pass
-            except (DamagedCheckpoint, UnsupportedVersion, PickleRefused) as exc:
-                raise CheckpointExists(
-                    f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
-                    hint=_HOW_TO_REPLACE,
-                ) from exc
-            else:
-                raise CheckpointExists(
-                    f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
-                )
-        found = leftovers.survey(self.store)
-        if found.living:
-            raise CheckpointExists(
-                f"{self.store.url}: another save is writing here (process {found.living.pid})",
-                hint="wait for it, or save to another place",
-            )
-        # Before the first byte, or a job that dies in every save would fill the disk.
-        self._sweep(found)
-
-
-def _objects_of(state: Mapping[str, Any], world: World) -> Objects:
-    """Find the objects in a state; none in one that cannot be walked, which describing it says to all ranks."""
-    try:
-        return Objects(state, rank=world.rank, world_size=world.size)
-    except CheckpointError:
-        return Objects({}, rank=world.rank, world_size=world.size)
-
-
-def _write(store: Store, jobs: list[FileJob], options: Options) -> list[FileEntry]:
-    threads, window = window_for(options.io_threads, options.host_budget_bytes)
-    write_files(store, jobs, threads=threads, window_nbytes=window)
-    return [entry_of(job) for job in jobs]
-
-
-def _discard(store: Store, names: list[str]) -> None:
-    """Delete files of a save that is not to be; never raises."""
-    for name in names:
-        try:
-            store.delete(name)
-        except CheckpointError as exc:
-            log.warning("could not remove %s from %s: %s", name, store.url, exc)

@@ -15,16 +15,15 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardkeep.compat.in_use import Turn, stand_in_line
-from shardkeep.errors import CheckpointError
-from shardkeep.protocol.failures import CheckpointException
+from shardkeep.errors import EarlierSaveFailed
 from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.run.in_flight import let_go
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,17 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
-
-
-class EarlierSaveFailed(CheckpointError, RuntimeError):
-    """
-    An asynchronous save failed, and nobody had asked for its result by the time of the next one.
-
-    The next one has been begun: it must not be begun again on this rank alone.
-    """
-
-    response: Any = None
-    """What the call would have returned."""
 
 
 class SaveFuture(Future[T]):
@@ -124,30 +112,11 @@ class Lane:
                 result = box.pop()()
         except BaseException as error:  # read by whoever asks, or raised by the next save
             log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
-            _let_go(error)
+            let_go(error)
             self._failed.append(future)
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-def _let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
-    """
-    Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept.
-
-    Those that a CheckpointException tells of go altogether: its text says where it was.
-    """
-    seen = set() if seen is None else seen
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    traceback.clear_frames(error.__traceback__)
-    inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    said = said or bool(inner)
-    if said:
-        error.__traceback__ = None
-    for each in (error.__cause__, error.__context__, *inner):
-        _let_go(each, said=said, seen=seen)
 
 
 def _text(error: BaseException | None) -> str:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -55,6 +55,29 @@ class FileJob:
     """What must live as long as the addresses are used."""
 
 
+class Window(NamedTuple):
+    """Bytes of one file's data that are written at once."""
+
+    job: FileJob
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> range:
+        """The sources it takes bytes from."""
+        first = int(np.searchsorted(self.job.start, self.start, "right")) - 1
+        return range(first, int(np.searchsorted(self.job.start, self.stop, "left")))
+
+
+Take = Callable[[Window, memoryview], AbstractContextManager[memoryview]]
+"""Gives the bytes of a window while the context lasts; the memory, of the size of a window, is the writer's own."""
+
+
 @dataclass
 class _OpenFile:
     job: FileJob
@@ -64,15 +87,23 @@ class _OpenFile:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int) -> list[bytes]:
-    """Write all files, durable on return; the digests of each one's blocks go into what is committed."""
+def write_files(
+    store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, take: Take | None = None
+) -> list[bytes]:
+    """
+    Write all files, durable on return; the digests of each one's blocks go into what is committed.
+
+    `take` gives the bytes of a window while they are written; by default they are gathered then.
+    """
+    take = take or _gathered
     digests: dict[str, bytes] = {}
     with ExitStack() as undo:
-        tasks = _tasks(store, jobs, window_nbytes, min(threads, MOST_FILES), undo)
+        tasks = _tasks(store, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
 
-        def work(task: tuple[_OpenFile, int, int], buffer: memoryview) -> bool:
-            file, start, stop = task
-            _write_window(file, start, stop, buffer)
+        def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
+            file, window = task
+            with take(window, buffer) as data:
+                _write_window(file, window.start, data)
             with file.lock:
                 file.windows_left -= 1
                 last = file.windows_left == 0
@@ -85,29 +116,38 @@ def write_files(store: _Writes, jobs: Sequence[FileJob], *, threads: int, window
     return [digests[job.name] for job in jobs]
 
 
-def _tasks(
-    store: _Writes, jobs: Sequence[FileJob], window_nbytes: int, most_files: int, undo: ExitStack
-) -> Iterator[tuple[_OpenFile, int, int]]:
+def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -> Iterator[Window]:
     """Hand out the windows of a few files in turn, each file's in order, and begin a file as one comes to its end."""
-    waiting = (_windows(store, job, window_nbytes, undo) for job in jobs)
-    turns = deque(islice(waiting, most_files))
+    waiting = (_windows(job, window_nbytes) for job in jobs)
+    turns = deque(islice(waiting, min(threads, MOST_FILES)))
     while turns:
         windows = turns.popleft()
-        if task := next(windows, None):
-            yield task
+        if window := next(windows, None):
+            yield window
             turns.append(windows)
         else:
             turns.extendleft(islice(waiting, 1))
 
 
-def _windows(store: _Writes, job: FileJob, window_nbytes: int, undo: ExitStack) -> Iterator[tuple[_OpenFile, int, int]]:
-    writer = store.create(job.name, len(job.header) + job.data_nbytes)
-    undo.callback(take_back, store, job.name, writer)
-    starts = range(0, job.data_nbytes, window_nbytes)
-    blocks = count_blocks(job.data_nbytes, job.block_nbytes)
-    file = _OpenFile(job, writer, len(starts), bytearray(blocks * DIGEST_NBYTES))
-    for start in starts:
-        yield file, start, min(start + window_nbytes, job.data_nbytes)
+def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
+    for start in range(0, job.data_nbytes, window_nbytes):
+        yield Window(job, start, min(start + window_nbytes, job.data_nbytes))
+
+
+def _tasks(
+    store: _Writes, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
+) -> Iterator[tuple[_OpenFile, Window]]:
+    """Begin each file with the first of its windows."""
+    opened: dict[str, _OpenFile] = {}
+    for window in windows:
+        job = window.job
+        if job.name not in opened:
+            writer = store.create(job.name, len(job.header) + job.data_nbytes)
+            undo.callback(take_back, store, job.name, writer)
+            blocks = count_blocks(job.data_nbytes, job.block_nbytes)
+            count = count_blocks(job.data_nbytes, window_nbytes)
+            opened[job.name] = _OpenFile(job, writer, count, bytearray(blocks * DIGEST_NBYTES))
+        yield opened[job.name], window
 
 
 def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
@@ -117,21 +157,30 @@ def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
         store.delete(name)  # one that was finished outlives its writer's abandon
 
 
-def _write_window(file: _OpenFile, start: int, stop: int, buffer: memoryview) -> None:
+def _write_window(file: _OpenFile, start: int, data: memoryview) -> None:
     job = file.job
-    window = buffer[: stop - start]
-    _gather(job, start, stop, window)
     at = start // job.block_nbytes * DIGEST_NBYTES
-    digests = block_digests(window, job.block_nbytes)
+    digests = block_digests(data, job.block_nbytes)
     file.digests[at : at + len(digests)] = digests
-    file.writer.write_at(len(job.header) + start, window)
+    file.writer.write_at(len(job.header) + start, data)
 
 
-def _gather(job: FileJob, start: int, stop: int, window: memoryview) -> None:
-    """Copy the bytes `start..stop` of a file's data out of the tensors they come from."""
-    first = int(np.searchsorted(job.start, start, "right")) - 1
-    last = int(np.searchsorted(job.start, stop, "left"))
-    base = address_of(window) - start
+@contextlib.contextmanager
+def _gathered(window: Window, buffer: memoryview) -> Iterator[memoryview]:
+    data = buffer[: window.nbytes]
+    gather(window, data)
+    yield data
+
+
+def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
+    """
+    Copy the bytes of a window out of the tensors they come from.
+
+    With `queued`, copies from accelerators are only queued on their current streams.
+    """
+    job, start, stop = window
+    first, last = window.rows.start, window.rows.stop
+    base = address_of(into) - start
     begins = job.start[first : last + 1].tolist()
     if last == len(job.start):
         begins.append(job.data_nbytes)
@@ -143,7 +192,7 @@ def _gather(job: FileJob, start: int, stop: int, window: memoryview) -> None:
         if address:
             copy_memory(base + low, address + low - begin, high - low)
         else:
-            job.scattered[row].read(low - begin, high - begin, window[low - start : high - start])
+            job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
 
 
 def _finish(file: _OpenFile) -> bytes:

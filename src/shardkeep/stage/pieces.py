@@ -38,6 +38,8 @@ class Pieces:
     """On each accelerator: after all that the caller had queued, the copies on the device included."""
     live_nbytes: int = 0
     """What is still the caller's own memory."""
+    guarded: bool = True
+    """Whether the caller or an optimizer keeps that from changing; else the call must wait until it is copied."""
     arena: Buffer | None = None
     """The host memory that copies lie in."""
 
@@ -57,30 +59,39 @@ def take_pieces(
     on_device = [at for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     if on_host:
         _copy_on_host(taken, on_host, arenas, threads)
-    for at in _chosen_for_copy(tensors, on_device, staging, optimizers):
-        taken.tensors[at] = tensors[at].clone()
+    chosen, guarded = _chosen_for_copy(tensors, on_device, staging, optimizers)
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    for at in chosen:
+        key = (tensors[at].device, *_same_memory(tensors[at]))
+        if key not in copies:
+            copies[key] = tensors[at].clone()
+        taken.tensors[at] = copies[key]
     devices = {tensors[at].device for at in on_device}
     taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+    taken.guarded = guarded
     taken.live_nbytes = sum(tensors[at].nbytes for at in on_device if taken.tensors[at] is tensors[at])
     return taken
 
 
 def _chosen_for_copy(
     tensors: Sequence[torch.Tensor], on_device: list[int], staging: str, optimizers: Sequence[Optimizer]
-) -> list[int]:
-    if staging == "host" or (staging == "overlap" and not optimizers):
-        return []
+) -> tuple[list[int], bool]:
+    """Return what is copied on the device, and whether somebody keeps the rest from changing."""
     if staging == "device":
-        return on_device
+        return on_device, True
+    if staging == "host":
+        return [], False
+    if staging == "overlap" and not optimizers:
+        return [], True
     guarded = _guarded_memory(optimizers)
     chosen = [at for at in on_device if tensors[at].untyped_storage().data_ptr() not in guarded]
-    if staging == "auto":
-        wanted: dict[torch.device, int] = {}
-        for at in chosen:
-            wanted[tensors[at].device] = wanted.get(tensors[at].device, 0) + tensors[at].nbytes
-        full = {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
-        chosen = [at for at in chosen if tensors[at].device not in full]
-    return chosen
+    if staging == "overlap":
+        return chosen, True
+    wanted: dict[torch.device, int] = {}
+    for at in chosen:
+        wanted[tensors[at].device] = wanted.get(tensors[at].device, 0) + tensors[at].nbytes
+    full = {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
+    return [at for at in chosen if tensors[at].device not in full], not full
 
 
 def _guarded_memory(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -1,5 +1,6 @@
 """
-Which process it is that writes something, in words that can be left on disk, and whether it is still there.
+Which process it is that writes something, in words that can be left on disk, whether it is still there, and how much
+memory there is for it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ def started(pid: int) -> str:
     except OSError:
         return _exists(pid)
     return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def free_memory() -> int:
+    """Return how many bytes of memory the machine could still give; a cautious guess where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return int(found["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return 4 << 30
 
 
 def _exists(pid: int) -> str:

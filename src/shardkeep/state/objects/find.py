@@ -69,6 +69,7 @@ class Objects:
         leaves, _ = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         found = {name: leaf for name, leaf in leaves.items() if is_object(leaf)}
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
+        self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]
         self._memory: dict[int, Any] = {}
         self._adapters: list[Adapter] = [self._adapter(name, leaf, modules, world_size) for name, leaf in found.items()]
         self._standing: dict[str, Any] = {}

@@ -1,0 +1,145 @@
+"""
+The part of an asynchronous save that goes on after its call has returned.
+
+    plan -> stage, and write what is staged -> commit
+
+Staging lets go of the state as early as it can: that is what the next step of an optimizer waits for, and the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from shardkeep.format.record import FileEntry
+from shardkeep.options import Options, local_ranks
+from shardkeep.run.coordinating import Outcome
+from shardkeep.run.handles import SaveHandle
+from shardkeep.run.orders import make_jobs
+from shardkeep.run.save_call import SaveCall
+from shardkeep.run.staging import Staging
+from shardkeep.run.workers import window_for
+from shardkeep.run.write import FileJob, Window, entry_of, windows_in_turn, write_files
+from shardkeep.stage.pieces import Pieces
+from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
+from shardkeep.stage.step_gates import Gate
+from shardkeep.store.process import free_memory
+
+log = logging.getLogger("shardkeep")
+
+_FAIR_PART = 0.8
+"""Of the memory that a machine has free, for all its ranks together."""
+
+
+class Background:
+    """One save after its call."""
+
+    def __init__(
+        self,
+        call: SaveCall,
+        draft: bytes,
+        pieces: Pieces,
+        handle: SaveHandle[Any],
+        memory: StagingMemory,
+        options: Options,
+    ) -> None:
+        self.gate = Gate()
+        """Before the next step of the optimizers in the state."""
+        self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
+        """Whether the caller has to wait for staging before it may go on."""
+        self.seconds_until_copied = 0.0
+        """After the call."""
+        self._call = call
+        self._draft = draft
+        self._pieces = pieces
+        self._handle = handle
+        self._memory = memory
+        self._options = options
+        self._began = time.perf_counter()
+        self._written = 0
+        self._total = 0
+        self._lock = threading.Lock()
+        if not pieces.live_nbytes:
+            handle.end_staging()
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Whatever happens inside, let go of the state and of memory in the end."""
+        try:
+            yield
+        finally:
+            self.gate.open({})
+            if self._pieces.arena is not None:
+                self._memory.arenas.give(self._pieces.arena)
+            del self._pieces
+
+    def carry_out(self) -> Outcome:
+        """Make the rest of the save."""
+        call, handle = self._call, self._handle
+        orders = call.plan(lambda: self._draft)
+        jobs = make_jobs(replace(call.description, pieces=self._pieces.tensors), orders)
+        # From here on the jobs alone hold the tensors, and let each go when it is copied.
+        del call.description, call.objects
+        self._pieces.tensors.clear()
+        call.write(lambda: self._write(jobs))
+        handle.tell("committing", staged=self._total, written=self._written, total=self._total)
+        return call.commit()
+
+    def _write(self, jobs: list[FileJob]) -> list[FileEntry]:
+        threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
+        if self._pieces.events:
+            window = WINDOW_NBYTES
+        staging = Staging(
+            windows_in_turn(jobs, window, threads),
+            ring=self._memory.ring,
+            pool=self._memory.windows,
+            after=self._pieces.events,
+            wanted=self._handle.wanted,
+        )
+        self._set_limits(staging)
+        self._total = sum(job.data_nbytes for job in jobs)
+        staging.queued.add_done_callback(self._open_gate)
+        staging.copied.add_done_callback(self._note_copied)
+
+        @contextlib.contextmanager
+        def take(each: Window, own: memoryview) -> Iterator[memoryview]:
+            with staging.take(each, own) as data:
+                yield data
+            with self._lock:
+                self._written += each.nbytes
+            phase = "writing" if staging.copied.done() else "staging"
+            self._handle.tell(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
+
+        with staging.running():
+            write_files(self._call.store, jobs, threads=threads, window_nbytes=window, take=take)
+        self._handle.insist()
+        return [entry_of(job) for job in jobs]
+
+    def _set_limits(self, staging: Staging) -> None:
+        ring, pool = self._memory.ring, self._memory.windows
+        ring.most_nbytes = max(self._options.pinned_bytes, ring.buffer_nbytes)
+        fair = int(_FAIR_PART * free_memory() / local_ranks()) + pool.nbytes
+        limit = self._options.staging_bytes or fair
+        wanted = staging.count * pool.buffer_nbytes
+        pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.nbytes)))
+        if wanted > pool.most_nbytes:
+            log.warning(
+                "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
+                self._handle.where,
+                wanted / 1e9,
+                pool.most_nbytes / 1e9,
+            )
+
+    def _open_gate(self, queued: Future[Any]) -> None:
+        self.gate.open({} if queued.exception() else queued.result())
+
+    def _note_copied(self, copied: Future[None]) -> None:
+        if copied.exception() is None and not self._handle.staged.done():
+            self.seconds_until_copied = time.perf_counter() - self._began
+            self._handle.end_staging()

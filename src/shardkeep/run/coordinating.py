@@ -1,0 +1,214 @@
+"""
+Rank 0's part of a save: what it decides, what it publishes, and what it takes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    PickleRefused,
+    StorageError,
+    UnsupportedVersion,
+)
+from shardkeep.format.index import Chunks
+from shardkeep.format.record import FileEntry, Record, checked_meta, checked_step
+from shardkeep.layout import leftovers, native, torch_files
+from shardkeep.plan.draft import decode_draft, encode
+from shardkeep.plan.saves import SavePlan, plan_save
+from shardkeep.run.drafting import merge_skeletons, merge_values
+from shardkeep.run.orders import cut_orders, file_names
+from shardkeep.run.sources import read_record
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+_HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells all ranks of a checkpoint that is committed."""
+
+    save_id: str
+    step: int | None
+    bytes_total: int
+    tensors: int
+
+
+class Coordinator:
+    """Rank 0's part of a save: what it decides, and what it takes back."""
+
+    def __init__(self, store: Store, *, overwrite: bool) -> None:
+        self.store = store
+        self.overwrite = overwrite
+        self.save_id = native.new_save_id()
+        # Known after `label`.
+        self.step: int | None
+        self.meta: dict[str, Any]
+        # Known after `plan`.
+        self.saved: SavePlan
+        self.values: list[tuple[str, bytes]]
+        self.tree: bytes
+        # Known after `collect`, in the order of the plan's files.
+        self.files: list[FileEntry]
+        self.committed: Record | None = None
+        self._publishing = False
+
+    def label(self, step: int | None, meta: Mapping[str, Any] | None) -> None:
+        """Take what the caller wants in the record, if a record can hold it."""
+        self.step, self.meta = checked_step(step), checked_meta(meta)
+
+    def plan(self, payloads: list[bytes]) -> list[bytes]:
+        """Check that the place is free, claim it, and share out the work."""
+        self._check_place()
+        drafts = [decode_draft(payload) for payload in payloads]
+        self.saved = plan_save(drafts)
+        self.values = merge_values(drafts, self.saved.keys)
+        self.tree = merge_skeletons(drafts)
+        leftovers.make_claim(self.store, self.save_id)
+        return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
+
+    def collect(self, payloads: list[bytes]) -> list[bytes]:
+        """Note what all ranks wrote, and insist that it is here."""
+        written: dict[str, FileEntry] = {}
+        for payload in payloads:
+            written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
+        self.files = [written[name] for name in file_names(self.saved, self.save_id, len(payloads))]
+        listed = {info.name: info.nbytes for info in self.store.list()}
+        for entry, plan in zip(self.files, self.saved.files, strict=True):
+            # A network file system may list what was there a while ago; asked for by name it looks again.
+            if listed.get(entry.name) != entry.nbytes and self._nbytes(entry.name) != entry.nbytes:
+                raise StorageError(
+                    f"{self.store.url}: rank {plan.rank} wrote {entry.name} of {entry.nbytes} bytes, which rank 0"
+                    " does not find there",
+                    hint="all ranks must see one file system",
+                    name=entry.name,
+                )
+        return [b""] * len(payloads)
+
+    def _nbytes(self, name: str) -> int | None:
+        try:
+            with contextlib.closing(self.store.open(name)) as blob:
+                return blob.nbytes
+        except BlobNotFound:
+            return None
+
+    def commit(self, payloads: list[bytes]) -> list[bytes]:
+        """Publish it."""
+        plan, pieces = self.saved, self.saved.pieces_by_tensor()
+        self._publishing = True
+        record = native.publish(
+            self.store,
+            save_id=self.save_id,
+            keys=plan.keys,
+            tensors=plan.tensors,
+            chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
+            chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
+            values=self.values,
+            tree=self.tree,
+            files=self.files,
+            tensor_bytes=int(pieces.nbytes.sum()),
+            world_size=len(payloads),
+            step=self.step,
+            meta=self.meta,
+            overwrite=self.overwrite,
+        )
+        self.committed = record
+        totals = record.totals
+        outcome = Outcome(save_id=self.save_id, step=self.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors)
+        return [encode(outcome)] * len(payloads)
+
+    def withdraw(self) -> None:
+        """Remove every file of a save that failed, also those of ranks that died; never raises."""
+        claim = native.claim_name(self.save_id)
+        try:
+            if self._has_committed():
+                discard(self.store, [claim])
+                return
+            mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
+        except CheckpointError as exc:
+            log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
+            return
+        # The claim goes last: while it is there, nobody takes the rest for a finished save's.
+        discard(self.store, [name for name in mine if name != claim] + [claim])
+
+    def _has_committed(self) -> bool:
+        """Tell whether the record is in place: it may be, however the attempt to put it there has ended."""
+        if not self._publishing:
+            return False
+        try:
+            return self.committed is not None or native.read_record(self.store).save_id == self.save_id
+        except CheckpointNotFound:
+            return False
+
+    def tidy(self) -> None:
+        """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
+        discard(self.store, [native.claim_name(self.save_id)])
+        try:
+            # Metadata first: without them, data files of torch's layout mean nothing.
+            names = [info.name for info in self.store.list()]
+            if replaced := list(filter(torch_files.is_metadata, names)):
+                discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
+            self._sweep(leftovers.survey(self.store))
+        except CheckpointError as exc:
+            log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
+
+    def _sweep(self, found: leftovers.Survey) -> None:
+        """Delete the files of saves that are over, but for those of the committed checkpoint."""
+        if not found.dead and not found.ended:
+            return
+        try:
+            record = native.read_record(self.store)
+        except CheckpointNotFound:
+            # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
+            discard(self.store, found.dead)
+            return
+        except (DamagedCheckpoint, UnsupportedVersion) as exc:
+            log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
+            return
+        kept = {record.index.name, *(file.name for file in record.files)}
+        discard(self.store, [name for name in found.dead + found.ended if name not in kept])
+
+    def _check_place(self) -> None:
+        if not self.overwrite:
+            try:
+                read_record(self.store)
+            except CheckpointNotFound:
+                pass
+            except (DamagedCheckpoint, UnsupportedVersion, PickleRefused) as exc:
+                raise CheckpointExists(
+                    f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
+                    hint=_HOW_TO_REPLACE,
+                ) from exc
+            else:
+                raise CheckpointExists(
+                    f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
+                )
+        found = leftovers.survey(self.store)
+        if found.living:
+            raise CheckpointExists(
+                f"{self.store.url}: another save is writing here (process {found.living.pid})",
+                hint="wait for it, or save to another place",
+            )
+        # Before the first byte, or a job that dies in every save would fill the disk.
+        self._sweep(found)
+
+
+def discard(store: Store, names: list[str]) -> None:
+    """Delete files of a save that is not to be; never raises."""
+    for name in names:
+        try:
+            store.delete(name)
+        except CheckpointError as exc:
+            log.warning("could not remove %s from %s: %s", name, store.url, exc)

@@ -1,0 +1,133 @@
+"""
+The asynchronous saves of this process that have not ended, and the failures that nobody has asked for.
+
+Each save runs on a thread of its own. So many at a time are allowed as the caller says; the next one waits in its call.
+A failure that nobody asks for is logged, and raised by the next save, by `finish`, or told at exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from shardkeep.errors import CheckpointError, EarlierSaveFailed
+from shardkeep.protocol.failures import CheckpointException
+from shardkeep.run.handles import SaveHandle
+
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
+
+_MOST_AT_ONCE = 64
+
+
+class Flights:
+    """Saves under way. `begin` and `make_room` are called by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
+        # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
+        threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
+        self._under_way: list[SaveHandle[Any]] = []
+        self._failed: list[SaveHandle[Any]] = []
+
+    def make_room(self, most: int) -> None:
+        """Wait until fewer than so many saves are under way."""
+        while len(under_way := self._still_under_way()) >= most:
+            under_way[0].wait_for_end()
+
+    def begin(self, handle: SaveHandle[T], work: Callable[[], T]) -> None:
+        """Carry a save out on a thread."""
+        self._under_way.append(handle)
+        self._threads.submit(self._carry_out, handle, [work])
+
+    def earlier_failure(self) -> EarlierSaveFailed | None:
+        """Return the failure of a save that has ended and that nobody has asked for, once."""
+        failed, self._failed = [each for each in self._failed if not each.asked], []
+        if not failed:
+            return None
+        error = failed[0].exception()
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        earlier = EarlierSaveFailed(
+            f"an earlier asynchronous save, to {failed[0].where}, failed{more}: {_text(error)}",
+            hint="ask each handle for its result before the next save, which has not been begun",
+        )
+        earlier.__cause__ = error
+        for each in failed:
+            each.asked = True
+        return earlier
+
+    def finish(self) -> None:
+        """
+        Wait for all saves.
+
+        Raises:
+            EarlierSaveFailed: one failed, and nobody has asked for it.
+
+        """
+        self.make_room(1)
+        if (earlier := self.earlier_failure()) is not None:
+            raise earlier
+
+    def _still_under_way(self) -> list[SaveHandle[Any]]:
+        self._under_way = [each for each in self._under_way if not each.done()]
+        return self._under_way
+
+    def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
+        try:
+            # Taken out of its box: nothing here may hold the state when the handle is done.
+            result = box.pop()()
+        except BaseException as error:  # read by whoever asks, or raised by the next save
+            if not handle.asked:
+                log.error("an asynchronous save, to %s, failed", handle.where, exc_info=error)  # noqa: TRY400
+            let_go(error)
+            self._failed.append(handle)
+            handle.end(error=error)
+        else:
+            handle.end(result)
+
+    def _at_exit(self) -> None:
+        try:
+            self.finish()
+        except CheckpointError as error:  # nobody is left to catch it
+            traceback.print_exception(type(error), error, error.__traceback__)
+        self._threads.shutdown()
+
+
+def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
+    """
+    Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept.
+
+    Those that a CheckpointException tells of go altogether: its text says where it was.
+    """
+    seen = set() if seen is None else seen
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    said = said or bool(inner)
+    if said:
+        error.__traceback__ = None
+    for each in (error.__cause__, error.__context__, *inner):
+        let_go(each, said=said, seen=seen)
+
+
+def _text(error: BaseException | None) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
+def _flights_of(process_id: int) -> Flights:
+    del process_id
+    return Flights()
+
+
+def flights() -> Flights:
+    """Return the saves of this process."""
+    return _flights_of(os.getpid())

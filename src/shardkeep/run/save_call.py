@@ -1,0 +1,142 @@
+"""
+A save on this rank, step by step; the same whether its caller waits for it or not.
+
+    describe    what this rank holds, as columns; talks to other ranks only where objects in the state differ or talk
+    plan        every rank sends that, and learns what it is to write
+    write       every rank writes
+    commit      every rank gives its files out of its hands, and rank 0 publishes
+
+A failure anywhere, on any rank, reaches all of them, removes what was written, and leaves whatever checkpoint was there
+before as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardkeep.errors import CheckpointError
+from shardkeep.format.record import FileEntry
+from shardkeep.layout import leftovers
+from shardkeep.plan.draft import encode
+from shardkeep.ranks.agree import Meeting, meet
+from shardkeep.ranks.world import World
+from shardkeep.run.coordinating import Coordinator, Outcome, discard
+from shardkeep.run.deciding import differing_state
+from shardkeep.run.drafting import make_draft
+from shardkeep.run.orders import Orders
+from shardkeep.state.describe import Description, describe
+from shardkeep.state.objects.find import Objects
+from shardkeep.store.protocol import Store
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the caller wants in the commit record."""
+
+    step: int | None
+    meta: Mapping[str, Any] | None
+
+
+class SaveCall:
+    """One save of one rank. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        world: World,
+        label: Label,
+        *,
+        overwrite: bool,
+        allow_pickle: bool,
+        check_replicas: bool,
+    ) -> None:
+        self.store = store
+        self.world = world
+        self._label = label
+        self._allow_pickle = allow_pickle
+        self._check_replicas = check_replicas
+        self._coordinator = Coordinator(store, overwrite=overwrite)
+        self._given = False
+        # Known inside `made`.
+        self._meeting: Meeting
+        # Known after `describe`.
+        self.objects: Objects
+        self.description: Description
+        # Known after `write`.
+        self.written: list[FileEntry] = []
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Make the call together with the other ranks; all steps are made inside."""
+        with leftovers.claiming(self._coordinator.save_id), meet(self.world, f"save to {self.store.url}") as meeting:
+            self._meeting = meeting
+            try:
+                yield
+            except BaseException:
+                if not self._given:
+                    discard(self.store, [entry.name for entry in self.written])
+                if self.world.rank == 0:
+                    self._coordinator.withdraw()
+                raise
+        if self.world.rank == 0:
+            self._coordinator.tidy()
+
+    def describer(self, state: Mapping[str, Any]) -> Callable[[], bytes]:
+        """
+        Find the objects in the state, agree on what differs between ranks, and return what describes the state.
+
+        All that can fail on a rank alone comes before ranks wait for each other.
+        """
+        self.objects = _objects_of(state, self.world)
+        differing = differing_state(self.objects, self._meeting, self.world.size, allow_pickle=self._allow_pickle)
+        in_place_of: dict[str, Any] = {}
+
+        def prepare() -> bytes:
+            self._coordinator.label(self._label.step, self._label.meta)
+            in_place_of.update(self.objects.give(differing, communicating=False))
+            return b""
+
+        def draft() -> bytes:
+            if self.objects.communicates:
+                in_place_of.update(self.objects.give(differing, communicating=True))
+            else:
+                prepare()
+            self.description = describe(state, rank=self.world.rank, in_place_of=in_place_of)
+            drawn = make_draft(self.description, allow_pickle=self._allow_pickle, check_replicas=self._check_replicas)
+            return encode(drawn)
+
+        if self.objects.communicates:
+            self._meeting.agree("prepare", prepare, lambda done: done)
+        return draft
+
+    def plan(self, draft: Callable[[], bytes]) -> Orders:
+        """Send what this rank holds, and return what it is to write."""
+        return msgspec.msgpack.decode(self._meeting.agree("plan", draft, self._coordinator.plan), type=Orders)
+
+    def write(self, work: Callable[[], list[FileEntry]]) -> None:
+        """Write this rank's files, and wait for the others to have written theirs."""
+
+        def writing() -> bytes:
+            self.written.extend(work())
+            return encode(self.written)
+
+        self._meeting.agree("write", writing, self._coordinator.collect)
+
+    def commit(self) -> Outcome:
+        """Publish the checkpoint."""
+        # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
+        self._given = True
+        return msgspec.msgpack.decode(self._meeting.agree("commit", bytes, self._coordinator.commit), type=Outcome)
+
+
+def _objects_of(state: Mapping[str, Any], world: World) -> Objects:
+    """Find the objects in a state; none in one that cannot be walked, which describing it says to all ranks."""
+    try:
+        return Objects(state, rank=world.rank, world_size=world.size)
+    except CheckpointError:
+        return Objects({}, rank=world.rank, world_size=world.size)

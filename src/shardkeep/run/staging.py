@@ -1,0 +1,212 @@
+"""
+Windows of files that are filled ahead of their being written, from memory that must not wait for the disk.
+
+What an accelerator holds is copied on a stream of its own into pinned buffers, which several threads empty into
+ordinary windows; writers take these as they come. Windows are filled in the order in which they are written, so that
+a budget smaller than the state makes staging wait for the disk, and never for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardkeep.errors import SaveCancelled
+from shardkeep.options import cores
+from shardkeep.run.write import Window, gather
+from shardkeep.stage.buffers import Buffer, BufferPool
+from shardkeep.stage.memory import copy_memory
+from shardkeep.store.aligned import address_of
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_MOST_EMPTIERS = 12
+"""So many copies at a time keep up with the link to an accelerator."""
+
+Events = dict["torch.device", "torch.Event"]
+
+
+class Staging:
+    """The windows of one save that are filled ahead."""
+
+    def __init__(
+        self,
+        windows: Iterable[Window],
+        *,
+        ring: BufferPool,
+        pool: BufferPool,
+        after: Mapping[torch.device, torch.Event],
+        wanted: Callable[[], bool],
+        everything: bool = False,
+    ) -> None:
+        """
+        Fill nothing yet.
+
+        Args:
+            windows: all windows of the save, in the order in which they are written.
+            ring: pinned buffers.
+            pool: what they are emptied into, buffers of the same size.
+            after: by accelerator, what its copies must come after.
+            wanted: says whether the save still goes on.
+            everything: fill all windows ahead, not only those with something from an accelerator.
+
+        """
+        self._ring = ring
+        self._pool = pool
+        self._after = after
+        self._wanted = wanted
+        self._ending = False
+        self._lock = threading.Lock()
+        self._queue = [w for w in windows if everything or any(row in w.job.scattered for row in w.rows)]
+        self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
+        self._uncopied = len(self._queue)
+        self.count = len(self._queue)
+        """How many are filled ahead."""
+        self.nbytes_copied = 0
+        self.copied: Future[None] = Future()
+        """Done when nothing of the state is needed any more."""
+        self.queued: Future[Events] = Future()
+        """Done when all copies are queued: what comes after these events may change the state."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Fill windows while inside; on the way out, end whatever still goes on."""
+        if not self._queue:
+            self.copied.set_result(None)
+            self.queued.set_result({})
+            yield
+            return
+        emptiers = max(1, min(_MOST_EMPTIERS, cores() - 2))
+        with ThreadPoolExecutor(1 + emptiers, thread_name_prefix="shardkeep-stage") as threads:
+            filling = threads.submit(self._fill_all, threads)
+            try:
+                yield
+            finally:
+                self._ending = True
+                filling.result()
+        self._fail(_ended())
+        for ahead in self._ahead.values():  # what nobody took
+            if not ahead.exception():
+                self._pool.give(ahead.result())
+
+    @contextlib.contextmanager
+    def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
+        """Give the bytes of a window, when they are there: filled ahead, or now, into the writer's own buffer."""
+        if not self._wanted():
+            raise _ended()
+        ahead = self._ahead.get((window.job.name, window.start))
+        if ahead is None:
+            gather(window, own[: window.nbytes])
+            yield own[: window.nbytes]
+            return
+        buffer = ahead.result()
+        with self._lock:
+            del self._ahead[window.job.name, window.start]
+        try:
+            yield buffer.view[: window.nbytes]
+        finally:
+            self._pool.give(buffer)
+
+    # -- on the threads that stage -----------------------------------------------------------------------------
+
+    def _fill_all(self, threads: ThreadPoolExecutor) -> None:
+        """Queue all copies, in order. A failure is raised to those who wait for a window."""
+        try:
+            last: Events = {}
+            with contextlib.ExitStack() as current:
+                streams = _streams_after(self._after)
+                for stream in streams.values():
+                    current.enter_context(stream)
+                for window in self._queue:
+                    buffer, target = self._buffers(through_ring=bool(streams))
+                    gather(window, buffer.view[: window.nbytes], queued=True)
+                    last = {device: stream.record_event() for device, stream in streams.items()}
+                    threads.submit(self._empty, window, buffer, target, last)
+            self._settle(self.queued, last)
+        except BaseException as error:  # noqa: BLE001 - as the first line says
+            self._fail(error)
+
+    def _buffers(self, *, through_ring: bool) -> tuple[Buffer, Buffer]:
+        """Return a buffer to copy to, and the one to keep the bytes in."""
+        target = self._pool.take(self._goes_on)
+        if target is None:
+            raise _ended()
+        buffer = self._ring.take(self._goes_on) if through_ring else target
+        if buffer is None:
+            self._pool.give(target)
+            raise _ended()
+        return buffer, target
+
+    def _goes_on(self) -> bool:
+        return not self._ending and self._wanted()
+
+    def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
+        try:
+            for event in events.values():
+                event.synchronize()
+            self._let_go(window)
+            if buffer is not target:
+                copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
+        except BaseException as error:  # noqa: BLE001 - raised to those who wait for a window
+            self._pool.give(target)
+            self._fail(error)
+        else:
+            if not self._settle(self._ahead[window.job.name, window.start], target):
+                self._pool.give(target)
+        finally:
+            if buffer is not target:
+                self._ring.give(buffer)
+
+    def _let_go(self, window: Window) -> None:
+        """Hold a copied window's sources no longer: on an accelerator they may be copies, whose memory is precious."""
+        starts = window.job.start
+        for row in window.rows:
+            end = int(starts[row + 1]) if row + 1 < len(starts) else window.job.data_nbytes
+            if end <= window.stop:
+                window.job.scattered.pop(row, None)
+        with self._lock:
+            self.nbytes_copied += window.nbytes
+            self._uncopied -= 1
+            done = not self._uncopied
+        if done:
+            self._settle(self.copied, None)
+
+    def _settle(self, future: Future[T], result: T) -> bool:
+        """Give a future its result, if nothing has failed."""
+        with self._lock:
+            if future.done():
+                return False
+            future.set_result(result)
+            return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all who wait."""
+        self._ending = True
+        with self._lock:
+            waited_for: list[Future[Any]] = [*self._ahead.values(), self.copied, self.queued]
+            for future in waited_for:
+                if not future.done():
+                    future.set_exception(error)
+
+
+def _ended() -> SaveCancelled:
+    return SaveCancelled("the save ended before its state was copied")
+
+
+def _streams_after(events: Mapping[torch.device, torch.Event]) -> dict[torch.device, torch.Stream]:
+    """Make a stream for each accelerator, whose work comes after an event; this thread leaves device 0 alone."""
+    if not events:
+        return {}
+    import torch  # noqa: PLC0415 - loaded, as there are events
+
+    torch.accelerator.set_device_index(next(iter(events)).index)
+    streams = {device: torch.Stream(device) for device in events}
+    for device, event in events.items():
+        streams[device].wait_event(event)
+    return streams
