@@ -1,0 +1,100 @@
+"""Everyone whose asynchronous save is measured, behind one small interface: begin a save, ask, finish, close."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PATIENCE_S = 60
+"""After which a save counts as hung."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A save that is under way."""
+
+    done: Callable[[], bool]
+    finish: Callable[[], float | None]
+    """Wait until it is durable, raise what it raised, return how long staging took if known."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    begin: Callable[[Mapping[str, Any], str], Flight]
+    close: Callable[[], None]
+    """Give back threads and memory, so that the next save is a first one again."""
+
+
+def ours(staging: str) -> Contender:
+    import shardkeep as sk
+
+    def begin(state: Mapping[str, Any], where: str) -> Flight:
+        handle = sk.async_save(state, where, staging=staging)
+        return Flight(handle.done, lambda: handle.result(PATIENCE_S).staged_s)
+
+    return Contender(begin, sk.finish_saves)
+
+
+def torch_thread() -> Contender:
+    """torch's default: a copy to pageable memory in the call, then a thread that writes."""
+    import torch.distributed.checkpoint as dcp
+
+    def begin(state: Mapping[str, Any], where: str) -> Flight:
+        began = time.perf_counter()
+        future = dcp.async_save(dict(state), checkpoint_id=where)
+        staged_s = time.perf_counter() - began  # it returns when the copy is made
+
+        def finish() -> float:
+            future.result(PATIENCE_S)
+            return staged_s
+
+        return Flight(future.done, finish)
+
+    return Contender(begin, lambda: None)
+
+
+def torch_pinned() -> Contender:
+    """torch's stager that returns at once and copies to pinned memory in a thread; one stager over all saves, as meant."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+    stagers: list[DefaultStager] = []
+
+    def begin(state: Mapping[str, Any], where: str) -> Flight:
+        if not stagers:
+            stagers.append(DefaultStager())
+        staged: Future[float] = Future()
+        began = time.perf_counter()
+        answer = dcp.async_save(dict(state), checkpoint_id=where, async_stager=stagers[0])
+        answer.staging_completion.add_done_callback(lambda _: staged.set_result(time.perf_counter() - began))
+
+        def finish() -> float:
+            answer.upload_completion.result(PATIENCE_S)
+            return staged.result(PATIENCE_S)
+
+        return Flight(answer.upload_completion.done, finish)
+
+    def close() -> None:
+        while stagers:
+            stagers.pop().close()
+
+    return Contender(begin, close)
+
+
+TORCH, TORCH_PINNED = "torch DCP async_save", "torch DCP, pinned stager"
+OVERLAP, DEVICE, HOST = "shardkeep overlap", "shardkeep device", "shardkeep host"
+OURS = {OVERLAP: "overlap", DEVICE: "device", HOST: "host"}
+
+
+def contenders(device: torch.device) -> dict[str, Contender]:
+    """Make all of them, ours first: its very first save is then the first of this process."""
+    made = {name: ours(staging) for name, staging in OURS.items()}
+    made[TORCH] = torch_thread()
+    if device.type != "cpu":
+        made[TORCH_PINNED] = torch_pinned()
+    return made

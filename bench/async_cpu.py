@@ -1,0 +1,175 @@
+"""
+What an asynchronous save of CPU tensors costs the Python code beside it: `python bench/async_cpu.py`.
+
+A pure Python loop needs the interpreter's lock all the time. It runs alone, then from the moment the call has returned
+until the checkpoint is durable, then alone again, on two cores; its speed in the middle is given as a part of the mean of
+the other two. Threads, a writer process, and torch's asynchronous save take turns. Without that loop, each is also
+measured from the call until durable, beside `sk.save` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import workloads
+from async_contenders import PATIENCE_S, TORCH, Contender, Flight, torch_thread
+
+THREAD, PROCESS, SYNC = "shardkeep, thread", "shardkeep, process", "sk.save"
+GOAL = 0.9
+TURNS = 20_000
+"""Of the loop between two looks at the clock: about a millisecond."""
+
+
+def ours(writer: str) -> Contender:
+    import shardkeep as sk
+
+    def begin(state: Mapping[str, Any], where: str) -> Flight:
+        handle = sk.async_save(state, where, writer=writer)
+        return Flight(handle.done, lambda: handle.result(PATIENCE_S).staged_s)
+
+    return Contender(begin, sk.finish_saves)
+
+
+def turns_a_second(over: Callable[[], bool]) -> float:
+    """Count until `over` says so; every turn holds the interpreter's lock."""
+    began, rounds, total = time.perf_counter(), 0, 0
+    while True:
+        for number in range(TURNS):
+            total += number & 7
+        rounds += 1
+        if over():
+            return rounds * TURNS / (time.perf_counter() - began)
+
+
+def alone(seconds: float) -> float:
+    end = time.perf_counter() + seconds
+    return turns_a_second(lambda: time.perf_counter() >= end)
+
+
+def beside(contender: Contender, state: workloads.State, where: str, seconds: float) -> dict[str, float]:
+    """Run the loop alone, beside a save that is under way, and alone."""
+    os.sync()
+    before = alone(seconds)
+    began = time.perf_counter()
+    flight = contender.begin(state, where)
+    blocked_s = time.perf_counter() - began
+    during = turns_a_second(flight.done)
+    durable_s = time.perf_counter() - began
+    flight.finish()
+    after = alone(seconds)
+    return {"blocked_s": blocked_s, "beside_s": durable_s, "speed": during / ((before + after) / 2)}
+
+
+def until_durable(contender: Contender, state: workloads.State, where: str) -> float:
+    os.sync()
+    began = time.perf_counter()
+    contender.begin(state, where).finish()
+    return time.perf_counter() - began
+
+
+def save(state: workloads.State, where: str) -> float:
+    import shardkeep as sk
+
+    os.sync()
+    began = time.perf_counter()
+    sk.save(state, where)
+    return time.perf_counter() - began
+
+
+def measure(state: workloads.State, scratch: str, rounds: int, seconds: float) -> dict[str, Any]:
+    everyone = {THREAD: ours("thread"), PROCESS: ours("process"), TORCH: torch_thread()}
+    where = f"{scratch}/checkpoint"
+    results: dict[str, Any] = {name: {"rounds": []} for name in everyone}
+    results[SYNC] = []
+    for name, contender in list(everyone.items()):  # a first save: threads, a process and memory are made
+        try:
+            began = time.perf_counter()
+            flight = contender.begin(state, where)
+            results[name]["first_blocked_s"] = time.perf_counter() - began
+            flight.finish()
+        except Exception:  # noqa: BLE001 - the others are still worth having
+            traceback.print_exc()
+            del everyone[name], results[name]
+        shutil.rmtree(where, ignore_errors=True)
+    for _ in range(rounds):
+        results[SYNC].append(save(state, where))
+        shutil.rmtree(where)
+        for name, contender in everyone.items():
+            row = beside(contender, state, where, seconds)
+            shutil.rmtree(where)
+            row["durable_s"] = until_durable(contender, state, where)
+            shutil.rmtree(where)
+            results[name]["rounds"].append(row)
+    for contender in everyone.values():
+        contender.close()
+    return results
+
+
+def table(results: Mapping[str, Any], nbytes: int) -> list[str]:
+    def middle(name: str, what: str) -> float:
+        return float(median(row[what] for row in results[name]["rounds"]))
+
+    lines = [
+        "| | loop's speed beside it, % (lowest) | blocked, first / later, s | durable, GB/s | of sk.save's |",
+        "|---|---|---|---|---|",
+    ]
+    sync = median(results[SYNC])
+    for name in (THREAD, PROCESS, TORCH):
+        if name not in results:
+            lines.append(f"| {name} | fails | | | |")
+            continue
+        lowest = min(row["speed"] for row in results[name]["rounds"])
+        ratio = median(s / row["durable_s"] for s, row in zip(results[SYNC], results[name]["rounds"], strict=True))
+        lines.append(
+            f"| {name} | {middle(name, 'speed'):.1%} ({lowest:.1%})"
+            f" | {results[name]['first_blocked_s']:.3f} / {middle(name, 'blocked_s'):.3f}"
+            f" | {nbytes / middle(name, 'durable_s') / 1e9:.2f} | {ratio:.2f} |"
+        )
+    lines.append(f"| {SYNC} | | {sync:.3f} | {nbytes / sync / 1e9:.2f} | 1 |")
+    lines.append("")
+    for name in (THREAD, PROCESS):
+        speed = middle(name, "speed") if name in results else 0.0
+        lines.append(f"{name}: loop's speed {speed:.1%} >= {GOAL:.0%}  {'ok' if speed >= GOAL else 'SHORT'}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the state (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="saves of each kind (default %(default)s)")
+    parser.add_argument("--cores", type=int, default=2, help="use so many (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="that the loop runs alone (default %(default)s)")
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="a folder on the disk (default %(default)s)")
+    parser.add_argument("--json", type=Path, help="write every sample there")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    warnings.simplefilter("ignore")
+    state = workloads.large(args.gb)
+    workloads.fill(state)
+    nbytes = workloads.nbytes_of(state)
+    print(f"{nbytes / 1e9:.2f} GB in {len(state)} tensors, {args.cores} cores, load {os.getloadavg()[0]:.1f}\n")
+    scratch = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=args.dir)
+    try:
+        results = measure(state, scratch, args.rounds, args.seconds)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print("\n".join(table(results, nbytes)))
+    if args.json:
+        args.json.write_text(json.dumps({"nbytes": nbytes, **results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
