@@ -94,10 +94,18 @@ def test_names_are_valid_different_and_of_their_save(ranks):
         assert native.save_id_of(name) == SAVE_ID
         assert ("-part" in name) == (file.part > 0)
     orders = cut_orders(plan, SAVE_ID, len(ranks))
-    assert [name for each in orders for name, _ in each.files] == names
-    assert [f"-{rank:05d}-of-" in name for rank, each in enumerate(orders) for name, _ in each.files] == [True] * len(
-        names
-    )
+    assert [name for each in orders for name, _, _ in each.files] == names
+    assert [f"-{rank:05d}-of-" in name for rank, each in enumerate(orders) for name, _, _ in each.files] == [
+        True
+    ] * len(names)
+
+
+def test_parts_have_the_blocks_of_the_whole():
+    """
+    To cut a group into files makes its blocks no smaller; another group has its own.
+    """
+    [orders] = cut_orders(plan_of([{"model": [300 * MIB] * 16, "other": [MIB]}]), SAVE_ID, 1)
+    assert [block for *_, block in orders.files] == [MIB] * 8 + [64 << 10]
 
 
 @settings(max_examples=200, deadline=None)

@@ -30,8 +30,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells a rank to write."""
 
     save_id: str
-    files: list[tuple[str, int]]
-    """Name and bytes of data of each file."""
+    files: list[tuple[str, int, int]]
+    """Name, bytes of data and bytes of a block of each file."""
     file: bytes
     """For each chunk: its file's position in `files`, where it starts, the rank's row it comes from, and its box."""
     start: bytes
@@ -52,6 +52,7 @@ def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
     ranks = np.array([file.rank for file in plan.files], np.int64)
     first_file = np.searchsorted(ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
+    blocks = _block_sizes(plan)
     orders = []
     for rank in range(world_size):
         low, high = int(first_file[rank]), int(first_file[rank + 1])
@@ -59,7 +60,7 @@ def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
         orders.append(
             Orders(
                 save_id=save_id,
-                files=[(names[i], plan.files[i].data_nbytes) for i in range(low, high)],
+                files=[(names[i], plan.files[i].data_nbytes, blocks[i]) for i in range(low, high)],
                 file=(pieces.file - low).tobytes(),
                 start=pieces.start.tobytes(),
                 row=pieces.row.tobytes(),
@@ -71,16 +72,23 @@ def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
     return orders
 
 
+def _block_sizes(plan: SavePlan) -> list[int]:
+    """Choose each file's block size by all the data it is a part of: many small blocks keep many threads waiting."""
+    together: dict[tuple[int, str], int] = {}
+    for file in plan.files:
+        together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
+    return [block_nbytes_for(together[file.rank, file.group]) for file in plan.files]
+
+
 def make_jobs(description: Description, orders: Orders) -> list[FileJob]:
     """Find the memory behind every chunk this rank is to write, and build its files' headers."""
     file, start, row = ints(orders.file), ints(orders.start), ints(orders.row)
     offsets = ints(orders.offsets).reshape(len(row), orders.axes)
     sizes = ints(orders.sizes).reshape(len(row), orders.axes)
     jobs = []
-    for at, (name, data_nbytes) in enumerate(orders.files):
+    for at, (name, data_nbytes, block) in enumerate(orders.files):
         mine = np.flatnonzero(file == at)
         chunks = _Chunks(description, row[mine], Boxes(offsets[mine], sizes[mine]), start[mine])
-        block = block_nbytes_for(data_nbytes)
         header = build_header(chunks.entries(), save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block)
         tensors = chunks.tensors()
         addresses = [host_address(tensor) for tensor in tensors]
