@@ -14,14 +14,13 @@ import os
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
 from shardkeep.errors import RanksDisagree
-from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.index import Index
 from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
@@ -42,8 +41,8 @@ from shardkeep.run.match import (
     raise_if_wrong,
 )
 from shardkeep.run.read import Source
-from shardkeep.run.sharing import Channel, all_agree, open_channel
-from shardkeep.run.sharing_boxes import only, wants_of
+from shardkeep.run.sharing import Channel, all_agree, new_tag, open_channel
+from shardkeep.run.sharing_boxes import Destinations, only, wants_of
 from shardkeep.run.sharing_offers import Sharing
 from shardkeep.run.sources import open_source, read_record
 from shardkeep.state.describe import Description, describe, describe_leaves
@@ -159,9 +158,8 @@ def load(
             ),
             type=Verdict,
         )
-
         if filling.shares:
-            filling.take(meeting.agree("share", filling.offer, filling.share_out))
+            filling.orders = meeting.agree("share", filling.offer, filling.share_out)
 
         def place() -> bytes:
             filling.place(state)
@@ -203,14 +201,6 @@ def load(
     return report
 
 
-class _Destinations(NamedTuple):
-    """Tensors to be filled, and with what: rows of the index, and boxes."""
-
-    tensor: IntArray
-    boxes: Boxes
-    into: list[torch.Tensor]
-
-
 class _Filling:
     """One rank's part of a load."""
 
@@ -234,6 +224,7 @@ class _Filling:
         self.bytes_read = self.bytes_received = 0
         self.group = group
         self.orders = b""
+        """This rank's part in sharing the reads; nothing where they are not shared."""
         # Known after `look`, `open`, `prepare`, `match` and `offer`.
         self.objects: Objects
         self.record: Record
@@ -246,7 +237,7 @@ class _Filling:
         self.shares: bool
         self.channel: Channel | str | None = None
         self.sharing: Sharing
-        self.destinations: _Destinations | None = None
+        self.destinations: Destinations | None = None
 
     def look(self, state: MutableMapping[str, Any]) -> bytes:
         """Find the objects in this rank's state."""
@@ -330,23 +321,19 @@ class _Filling:
         to = self._find_destinations()
         if not isinstance(self.channel, Channel):  # unreachable: then reads are not shared
             raise RanksDisagree("this rank cannot share its reads")
-        wants = wants_of(self.source, to.tensor, to.boxes, to.into)
+        wants = wants_of(self.source, to)
         self.sharing = Sharing(self.channel, wants, budget_nbytes=self.options.host_budget_bytes)
         return self.sharing.offer()
 
     def share_out(self, payloads: list[bytes]) -> list[bytes]:
         """On rank 0: say who reads what. Nothing where there is nothing to share."""
-        return decide(payloads) or [b""] * len(payloads)
-
-    def take(self, orders: bytes) -> None:
-        """Take what rank 0 decided."""
-        self.orders = orders
+        return decide(payloads, first_tag=new_tag()) or [b""] * len(payloads)
 
     def read(self, *, first_file: float) -> None:
         """Fill every tensor, as far as other ranks do not read it for this one."""
         to = self._find_destinations()
         if self.orders:
-            to = _Destinations(*only(to.tensor, to.boxes, to.into, *self.sharing.take(self.orders)))
+            to = only(to, *self.sharing.take(self.orders))
         settle(to.into)
         self.bytes_read = fetch(
             self.source,
@@ -365,14 +352,14 @@ class _Filling:
         """Send the others what this rank has read for them, and receive what they have read for it."""
         self.bytes_received = self.sharing.exchange()
 
-    def _find_destinations(self) -> _Destinations:
+    def _find_destinations(self) -> Destinations:
         """Give meta tensors memory, and return all that is to be filled."""
         if self.destinations is None:
             tensors, description = self._materialized()
             # One memory is filled once, however many keys it has.
             rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
             row_of = np.array([tensors[key] for key in description.keys], np.int64)
-            self.destinations = _Destinations(
+            self.destinations = Destinations(
                 row_of[description.row_tensor[rows]],
                 description.boxes.take(rows),
                 [description.pieces[row] for row in rows.tolist()],

@@ -42,7 +42,7 @@ from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan
 from shardkeep.protocol.problems import NoMetadata
 from shardkeep.protocol.storage import StorageReader
-from shardkeep.run.sharing import Channel, all_agree, open_channel
+from shardkeep.run.sharing import Channel, all_agree, new_tag, open_channel
 from shardkeep.run.sharing_items import fills_in_place, keeps, only, wants_of
 from shardkeep.run.sharing_offers import Sharing
 from shardkeep.storages.file_reader import FileSystemReader
@@ -211,10 +211,10 @@ class _Load:
         channel = open_channel(self._ranks.group, size=size, timeout_s=options.timeout_s)
         if not isinstance(channel, Channel):
             return channel, b""
-        if not isinstance(planner, DefaultLoadPlanner) or not fills_in_place(planner) or type(plan) is not LoadPlan:
-            return f"the planner, a {type(planner).__qualname__}, may read in ways of its own", b""
         if not _reads_items(self._reader):
             return f"the reader, a {type(self._reader).__qualname__}, may read in ways of its own", b""
+        if not fills_in_place(planner) or type(plan) is not LoadPlan:
+            return f"the planner, a {type(planner).__qualname__}, may read in ways of its own", b""
         if not common:
             return "the ranks have metadata of their own", b""
         wants = wants_of(plan, planner, metadata)
@@ -233,7 +233,7 @@ class _Load:
         final = self._reader.prepare_global_plan(self._to_reader(list(plans)))
         orders: list[bytes] | None = None
         if all_agree([each.cannot_share for each in said]):
-            orders = decide_shares([each.offer for each in said])
+            orders = decide_shares([each.offer for each in said], first_tag=new_tag())
         return [(plan, orders[rank] if orders is not None else None) for rank, plan in enumerate(final)]
 
     def read(self, plan: LoadPlan, orders: bytes | None) -> None:

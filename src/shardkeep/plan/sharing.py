@@ -66,6 +66,7 @@ class _OfferLetter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _ShareLetter(msgspec.Struct, frozen=True, array_like=True):
+    first_tag: int
     message_nbytes: int
     teams: list[list[int]]
     columns: list[bytes]
@@ -78,6 +79,8 @@ class Orders:
     share: Share
     teams: list[list[int]]
     message_nbytes: int
+    first_tag: int
+    """From which messages are numbered, so that nothing of an exchange that broke off is taken for one of them."""
 
 
 def encode_offer(offer: Offer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
@@ -90,10 +93,10 @@ def decode_orders(data: bytes) -> Orders:
     """Read what rank 0 sent."""
     letter = msgspec.msgpack.decode(data, type=_ShareLetter)
     share = Share(*(np.frombuffer(column, "<i8") for column in letter.columns))
-    return Orders(share, letter.teams, letter.message_nbytes)
+    return Orders(share, letter.teams, letter.message_nbytes, letter.first_tag)
 
 
-def decide(letters: Sequence[bytes]) -> list[bytes] | None:
+def decide(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | None:
     """Share out what all ranks offer; return each rank's orders, or None where no two want the same."""
     decoded = [msgspec.msgpack.decode(letter, type=_OfferLetter) for letter in letters]
     columns = [[np.frombuffer(column, "<i8") for column in letter.columns] for letter in decoded]
@@ -103,7 +106,7 @@ def decide(letters: Sequence[bytes]) -> list[bytes] | None:
     shares, teams = share_out(offers, alone, message_nbytes=message_nbytes)
     if not teams:
         return None
-    return [_encode_share(share, teams, message_nbytes) for share in shares]
+    return [_encode_share(share, teams, message_nbytes, first_tag) for share in shares]
 
 
 def message_nbytes_for(budget_nbytes: int) -> int:
@@ -111,11 +114,11 @@ def message_nbytes_for(budget_nbytes: int) -> int:
     return max(_LEAST_MESSAGE_NBYTES, min(MESSAGE_NBYTES, budget_nbytes // _WINDOW_PARTS)) & ~15
 
 
-def _encode_share(share: Share, teams: list[list[int]], message_nbytes: int) -> bytes:
+def _encode_share(share: Share, teams: list[list[int]], message_nbytes: int, first_tag: int) -> bytes:
     used, team = np.unique(share.team, return_inverse=True)
     own = Share(share.owner, share.turn, np.asarray(team, np.int64), share.want, share.start, share.stop)
     columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in own.columns()]
-    letter = _ShareLetter(message_nbytes, [teams[number] for number in used.tolist()], columns)
+    letter = _ShareLetter(first_tag, message_nbytes, [teams[number] for number in used.tolist()], columns)
     return msgspec.msgpack.encode(letter)
 
 

@@ -9,6 +9,7 @@ is reached through a few buffers of a message's length. Nothing is ever sent thr
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,8 @@ _UNDER_WAY = 6
 """Messages that a rank sends and receives at a time."""
 _KEPT = 2
 """Buffers besides those: of messages that were sent to some of their receivers, and go to others next."""
-_FIRST_TAG = 0x5AD << 16
-"""Messages are told by their tags from those of others on the same group, and from each other."""
+_TAGS = 1 << 31
+"""Messages are told by their tags from each other, and from those of others on the same group."""
 
 
 class Channel(NamedTuple):
@@ -76,6 +77,11 @@ def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: fl
         return f"the process group's backend for the CPU is {backend.name()}, not gloo"
     # Half of it, so that a rank whose messages are not answered says so while rank 0 still waits for its word.
     return Channel(backend, c10d.get_rank(members), timeout_s / 2)
+
+
+def new_tag() -> int:
+    """Return where to number the messages of an exchange from; rank 0 does, for all."""
+    return secrets.randbelow(_TAGS)
 
 
 def all_agree(words: Sequence[str | None]) -> bool:
@@ -163,6 +169,7 @@ class Exchange:
         self._others: dict[int, Scattered] = {
             want: scattered(into[want], into[want].dtype) for want in wants if not self._address[want]
         }
+        self._first_tag = orders.first_tag
         self._message_nbytes = orders.message_nbytes
         packed = sum(not self._in_place(message) for message in messages)
         self._free = [aligned_buffer(orders.message_nbytes) for _ in range(min(packed, _UNDER_WAY + _KEPT))]
@@ -209,7 +216,7 @@ class Exchange:
             data, buffer = self._room(step.message)
             post = self._channel.backend.recv
         try:
-            work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, _FIRST_TAG + step.turn)
+            work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, (self._first_tag + step.turn) % _TAGS)
         except RuntimeError as error:  # the connection is closed already
             work = error
         return _UnderWay(step, data, buffer, work)

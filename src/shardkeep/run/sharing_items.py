@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ _FAR = 1 << 62
 """No file reaches so far; where metadata say so, reading finds out what is wrong with them."""
 
 
-def fills_in_place(planner: object) -> bool:
+def fills_in_place(planner: object) -> TypeGuard[DefaultLoadPlanner]:
     """Say whether a planner fills the state as the default one does."""
     return isinstance(planner, DefaultLoadPlanner) and keeps(planner, DefaultLoadPlanner, _ASKED)
 
@@ -43,12 +43,12 @@ def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) ->
     for item, target, alone in zip(plan.items, targets.found, targets.alone, strict=True):
         entry: Any = metadata.state_dict_metadata.get(item.storage_index.fqn)
         place = places.get(item.storage_index)
-        file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", None)
-        known = is_tensor_entry(entry) and type(start) is int and 0 <= start < _FAR
+        file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", 0)
+        known = is_tensor_entry(entry) and place is not None and type(start) is int and 0 <= start < _FAR
         fits = known and tuple(target.shape) == tuple(item.lengths)
         can_share = alone and fits and is_plain(target, entry.properties.dtype)
         what = repr((save, file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
-        wants.append(Want(what, target, file, start or 0, can_share))
+        wants.append(Want(what, target, file, start if known else 0, can_share))
     return wants
 
 
