@@ -20,12 +20,13 @@ from shardkeep.format.columns import ITEMSIZES, IntArray, concat_ranges, segment
 from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
-from shardkeep.format.region import flat_range_to_boxes, intersect, relative
+from shardkeep.format.region import contiguous_run, flat_range_to_boxes, intersect, relative
 from shardkeep.layout.native import data_sizes, save_id_of
 from shardkeep.plan.loads import Scatter, check_tensors, chunk_rows
 from shardkeep.plan.ranges import Edge, FileReads, Read
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
+from shardkeep.stage.windows import windows_for
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
@@ -203,7 +204,8 @@ def read_files(
         return not cached
 
     try:
-        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes)
+        with windows_for(scattered.values(), window_nbytes, threads) as lend:
+            run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
     finally:
         for file in opened:
             if file.reader is not None:
@@ -236,8 +238,7 @@ def _do_read(
         if not part.address:
             stop = part.start + nbytes
             _copy_edges(file.reads.edges.touching(part.start, stop), part, window)
-            for scatter in file.reads.scatters.touching(part.start, stop):
-                _copy_scatter(scatter, part, window, scattered)
+            _copy_scatters(file.reads.scatters.touching(part.start, stop), part, window, scattered)
     return cached
 
 
@@ -290,8 +291,37 @@ def _copy_edges(edges: Iterable[Edge], read: Read, window: memoryview) -> None:
             copy_memory(address + low - start, source + low, high - low)
 
 
-def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, scattered: Mapping[int, Scattered]) -> None:
-    """Copy what this window holds of a scatter: the window's part of the chunk, as boxes, met with what is wanted."""
+def _copy_scatters(
+    scatters: Iterable[Scatter], read: Read, window: memoryview, scattered: Mapping[int, Scattered]
+) -> None:
+    on_accelerators: dict[int, Scattered] = {}
+    try:
+        for scatter in scatters:
+            target = scattered[scatter.want]
+            if target.accelerator is not None:
+                on_accelerators[target.accelerator] = target
+            _copy_scatter(scatter, read, window, target)
+    finally:
+        for target in on_accelerators.values():
+            target.wait()  # the window is needed again
+
+
+def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
+    """Copy what this window holds of a scatter: at once if it is one run on both sides, else box by box."""
+    run = contiguous_run(scatter.shape, scatter.source)
+    to = target.run_of(scatter.target) if run else None
+    if run is None or to is None:
+        _copy_boxes(scatter, read, window, target)
+        return
+    first = scatter.start + run[0] * scatter.itemsize
+    low = max(read.start, first)
+    high = min(read.start + read.nbytes, first + run[1] * scatter.itemsize)
+    if high > low:
+        target.write_run(to + low - first, window[low - read.start : high - read.start])
+
+
+def _copy_boxes(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
+    """Copy the window's part of the chunk, as boxes, met with what is wanted."""
     size = scatter.itemsize
     volume = 1
     for n in scatter.shape:
@@ -304,9 +334,7 @@ def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, scattered: M
         if common := intersect(box, scatter.source):
             inside = relative(common, scatter.source)
             offsets = tuple(t + i for t, i in zip(scatter.target.offsets, inside.offsets, strict=True))
-            scattered[scatter.want].write(
-                type(box)(offsets, common.sizes), window[at : at + nbytes], box.sizes, relative(common, box)
-            )
+            target.write(type(box)(offsets, common.sizes), window[at : at + nbytes], box.sizes, relative(common, box))
         at += nbytes
 
 

@@ -42,10 +42,13 @@ def run_workers(
     *,
     threads: int,
     buffer_nbytes: int,
+    lend: Callable[[], memoryview] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
+
+    `lend` makes a buffer of that size, on the thread that gets a first task; by default it is ordinary memory.
 
     `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
     than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
@@ -72,9 +75,11 @@ def run_workers(
             return surplus >= 0
 
     def worker() -> None:
-        buffer = aligned_buffer(buffer_nbytes)
+        buffer: memoryview | None = None
         try:
             for task in next_task():
+                if buffer is None:
+                    buffer = lend() if lend else aligned_buffer(buffer_nbytes)
                 waited = work(task, buffer)
                 if not waited and leaves():
                     return

@@ -29,6 +29,14 @@ def view_memory(address: int, nbytes: int) -> memoryview:
 class Scattered(Protocol):
     """Memory that is not one run of host bytes."""
 
+    @property
+    def nbytes(self) -> int:
+        """How much of it there is."""
+
+    @property
+    def accelerator(self) -> int | None:
+        """The index of the accelerator it is on; None for host memory."""
+
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         """
         Copy bytes `start..stop` of its row-major form, which are whole elements.
@@ -38,3 +46,12 @@ class Scattered(Protocol):
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         """Fill `box` from `part` of row-major elements of this shape."""
+
+    def run_of(self, box: Box) -> int | None:
+        """Return where the bytes of a box begin in its row-major form, if `write_run` can fill them at once."""
+
+    def write_run(self, start: int, data: memoryview) -> None:
+        """Fill bytes from `start` on; on an accelerator this is only queued, and needs `data` until `wait` returns."""
+
+    def wait(self) -> None:
+        """Wait for what this thread has queued on its accelerator, for any memory."""

@@ -2,8 +2,8 @@
 Tensors as memory: where their bytes are, and how to copy a part of them when they are not in one piece on the host.
 
 A tensor that is contiguous on the CPU is an address; the pipelines move its bytes with memcpy or read straight into
-it. Any other tensor (strided, on an accelerator, of another dtype than what is stored) is copied box by box, so that
-at most one window of it is in host memory at a time.
+it. Any other tensor is copied in parts, so that at most one window of it is in host memory at a time: by ranges of
+bytes if it lies in order on an accelerator, box by box if it is strided or of another dtype than what is stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.format.region import Box, Ints, flat_range_to_boxes, slices
+from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, slices
 from shardkeep.stage.memory import Scattered
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -24,11 +24,19 @@ def host_address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
 
 
+def _accelerator_of(device: torch.device) -> int | None:
+    """Return the index of a device whose streams torch lets us wait for."""
+    kind = None if device.type == "cpu" else torch.accelerator.current_accelerator()
+    return None if kind is None or kind.type != device.type else device.index or 0
+
+
 class HostScattered:
     """A strided tensor in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._array: npt.NDArray[np.generic] = tensor.view(_RAW[tensor.element_size()]).numpy()
+        self.nbytes = tensor.nbytes
+        self.accelerator: int | None = None
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:  # noqa: ARG002
         array = self._array
@@ -43,6 +51,15 @@ class HostScattered:
         source = np.frombuffer(data, self._array.dtype).reshape(shape)
         self._array[slices(box)] = source[slices(part)]
 
+    def run_of(self, box: Box) -> None:  # noqa: ARG002
+        return None
+
+    def write_run(self, start: int, data: memoryview) -> None:
+        raise NotImplementedError  # `run_of` has none
+
+    def wait(self) -> None:
+        """Nothing is queued."""
+
 
 class TorchScattered:
     """A tensor on an accelerator, or one that holds another dtype than the stored one."""
@@ -51,9 +68,16 @@ class TorchScattered:
         same = tensor.dtype == stored
         self._tensor = tensor.view(_RAW[tensor.element_size()]) if same else tensor
         self._stored = self._tensor.dtype if same else stored
+        self._flat = self._tensor.view(-1).view(torch.uint8) if same and tensor.is_contiguous() else None
+        self._device = tensor.device
+        self.nbytes = tensor.nbytes
+        self.accelerator = _accelerator_of(tensor.device)
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         tensor = self._tensor
+        if self._flat is not None:
+            torch.frombuffer(into, dtype=torch.uint8).copy_(self._flat[start:stop], non_blocking=queued)
+            return
         size = tensor.element_size()
         flat = torch.frombuffer(into, dtype=tensor.dtype)
         at = 0
@@ -65,6 +89,21 @@ class TorchScattered:
         source = torch.frombuffer(data, dtype=self._stored).view(shape)
         with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
             self._tensor[slices(box)].copy_(source[slices(part)])
+
+    def run_of(self, box: Box) -> int | None:
+        run = None if self._flat is None else contiguous_run(tuple(self._tensor.shape), box)
+        return None if run is None else run[0] * self._tensor.element_size()
+
+    def write_run(self, start: int, data: memoryview) -> None:
+        if self._flat is None:
+            raise NotImplementedError  # `run_of` has none
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        with torch.inference_mode():
+            self._flat[start : start + len(data)].copy_(source, non_blocking=self.accelerator is not None)
+
+    def wait(self) -> None:
+        if self.accelerator is not None:
+            torch.accelerator.current_stream(self._device).synchronize()
 
 
 def scattered(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
