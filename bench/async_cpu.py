@@ -32,11 +32,11 @@ TURNS = 20_000
 """Of the loop between two looks at the clock: about a millisecond."""
 
 
-def ours(writer: str) -> Contender:
+def ours(**chosen: str) -> Contender:
     import shardkeep as sk
 
     def begin(state: Mapping[str, Any], where: str) -> Flight:
-        handle = sk.async_save(state, where, writer=writer)
+        handle = sk.async_save(state, where, **chosen)
         return Flight(handle.done, lambda: handle.result(PATIENCE_S).staged_s)
 
     return Contender(begin, sk.finish_saves)
@@ -89,7 +89,7 @@ def save(state: workloads.State, where: str) -> float:
 
 
 def measure(state: workloads.State, scratch: str, rounds: int, seconds: float) -> dict[str, Any]:
-    everyone = {THREAD: ours("thread"), PROCESS: ours("process"), TORCH: torch_thread()}
+    everyone = {THREAD: ours(), PROCESS: ours(writer="process"), TORCH: torch_thread()}
     where = f"{scratch}/checkpoint"
     results: dict[str, Any] = {name: {"rounds": []} for name in everyone}
     results[SYNC] = []

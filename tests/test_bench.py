@@ -59,3 +59,45 @@ def test_planning_is_measured_with_what_the_engine_runs():
         assert measured["shards"] == 24
         assert measured["chunks"] == 24 // replicas
     assert planning.measure_index(shards=1000, tensors=10)["boxes_found"] == 100
+
+
+def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
+    """
+    Every part of the accelerator's benchmark runs, here on CPU tensors, and no checkpoint differs from its call.
+    """
+    monkeypatch.setenv("OUT", str(tmp_path))
+    sizes = ["--gb", 0.0005, "--small-gb", 0.0005, "--exact-gb", 0.0005, "--tokens", 16]
+    counts = ["--saves", 2, "--steps", 1, "--rounds", 1, "--soak", 4, "--exact", 6]
+
+    printed = run("async_gpu.py", "--cpu", *sizes, *counts, "--dir", tmp_path, "--shm", tmp_path)
+
+    results = json.loads((tmp_path / "async_gpu.json").read_text())
+    assert {mode: one["wrong"] for mode, one in results["exact"].items()} == {"overlap": [], "device": [], "host": []}
+    judged = {one["what"] for one in results["targets"]}
+    assert {"shardkeep overlap: blocked, first save", "load into the device from /dev/shm, ours / torch"} <= judged
+    assert all(line.count("|") == 7 for line in printed.splitlines() if line.startswith("|"))
+    assert [path.name for path in tmp_path.iterdir()] == ["async_gpu.json"]
+
+
+def test_without_an_accelerator_every_part_says_that_it_is_skipped(monkeypatch):
+    """
+    The accelerator's benchmark ends well where there is none.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    printed = run("async_gpu.py", "--only", "calls", "--only", "exact")
+
+    assert [line.split(",")[0] for line in printed.splitlines()] == ["calls: skipped", "exact: skipped"]
+
+
+def test_a_busy_loop_is_measured_beside_asynchronous_saves(tmp_path):
+    """
+    Threads, a writer process and torch all save beside the loop, and its speed is judged.
+    """
+    samples = tmp_path / "samples.json"
+
+    printed = run("async_cpu.py", "--gb", 0.02, "--rounds", 1, "--seconds", 0.05, "--dir", tmp_path, "--json", samples)
+
+    assert "| shardkeep, thread | fails" not in printed
+    assert "shardkeep, process: loop's speed" in printed
+    assert json.loads(samples.read_text())["shardkeep, thread"]["rounds"][0]["speed"] > 0
