@@ -12,9 +12,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkeep.format.record import FileEntry
@@ -25,16 +25,33 @@ from shardkeep.run.orders import make_jobs
 from shardkeep.run.save_call import SaveCall
 from shardkeep.run.staging import Staging
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, Window, entry_of, windows_in_turn, write_files
+from shardkeep.run.write import FileJob, Hashing, Sink, Window, entry_of, windows_in_turn, write_files
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
 from shardkeep.store.process import free_memory
+from shardkeep.store.protocol import BlobWriter
 
 log = logging.getLogger("shardkeep")
 
 _FAIR_PART = 0.8
 """Of the memory that a machine has free, for all its ranks together."""
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """A sink that tells how much has been written."""
+
+    sink: Sink
+    told: Callable[[int], None]
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        return self.sink.begin(job)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        digests = self.sink.put(window, file, own)
+        self.told(window.nbytes)
+        return digests
 
 
 class Background:
@@ -107,17 +124,15 @@ class Background:
         staging.queued.add_done_callback(self._open_gate)
         staging.copied.add_done_callback(self._note_copied)
 
-        @contextlib.contextmanager
-        def take(each: Window, own: memoryview) -> Iterator[memoryview]:
-            with staging.take(each, own) as data:
-                yield data
+        def told(nbytes: int) -> None:
             with self._lock:
-                self._written += each.nbytes
+                self._written += nbytes
             phase = "writing" if staging.copied.done() else "staging"
             self._handle.tell(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
 
+        sink = _Telling(Hashing(self._call.store, staging.take), told)
         with staging.running():
-            write_files(self._call.store, jobs, threads=threads, window_nbytes=window, take=take)
+            write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=sink)
         self._handle.insist()
         return [entry_of(job) for job in jobs]
 

@@ -43,7 +43,7 @@ class Staging:
         pool: BufferPool,
         after: Mapping[torch.device, torch.Event],
         wanted: Callable[[], bool],
-        everything: bool = False,
+        ahead: Callable[[Window], bool] | None = None,
     ) -> None:
         """
         Fill nothing yet.
@@ -54,7 +54,7 @@ class Staging:
             pool: what they are emptied into, buffers of the same size.
             after: by accelerator, what its copies must come after.
             wanted: says whether the save still goes on.
-            everything: fill all windows ahead, not only those with something from an accelerator.
+            ahead: says which windows are filled ahead; by default those with something from an accelerator.
 
         """
         self._ring = ring
@@ -63,7 +63,7 @@ class Staging:
         self._wanted = wanted
         self._ending = False
         self._lock = threading.Lock()
-        self._queue = [w for w in windows if everything or any(row in w.job.scattered for row in w.rows)]
+        self._queue = list(filter(ahead or has_scattered, windows))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
         self._uncopied = len(self._queue)
         self.count = len(self._queue)
@@ -98,8 +98,7 @@ class Staging:
     @contextlib.contextmanager
     def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
         """Give the bytes of a window, when they are there: filled ahead, or now, into the writer's own buffer."""
-        if not self._wanted():
-            raise _ended()
+        self.insist()
         ahead = self._ahead.get((window.job.name, window.start))
         if ahead is None:
             gather(window, own[: window.nbytes])
@@ -112,6 +111,11 @@ class Staging:
             yield buffer.view[: window.nbytes]
         finally:
             self._pool.give(buffer)
+
+    def insist(self) -> None:
+        """Raise if the save is no longer wanted."""
+        if not self._wanted():
+            raise _ended()
 
     # -- on the threads that stage -----------------------------------------------------------------------------
 
@@ -193,6 +197,11 @@ class Staging:
             for future in waited_for:
                 if not future.done():
                     future.set_exception(error)
+
+
+def has_scattered(window: Window) -> bool:
+    """Say whether some bytes of a window do not lie in order in host memory."""
+    return any(row in window.job.scattered for row in window.rows)
 
 
 def _ended() -> SaveCancelled:

@@ -54,6 +54,11 @@ class FileJob:
     owners: Sequence[object] = ()
     """What must live as long as the addresses are used."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + self.data_nbytes
+
 
 class Window(NamedTuple):
     """Bytes of one file's data that are written at once."""
@@ -68,6 +73,11 @@ class Window(NamedTuple):
         return self.stop - self.start
 
     @property
+    def offset(self) -> int:
+        """Where it begins in the file."""
+        return len(self.job.header) + self.start
+
+    @property
     def rows(self) -> range:
         """The sources it takes bytes from."""
         first = int(np.searchsorted(self.job.start, self.start, "right")) - 1
@@ -76,6 +86,45 @@ class Window(NamedTuple):
 
 Take = Callable[[Window, memoryview], AbstractContextManager[memoryview]]
 """Gives the bytes of a window while the context lasts; the memory, of the size of a window, is the writer's own."""
+
+
+class Sink(Protocol):
+    """Where windows go. Used by several threads."""
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """
+        Write a window to its file, and return the digests of its blocks.
+
+        `own` is memory of the size of a window, which the calling thread alone uses.
+        """
+
+
+class Hashing:
+    """A sink: the thread that calls hashes a window and writes it to a store."""
+
+    def __init__(self, store: Creates, take: Take | None = None) -> None:
+        """`take` gives the bytes of a window while they are written; by default they are gathered then."""
+        self._store = store
+        self._take = take or _gathered
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+        return self._store.create(job.name, job.nbytes)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Write a window, and return the digests of its blocks."""
+        with self._take(window, own) as data:
+            return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+
+
+def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes: int) -> bytes:
+    """Write bytes, and return the digests of their blocks. Hashed first: then they are in cache."""
+    digests = block_digests(data, block_nbytes)
+    file.write_at(offset, data)
+    return digests
 
 
 @dataclass
@@ -88,22 +137,23 @@ class _OpenFile:
 
 
 def write_files(
-    store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, take: Take | None = None
+    store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
 ) -> list[bytes]:
     """
     Write all files, durable on return; the digests of each one's blocks go into what is committed.
 
-    `take` gives the bytes of a window while they are written; by default they are gathered then.
+    `sink` writes to `store` in another way than by gathering, hashing and writing on these threads.
     """
-    take = take or _gathered
+    sink = sink or Hashing(store)
     digests: dict[str, bytes] = {}
     with ExitStack() as undo:
-        tasks = _tasks(store, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
+        tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
 
         def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
             file, window = task
-            with take(window, buffer) as data:
-                _write_window(file, window.start, data)
+            found = sink.put(window, file.writer, buffer)
+            at = window.start // file.job.block_nbytes * DIGEST_NBYTES
+            file.digests[at : at + len(found)] = found
             with file.lock:
                 file.windows_left -= 1
                 last = file.windows_left == 0
@@ -135,14 +185,14 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    store: _Writes, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
+    store: Deletes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
 ) -> Iterator[tuple[_OpenFile, Window]]:
     """Begin each file with the first of its windows."""
     opened: dict[str, _OpenFile] = {}
     for window in windows:
         job = window.job
         if job.name not in opened:
-            writer = store.create(job.name, len(job.header) + job.data_nbytes)
+            writer = sink.begin(job)
             undo.callback(take_back, store, job.name, writer)
             blocks = count_blocks(job.data_nbytes, job.block_nbytes)
             count = count_blocks(job.data_nbytes, window_nbytes)
@@ -155,14 +205,6 @@ def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
     writer.abandon()
     with contextlib.suppress(CheckpointError):
         store.delete(name)  # one that was finished outlives its writer's abandon
-
-
-def _write_window(file: _OpenFile, start: int, data: memoryview) -> None:
-    job = file.job
-    at = start // job.block_nbytes * DIGEST_NBYTES
-    digests = block_digests(data, job.block_nbytes)
-    file.digests[at : at + len(digests)] = digests
-    file.writer.write_at(len(job.header) + start, data)
 
 
 @contextlib.contextmanager
@@ -207,7 +249,7 @@ def entry_of(job: FileJob) -> FileEntry:
     """Say what the commit record says of a file that was written."""
     return FileEntry(
         name=job.name,
-        nbytes=len(job.header) + job.data_nbytes,
+        nbytes=job.nbytes,
         header_nbytes=len(job.header),
         block_nbytes=job.block_nbytes,
         checksum=text_of(digest(job.header)),
