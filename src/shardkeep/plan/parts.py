@@ -22,13 +22,14 @@ ENOUGH_FILES = 64
 """Many ranks cut into fewer parts, or not at all: those of one machine write several files at once without it."""
 
 
-def share_out(slot: IntArray, rank_of_slot: IntArray, nbytes: IntArray, world_size: int) -> IntArray:
+def share_out(slot: IntArray, rank_of_slot: IntArray, tensor: IntArray, nbytes: IntArray, world_size: int) -> IntArray:
     """
     Divide the chunks of every slot, the data of one rank and group, into parts of about equal size.
 
     Args:
-        slot: of each chunk; chunks of one slot come in the order that is good for reading.
+        slot: of each chunk.
         rank_of_slot: whose each slot is.
+        tensor: of each chunk; those of neighbours are read together.
         nbytes: of each chunk.
         world_size: how many ranks there are.
 
@@ -45,6 +46,7 @@ def share_out(slot: IntArray, rank_of_slot: IntArray, nbytes: IntArray, world_si
     wanted = np.rint(in_slot / target).astype(np.int64)
     for each in np.flatnonzero((wanted > 1) & (most > 1)).tolist():
         rows = np.flatnonzero(slot == each)
+        rows = rows[np.argsort(tensor[rows], kind="stable")]
         part[rows] = _cut_well(nbytes[rows], int(wanted[each]))
     return part
 

@@ -352,15 +352,15 @@ def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FileP
         safe, names = dict.fromkeys(safe, "state"), ["state"]
     group_row = {name: row for row, name in enumerate(names)}
     group = np.array([group_row[safe[name]] for name in merged.groups], np.int64)
-    pieces = pieces.take(np.lexsort((*pieces.offsets.T[::-1], pieces.tensor)))
     slots, slot = np.unique(pieces.rank * len(names) + group[pieces.tensor], return_inverse=True)
     slot = slot.reshape(-1)
     rank_of_slot = slots // max(1, len(names))
-    part = parts.share_out(slot, rank_of_slot, pieces.nbytes, world_size)
+    part = parts.share_out(slot, rank_of_slot, pieces.tensor, pieces.nbytes, world_size)
     made, file = np.unique(slot * parts.MOST_PARTS + part, return_inverse=True)
     file = file.reshape(-1)
     alignment = np.minimum(pieces.nbytes & -pieces.nbytes, 4096)
-    pieces = replace(pieces, file=file).take(np.lexsort((-alignment, file)))  # stable: else by tensor, then by offsets
+    order = np.lexsort((*pieces.offsets.T[::-1], pieces.tensor, -alignment, file))
+    pieces = replace(pieces, file=file).take(order)
     ends = np.cumsum(pieces.nbytes)
     last = np.flatnonzero(np.diff(pieces.file, append=len(made)))
     base = segment_starts(ends[last])
@@ -368,8 +368,8 @@ def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FileP
     slot_of_file = made // parts.MOST_PARTS
     alone = np.bincount(slot_of_file)[slot_of_file] == 1
     files = [
-        FilePlan(rank, names[slot % len(names)], 0 if one else part + 1, total)
-        for rank, slot, part, one, total in zip(
+        FilePlan(rank, names[row % len(names)], 0 if lone else number + 1, total)
+        for rank, row, number, lone, total in zip(
             rank_of_slot[slot_of_file].tolist(),
             slots[slot_of_file].tolist(),
             (made % parts.MOST_PARTS).tolist(),
