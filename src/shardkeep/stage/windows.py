@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardkeep.options import Options
 from shardkeep.stage.memory import Scattered
 from shardkeep.store.aligned import aligned_buffer
 
@@ -46,7 +47,8 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     each = ring.buffer_nbytes // nbytes
     pins = each > 0 and sum(place.nbytes for place in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
-        ring.most_nbytes = max(ring.most_nbytes, -(-threads // each) * ring.buffer_nbytes)
+        wanted = -(-threads // each) * ring.buffer_nbytes
+        ring.most_nbytes = max(ring.most_nbytes, min(wanted, Options().pinned_bytes))
     taken: list[Buffer] = []
     free: list[memoryview] = []
     lock = threading.Lock()
