@@ -40,21 +40,21 @@ from shardkeep.state.training.names import get_fqns as _get_fqns
 from shardkeep.state.training.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
 from shardkeep.state.training.optimizer import optimizer_state as _get_optim_state_dict
 from shardkeep.state.training.optimizer_load import load_optimizers as _load_optim_state_dict
-from shardkeep.state.training.options import (
+from shardkeep.state.training.options import PARAM_GROUPS as _PG
+from shardkeep.state.training.options import PARAMS as _PARAMS
+from shardkeep.state.training.options import STATE as _STATE
+from shardkeep.state.training.options import StateDictInfo as _StateDictInfo
+from shardkeep.state.training.options import StateDictOptions
+from shardkeep.state.training.options import checked_options as _verify_options
+from shardkeep.state.training.saved import flatten as _flatten_optim_state_dict
+from shardkeep.state.training.types import (
     FQNS_T,
     DictValueType,
     ListDictValueType,
     OptimizerStateType,
     PrimitiveType,
-    StateDictOptions,
     ValueType,
 )
-from shardkeep.state.training.options import PARAM_GROUPS as _PG
-from shardkeep.state.training.options import PARAMS as _PARAMS
-from shardkeep.state.training.options import STATE as _STATE
-from shardkeep.state.training.options import StateDictInfo as _StateDictInfo
-from shardkeep.state.training.options import checked_options as _verify_options
-from shardkeep.state.training.saved import flatten as _flatten_optim_state_dict
 
 __all__ = [
     "DDP",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -20,9 +20,12 @@ from shardkeep.state.training.model import (
 )
 from shardkeep.state.training.optimizer import get_optimizer_state_dict, optimizer_state, set_optimizer_state_dict
 from shardkeep.state.training.optimizer_load import load_optimizers
-from shardkeep.state.training.options import OptimizerStateType, StateDictOptions, ValueType, checked_options
+from shardkeep.state.training.options import StateDictOptions, checked_options
 from shardkeep.state.training.problems import BadState
 from shardkeep.state.training.share import from_rank0
+
+if TYPE_CHECKING:
+    from shardkeep.state.training.types import OptimizerStateType, ValueType
 
 
 def get_state_dict(

@@ -9,23 +9,26 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardkeep.errors import KeyCollision
 from shardkeep.format.collector import collector_paused
+from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.training.calls import check_states, gathered_or_offloaded, own_method
 from shardkeep.state.training.live import LiveItem
 from shardkeep.state.training.names import canonical_key, state_dict_key
-from shardkeep.state.training.options import StateDictInfo, StateDictOptions, ValueType, checked_options
+from shardkeep.state.training.options import StateDictInfo, StateDictOptions, checked_options
 from shardkeep.state.training.problems import BadOptions, BadState
 from shardkeep.state.training.share import from_rank0
+
+if TYPE_CHECKING:
+    from shardkeep.state.training.types import ValueType
 
 _NOT_YET = object()
 """Stands for what a module holds in a form that whole tensors do not fit into: extra state, flat parameters."""
@@ -209,7 +212,7 @@ def _spread(
     device, on_meta = _device_of(live, given)
     local: dict[str, Any] = {}
     for key, value in live.items():
-        flattened = info.fsdp_modules and not isinstance(value, DTensor)
+        flattened = info.fsdp_modules and not is_dtensor(value)
         local[key] = _NOT_YET if value is None or flattened else value
     if info.broadcast_from_rank0:
         broadcast_state_dict(given, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
@@ -248,7 +251,7 @@ def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torc
 
 def _device_to_be(local: Mapping[str, Any], given: Mapping[str, Any]) -> torch.device:
     """Return where a model that is nowhere yet should be: where it is sharded, its ranks talk, or its state is."""
-    kinds = {value.device_mesh.device_type for value in local.values() if isinstance(value, DTensor)}
+    kinds = {value.device_mesh.device_type for value in local.values() if is_dtensor(value)}
     if not kinds and not dist.is_initialized():
         found = (value.device for value in given.values() if isinstance(value, torch.Tensor))
         return next(found, torch.device("cpu"))

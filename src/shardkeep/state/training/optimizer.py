@@ -7,7 +7,7 @@ Parameters, gradients and learning rates are never touched by reading, nor is an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,13 +28,15 @@ from shardkeep.state.training.options import (
     PARAM_GROUPS,
     PARAMS,
     STATE,
-    OptimizerStateType,
     StateDictInfo,
     StateDictOptions,
     checked_options,
 )
 from shardkeep.state.training.problems import BadState, MissingKey
 from shardkeep.state.training.saved import flatten
+
+if TYPE_CHECKING:
+    from shardkeep.state.training.types import OptimizerStateType
 
 
 def get_optimizer_state_dict(

@@ -1,5 +1,5 @@
 """
-Options of the functions that read and set state, and the types of the state dicts they deal in.
+Options of the functions that read and set state.
 
 The names and defaults are torch's, so that code moves over by changing an import. What `checked_options` returns
 holds everything that is looked up once for each call: names of parameters, FSDP1 wrappers, prefixes of submodules.
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]  # not re-exported
-from torch.distributed.tensor import DTensor
 
 from shardkeep.state.training import fsdp1
 from shardkeep.state.training.live import LiveItem, live_state, names_of_parameters
@@ -26,13 +24,6 @@ from shardkeep.state.training.problems import BadOptions, BadState
 STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
-
-FQNS_T = set[str]
-PrimitiveType = DTensor | ShardedTensor | torch.Tensor | int | float | str
-ValueType = PrimitiveType | list[PrimitiveType] | tuple[PrimitiveType] | dict[str, "ValueType"]
-DictValueType = dict[str, ValueType]
-ListDictValueType = list[DictValueType]
-OptimizerStateType = dict[str, DictValueType | ListDictValueType]
 
 
 @dataclass

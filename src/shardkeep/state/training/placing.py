@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.training.options import STATE, StateDictInfo
 from shardkeep.state.training.problems import BadOptions
@@ -65,7 +65,7 @@ def _label(name: str, path: Path) -> str:
 
 
 def _destination(parameter: torch.Tensor, path: Path, shape: tuple[int, ...], templates: Templates) -> Any:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return _WHOLE
     like = at(templates.at_hand(parameter), path)
     if like is None and shape == tuple(parameter.shape):
@@ -73,7 +73,7 @@ def _destination(parameter: torch.Tensor, path: Path, shape: tuple[int, ...], te
     if like is None:
         like = at(templates.of(parameter), path)
     # On meta: memory for this rank's part is made when it arrives, and nothing that is in use is written to.
-    return torch.empty_like(like, device="meta", requires_grad=False) if isinstance(like, DTensor) else _WHOLE
+    return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
 
 
 def _device(parameters: Sequence[tuple[torch.Tensor, str]]) -> torch.device:
