@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from typing_extensions import Self
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Staged:
             CheckpointError: the save failed before; the state may be changed then, too.
 
         """
-        _within(timeout, self._future, self._future.result, "the state was not copied")
+        _within(timeout, self._future, "the state was not copied").result()
 
     def wait_either_way(self) -> None:
         """Wait until the state may be changed, and leave a failure to be asked for."""
@@ -72,6 +69,7 @@ class SaveHandle(Generic[T]):
         """Whether the caller knows how it ended."""
         self._future: Future[T] = Future()
         self._cancelled = threading.Event()
+        self._given_up = False
         self._committing = False
         self._lock = threading.Lock()
         self._progress = SaveProgress("planning")
@@ -92,16 +90,15 @@ class SaveHandle(Generic[T]):
             CheckpointError: it failed; the same on all ranks.
 
         """
-        try:
-            return _within(timeout, self._future, self._future.result, "the save is not complete")
-        finally:
-            self.asked = self.asked or self.done()
+        ended = _within(timeout, self._future, "the save is not complete")
+        self.asked = True
+        return ended.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save to end, and return what went wrong, if anything did."""
-        error = _within(timeout, self._future, self._future.exception, "the save is not complete")
+        ended = _within(timeout, self._future, "the save is not complete")
         self.asked = True
-        return error
+        return ended.exception()
 
     @property
     def progress(self) -> SaveProgress:
@@ -115,7 +112,12 @@ class SaveHandle(Generic[T]):
         It ends soon after, as one that failed with `SaveCancelled`, and leaves nothing behind.
         """
         with self._lock:
-            if self.done() or self._committing:
+            self._given_up = True
+            if self.done():
+                cancelled = isinstance(self._future.exception(), SaveCancelled)  # perhaps by another rank
+                self.asked = self.asked or cancelled
+                return cancelled
+            if self._committing:
                 return False
             self._cancelled.set()
         self.asked = True
@@ -164,19 +166,21 @@ class SaveHandle(Generic[T]):
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
         """Say how it ended."""
         self.end_staging(error)
-        if error is None:
-            self._progress = replace(self._progress, phase="done")
-            self._future.set_result(result)  # type: ignore[arg-type]  # one of the two is given
-        else:
-            phase = "cancelled" if isinstance(error, SaveCancelled) else "failed"
-            self._progress = replace(self._progress, phase=phase)
-            self._future.set_exception(error)
+        cancelled = isinstance(error, SaveCancelled)
+        with self._lock:
+            # Too late here, but another rank was in time.
+            self.asked = self.asked or (cancelled and self._given_up)
+            if error is None:
+                self._progress = replace(self._progress, phase="done")
+                self._future.set_result(result)  # type: ignore[arg-type]  # one of the two is given
+            else:
+                self._progress = replace(self._progress, phase="cancelled" if cancelled else "failed")
+                self._future.set_exception(error)
 
 
-def _within(timeout: float | None, future: Future[Any], ask: Callable[[float | None], R], what: str) -> R:
-    try:
-        return ask(timeout)
-    except FutureTimeout:
-        if future.done():  # it is how the save ended: ranks were silent
-            raise
-        raise TimeoutError(f"{what} within {timeout:g} s") from None
+def _within(timeout: float | None, future: Future[T], what: str) -> Future[T]:
+    """Wait for a future, apart from asking it: a save may fail with a TimeoutError of its own, as ranks were silent."""
+    wait([future], timeout)
+    if not future.done():
+        raise TimeoutError(f"{what} within {timeout:g} s")
+    return future

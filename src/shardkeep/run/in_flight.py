@@ -30,7 +30,8 @@ class Flights:
     """Saves under way. `begin` and `make_room` are called by one thread at a time."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
+        self._process_id = os.getpid()
+        self._threads = _threads()
         # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
         threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
         self._under_way: list[SaveHandle[Any]] = []
@@ -48,7 +49,8 @@ class Flights:
 
     def earlier_failure(self) -> EarlierSaveFailed | None:
         """Return the failure of a save that has ended and that nobody has asked for, once."""
-        failed, self._failed = [each for each in self._failed if not each.asked], []
+        ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves add to them meanwhile
+        failed = [each for each in ended if not each.asked]
         if not failed:
             return None
         error = failed[0].exception()
@@ -64,13 +66,15 @@ class Flights:
 
     def finish(self) -> None:
         """
-        Wait for all saves.
+        Wait for all saves, and end their threads.
 
         Raises:
             EarlierSaveFailed: one failed, and nobody has asked for it.
 
         """
         self.make_room(1)
+        self._threads.shutdown()
+        self._threads = _threads()
         if (earlier := self.earlier_failure()) is not None:
             raise earlier
 
@@ -86,17 +90,21 @@ class Flights:
             if not handle.asked:
                 log.error("an asynchronous save, to %s, failed", handle.where, exc_info=error)  # noqa: TRY400
             let_go(error)
-            self._failed.append(handle)
+            # Called off by a rank that had not been told of a failure this one knows of: to raise that here would call
+            # off that rank's next save, whose end would call off this one's, and so on.
+            if not isinstance(error, EarlierSaveFailed):
+                self._failed.append(handle)
             handle.end(error=error)
         else:
             handle.end(result)
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._process_id:  # a fork, which has none of the threads to wait for
+            return
         try:
             self.finish()
         except CheckpointError as error:  # nobody is left to catch it
             traceback.print_exception(type(error), error, error.__traceback__)
-        self._threads.shutdown()
 
 
 def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
@@ -116,6 +124,11 @@ def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | 
         error.__traceback__ = None
     for each in (error.__cause__, error.__context__, *inner):
         let_go(each, said=said, seen=seen)
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Make no thread yet."""
+    return ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
 
 
 def _text(error: BaseException | None) -> str:

@@ -1,0 +1,309 @@
+"""What a caller holds of a save: its waits, its progress, how it is given up."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.run.handles import SaveHandle
+from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, broken, full, held, says
+
+WHERE = "somewhere"
+
+
+def test_a_save_that_goes_well():
+    """
+    While it goes on the handle says so, and waits end with TimeoutError; in the end there is a report, again and again.
+    """
+    where = held()
+    handle = sk.async_save(full(1), where, step=7)
+    assert where.reached.wait(PATIENCE_S)
+    assert not handle.done()
+    assert handle.staged.done()
+    for ask in (handle.result, handle.exception):
+        with pytest.raises(TimeoutError, match=r"not complete within 0\.01 s"):
+            ask(0.01)
+    where.release.set()
+    report = handle.result(PATIENCE_S)
+    assert handle.done()
+    assert handle.exception() is None
+    assert handle.result(0) is report
+    assert (report.step, report.bytes_total, report.tensors) == (7, 4 * 1012, 4)
+    assert 0 < report.blocked_s <= report.staged_s <= report.seconds
+    assert says(where.inner) == {1}
+
+
+def test_a_save_that_fails():
+    """
+    The failure is raised as it was, as often as it is asked for; the state may be changed all the same.
+    """
+    handle = sk.async_save(full(1), broken())
+    error = handle.exception(PATIENCE_S)
+    assert isinstance(error, sk.StorageError)
+    for _ in range(2):
+        with pytest.raises(sk.StorageError, match="injected") as raised:
+            handle.result(0)
+        assert raised.value is error
+    handle.staged.wait(0)
+    assert handle.progress.phase == "failed"
+
+
+def test_a_silent_rank_is_not_a_timeout_of_the_wait():
+    """
+    RanksSilent is a TimeoutError too: it comes from the save, not from the wait, and is told as it is.
+    """
+    handle = SaveHandle(WHERE)
+    silent = sk.RanksSilent("rank 3 did not answer", ranks=[3])
+    handle.end(error=silent)
+    for ask in (handle.result, handle.staged.wait):
+        with pytest.raises(sk.RanksSilent) as raised:
+            ask(0)
+        assert raised.value is silent
+    assert handle.exception(0) is silent
+    assert handle.asked
+
+
+class Late(SaveHandle):
+    """A handle whose save fails in the moment between the end of a wait and a look at why it ended."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        ask = self._future.result
+
+        def result(timeout=None):
+            try:
+                return ask(timeout)
+            except BaseException:
+                if not self.done():
+                    self.end(error=sk.StorageError("too late"))
+                raise
+
+        self._future.result = result
+        ask_why = self._future.exception
+
+        def exception(timeout=None):
+            try:
+                return ask_why(timeout)
+            except BaseException:
+                if not self.done():
+                    self.end(error=sk.StorageError("too late"))
+                raise
+
+        self._future.exception = exception
+
+
+def test_a_save_that_fails_as_the_wait_ends():
+    """
+    A failure in the moment a wait is over is raised, or left to be asked for: never swallowed with the timeout.
+    """
+    for ask in (Late.result, Late.exception):
+        handle = Late(WHERE)
+        try:
+            error = ask(handle, 0.001)
+        except sk.StorageError as raised:
+            error = raised
+        except TimeoutError as late:
+            assert "within" in str(late)
+            assert not handle.asked
+            continue
+        assert isinstance(error, sk.StorageError)
+        assert handle.asked
+
+
+def test_staged_waits():
+    """
+    `staged` is done when the state is needed no more, ends with what went wrong before, and has timeouts.
+    """
+    handle = SaveHandle(WHERE)
+    assert not handle.staged.done()
+    with pytest.raises(TimeoutError, match="not copied within 0 s"):
+        handle.staged.wait(0)
+    handle.end_staging()
+    assert handle.staged.done()
+    handle.staged.wait(0)
+    assert not handle.done()
+    handle.end(error=sk.StorageError("later"))
+    handle.staged.wait(0)
+    failed = SaveHandle(WHERE)
+    failed.end(error=sk.StorageError("before"))
+    assert failed.staged.done()
+    failed.staged.wait_either_way()
+    with pytest.raises(sk.StorageError, match="before"):
+        failed.staged.wait()
+
+
+def test_waits_wake_up():
+    """
+    Whoever waits, without limit and on several threads, is told at the end.
+    """
+    where = held()
+    handle = sk.async_save(full(1), where)
+    told = []
+    waiting = [threading.Thread(target=lambda: told.append(handle.result(PATIENCE_S))) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    where.release.set()
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+    assert told == [handle.result()] * 3
+
+
+def test_progress():
+    """
+    Phases come in order, bytes only grow, and in the end all of them are written.
+    """
+    where = HeldStore(sk.MemoryStore(), "list", "put")
+    handle = sk.async_save({"w": torch.zeros(3 << 20)}, where, options=OPTIONS)
+    assert where.reached.wait(PATIENCE_S)
+    assert handle.progress == sk.SaveProgress("planning")
+    assert repr(handle) == f"SaveHandle({where.url!r}, planning)"
+    seen = [handle.progress]
+    where.release.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not handle.done() and time.monotonic() < deadline:
+        if (now := handle.progress) != seen[-1]:
+            seen.append(now)
+    handle.result(PATIENCE_S)
+    seen.append(handle.progress)
+    order = ["planning", "staging", "writing", "committing", "done"]
+    phases = [order.index(each.phase) for each in seen]
+    assert phases == sorted(phases)
+    assert seen[-1].phase == "done"
+    assert seen[-1].bytes_written == seen[-1].bytes_total == 12 << 20
+    written = [each.bytes_written for each in seen]
+    assert all(0 <= n <= 12 << 20 for n in written)
+    assert repr(handle) == f"SaveHandle({where.url!r}, done)"
+
+
+def test_cancel_before_the_commit(place):
+    """
+    A cancelled save ends with SaveCancelled and leaves nothing behind; nobody is told again, and the next one works.
+    """
+    where = HeldStore(sk.LocalStore(place))
+    handle = sk.async_save(full(1), where)
+    assert where.reached.wait(PATIENCE_S)
+    assert handle.cancel()
+    assert handle.cancel()
+    where.release.set()
+    with pytest.raises(sk.SaveCancelled):
+        handle.result(PATIENCE_S)
+    assert handle.progress.phase == "cancelled"
+    assert list(sk.LocalStore(place).list()) == []
+    sk.finish_saves()
+    sk.async_save(full(2), place).result(PATIENCE_S)
+    assert says(place) == {2}
+
+
+def test_cancel_keeps_what_was_there(place):
+    """
+    A save over a checkpoint that is cancelled leaves that as it was.
+    """
+    sk.save(full(1), place)
+    before = sorted((info.name, info.nbytes) for info in sk.LocalStore(place).list())
+    where = HeldStore(sk.LocalStore(place), "finish")
+    handle = sk.async_save(full(2), where, overwrite=True)
+    assert where.reached.wait(PATIENCE_S)
+    handle.cancel()
+    where.release.set()
+    assert isinstance(handle.exception(PATIENCE_S), sk.SaveCancelled)
+    assert sorted((info.name, info.nbytes) for info in sk.LocalStore(place).list()) == before
+    assert says(place) == {1}
+
+
+def test_cancel_a_save_that_writes_nothing():
+    """
+    A state without a tensor has no byte to stop at, and is cancelled all the same.
+    """
+    where = HeldStore(sk.MemoryStore(), "list")
+    handle = sk.async_save({"step": 1}, where)
+    assert where.reached.wait(PATIENCE_S)
+    assert handle.cancel()
+    where.release.set()
+    assert isinstance(handle.exception(PATIENCE_S), sk.SaveCancelled)
+    assert list(where.inner.list()) == []
+
+
+def test_cancel_after_the_commit():
+    """
+    Once it commits a save cannot be cancelled, and `cancel` says so.
+    """
+    where = HeldStore(sk.MemoryStore(), "put")
+    where.held_verbs = ()
+    handle = sk.async_save(full(1), where)
+    handle.result(PATIENCE_S)
+    assert not handle.cancel()
+    assert handle.progress.phase == "done"
+    assert says(where.inner) == {1}
+
+
+def test_cancel_while_it_commits():
+    """
+    From the moment the files are given out of hand the save goes through, whatever is asked.
+    """
+
+    class AtIndex(HeldStore):
+        def begin(self, verb, name):
+            self.held_verbs = ("put",) if name.startswith("index-") else ()
+            return super().begin(verb, name)
+
+    where = AtIndex(sk.MemoryStore())
+    handle = sk.async_save(full(1), where)
+    assert where.reached.wait(PATIENCE_S)
+    assert handle.progress.phase == "committing"
+    assert not handle.cancel()
+    where.release.set()
+    handle.result(PATIENCE_S)
+    assert says(where.inner) == {1}
+
+
+def test_a_save_that_another_rank_cancelled():
+    """
+    Where another rank was quicker, or this rank's part was over, `cancel` makes the end known here too.
+    """
+    handle = SaveHandle(WHERE)
+    handle.end(error=sk.SaveCancelled("by rank 1"))
+    assert not handle.asked
+    assert handle.cancel()
+    assert handle.asked
+    late = SaveHandle(WHERE)
+    late.insist()
+    assert not late.cancel()
+    assert not late.asked
+    late.end(error=sk.SaveCancelled("by rank 1"))
+    assert late.asked
+    failed = SaveHandle(WHERE)
+    failed.end(error=sk.StorageError("the disk"))
+    assert not failed.cancel()
+    assert not failed.asked
+
+
+def test_as_a_context():
+    """
+    At the end of its block a save is complete, or its failure is raised there.
+    """
+    where = sk.MemoryStore()
+    with sk.async_save(full(1), where) as handle:
+        assert isinstance(handle, SaveHandle)
+    assert handle.done()
+    assert says(where) == {1}
+    with pytest.raises(sk.StorageError, match="injected"), sk.async_save(full(1), broken()):
+        pass
+    sk.finish_saves()
+
+
+def test_as_a_context_with_a_failure_inside():
+    """
+    What went wrong in the block is raised; the save is waited for, and its own failure is told by the next one.
+    """
+    where = sk.MemoryStore()
+    with pytest.raises(ZeroDivisionError), sk.async_save(full(1), where) as handle:
+        raise ZeroDivisionError
+    assert handle.done()
+    assert says(where) == {1}
+    with pytest.raises(ZeroDivisionError), sk.async_save(full(1), broken()) as handle:
+        raise ZeroDivisionError
+    assert handle.done()
+    with pytest.raises(sk.EarlierSaveFailed, match="injected"):
+        sk.finish_saves()
