@@ -52,13 +52,20 @@ class Watched(MemoryStore):
 
 def test_files_are_written_at_the_same_time():
     """
-    As many threads as there are files write to different files, not one after another to the same.
+    Four threads that each have a window to write have windows of four files, not of one.
     """
+    begun = []
     together = threading.Barrier(4, timeout=20)
-    store = Watched(lambda name, offset: together.wait() if offset == 0 else None)
 
+    def at_first(name, offset):
+        begun.append((name, offset))
+        if len(begun) <= 4:  # the first four writes wait for each other
+            together.wait()
+
+    store = Watched(at_first)
     write_files(store, [job(name, 8 * WINDOW) for name in "abcd"], threads=4, window_nbytes=WINDOW)
 
+    assert sorted(begun[:4]) == [("a", 0), ("b", 0), ("c", 0), ("d", 0)]
     assert {name: sorted(offsets) for name, offsets in store.offsets.items()} == {
         name: list(range(0, 8 * WINDOW, WINDOW)) for name in "abcd"
     }
