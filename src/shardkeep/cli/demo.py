@@ -122,7 +122,9 @@ def _killed(plan: Plan, root: Path) -> Killed:
         ranks.kill()
     saves = ranks.events("saved")
     for event in saves:
-        print(f"   step {event['step']:>3}  saved {_speed(event)}")
+        print(
+            f"   step {event['step']:>3}  saved {_speed(event)}; training stood still for {event['blocked'] * 1e3:.0f} ms"
+        )
     files = sum(1 for file in leftover.iterdir() if file.is_file())
     print(f"   step {step:>3}  SIGKILL to all {job.ranks} ranks in the middle of the save:")
     print(f"             {files} files with {_nbytes(leftover) / 1e6:.1f} MB are left, and no commit record")

@@ -1,5 +1,5 @@
 """
-One rank of the demo's training job: a small transformer under FSDP2 and AdamW, saving as it goes.
+One rank of the demo's training job: a small transformer under FSDP2 and AdamW, saving while it goes on.
 
 The data of a step depends on the step and the row alone, so any number of ranks sees the same global batch. Before
 each save every rank notes the digest of each full tensor, and after a restore it compares: bit for bit.
@@ -187,15 +187,33 @@ def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimiz
     return step
 
 
-def save(
-    job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, reporter: Reporter
-) -> None:
-    """Note the digests of what is about to be saved, then save it."""
-    path = f"{job.checkpoints}/step-{step:06d}"
-    Path(job.digests, f"{step}-{rank}.json").write_text(json.dumps(digests(contents(model, optimizer, step))))
-    reporter.tell("saving", step=step, path=path)
-    report = sk.save(state_of(model, optimizer, step), path, step=step, meta={"by": "shardkeep demo"})
-    reporter.tell("saved", step=step, path=path, bytes=report.bytes_total, seconds=report.seconds)
+class Saves:
+    """The saves of a job, each of which goes on while the next steps are made."""
+
+    def __init__(self, job: Job, rank: int, reporter: Reporter) -> None:
+        self._job = job
+        self._rank = rank
+        self._reporter = reporter
+        self._under_way: tuple[int, str, sk.SaveHandle[sk.SaveReport]] | None = None
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Note the digests of what is about to be saved, then begin to save it."""
+        self.finish()
+        path = f"{self._job.checkpoints}/step-{step:06d}"
+        noted = Path(self._job.digests, f"{step}-{self._rank}.json")
+        noted.write_text(json.dumps(digests(contents(model, optimizer, step))))
+        self._reporter.tell("saving", step=step, path=path)
+        handle = sk.async_save(state_of(model, optimizer, step), path, step=step, meta={"by": "shardkeep demo"})
+        self._under_way = step, path, handle
+
+    def finish(self) -> None:
+        """Wait for the last one, and tell of it."""
+        if self._under_way is not None:
+            step, path, handle = self._under_way
+            report = handle.result()
+            facts = {"bytes": report.bytes_total, "seconds": report.seconds, "blocked": report.blocked_s}
+            self._reporter.tell("saved", step=step, path=path, **facts)
+            self._under_way = None
 
 
 def meet(job: Job, rank: int, meeting_point: socket.socket) -> None:
@@ -220,10 +238,12 @@ def main(out: str, meeting_point_fd: int) -> None:
     model, optimizer = build(job, init_device_mesh("cpu", job.mesh, mesh_dim_names=names))
     torch.manual_seed(1000 + rank)
     begin = resume(job, rank, model, optimizer, reporter) if job.resume else 0
+    saves = Saves(job, rank, reporter)
     for step in range(begin + 1, job.steps + 1):
         reporter.tell("step", step=step, loss=train_step(model, optimizer, rows_of_step(job, step, rank)))
         if job.save_every and step % job.save_every == 0:
-            save(job, rank, model, optimizer, step, reporter)
+            saves.begin(model, optimizer, step)
+    saves.finish()
     dist.destroy_process_group()
 
 
