@@ -28,6 +28,7 @@ from shardkeep.run.orders import make_jobs
 from shardkeep.run.save_call import Label, SaveCall
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import entry_of, write_files
+from shardkeep.run.writer_hold import writer_hold
 from shardkeep.stage.pieces import take_pieces
 from shardkeep.stage.pinned import staging_memory
 from shardkeep.stage.step_gates import step_gates
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardkeep")
 
 _STAGING = ("auto", "overlap", "device", "host")
+_WRITERS = ("thread", "process")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,7 @@ def async_save(
     group: ProcessGroup | World | None = None,
     options: Options | None = None,
     staging: Literal["auto", "overlap", "device", "host"] = "auto",
+    writer: Literal["thread", "process"] = "thread",
     max_in_flight: int = 1,
 ) -> SaveHandle[SaveReport]:
     """
@@ -180,6 +183,9 @@ def async_save(
             wait for `handle.staged` before you change anything. "device": all is copied on the device, in the call.
             "host": the call waits until all is copied. "auto": as "overlap" for what an optimizer guards; as "device"
             for all else if there is room for it, else as "host".
+        writer: Who hashes and writes. "thread": threads of this process. "process": another one, which is started by the
+            first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` must be
+            a path.
         max_in_flight: With so many saves under way the call waits for the first of them.
 
     Returns:
@@ -198,8 +204,11 @@ def async_save(
 
     """
     began = time.perf_counter()
-    if staging not in _STAGING or max_in_flight < 1:
-        raise StateError(f"staging={staging!r}, max_in_flight={max_in_flight}", hint=f"staging is one of {_STAGING}")
+    if staging not in _STAGING or writer not in _WRITERS or max_in_flight < 1:
+        raise StateError(
+            f"staging={staging!r}, writer={writer!r}, max_in_flight={max_in_flight}",
+            hint=f"staging is one of {_STAGING}, writer one of {_WRITERS}",
+        )
     options = options or Options()
     world = _apart(current_world(group, timeout_s=options.timeout_s))
     call = SaveCall(
@@ -215,13 +224,17 @@ def async_save(
     with ExitStack() as inside:
         inside.enter_context(call.made())
         _raise_earlier_failure()
+        # Before the state is described: it starts meanwhile.
+        outside = (
+            inside.enter_context(writer_hold().writing(call.store, options.io_threads)) if writer == "process" else None
+        )
         draft = call.describer(state)()
-        memory = staging_memory()
+        memory = outside.memory if outside else staging_memory()
         optimizers = call.objects.optimizers
         pieces = take_pieces(
             call.description.pieces, memory.arenas, staging=staging, optimizers=optimizers, threads=options.io_threads
         )
-        background = Background(call, draft, pieces, handle, memory, options)
+        background = Background(call, draft, pieces, handle, memory, options, outside)
         if pieces.live_nbytes:
             step_gates().put(background.gate, optimizers)
         made = inside.pop_all()
@@ -244,7 +257,7 @@ def async_save(
 
 def finish_saves() -> None:
     """
-    Wait for all asynchronous saves of this process, then give back their memory, threads and hooks.
+    Wait for all asynchronous saves of this process, then give back their memory, threads, hooks and writing process.
 
     Raises:
         EarlierSaveFailed: one failed, and nobody has asked for its result.
@@ -255,6 +268,7 @@ def finish_saves() -> None:
     finally:
         step_gates().remove()
         staging_memory().release()
+        writer_hold().end()
 
 
 def _opened(where: str | os.PathLike[str] | Store, world: World, options: Options) -> Store:

@@ -26,6 +26,7 @@ from shardkeep.run.save_call import SaveCall
 from shardkeep.run.staging import Staging
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, Hashing, Sink, Window, entry_of, windows_in_turn, write_files
+from shardkeep.run.writer_hold import Outside
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
@@ -65,7 +66,21 @@ class Background:
         handle: SaveHandle[Any],
         memory: StagingMemory,
         options: Options,
+        outside: Outside | None = None,
     ) -> None:
+        """
+        Begin nothing yet.
+
+        Args:
+            call: the save so far.
+            draft: what this rank holds.
+            pieces: the state.
+            handle: what the caller holds.
+            memory: to stage through.
+            options: how to use the machine.
+            outside: the process that hashes and writes; by default the threads that call do.
+
+        """
         self.gate = Gate()
         """Before the next step of the optimizers in the state."""
         self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
@@ -78,6 +93,7 @@ class Background:
         self._handle = handle
         self._memory = memory
         self._options = options
+        self._outside = outside
         self._began = time.perf_counter()
         self._written = 0
         self._total = 0
@@ -110,7 +126,8 @@ class Background:
 
     def _write(self, jobs: list[FileJob]) -> list[FileEntry]:
         threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
-        if self._pieces.events:
+        outside = self._outside
+        if self._pieces.events or outside:
             window = WINDOW_NBYTES
         staging = Staging(
             windows_in_turn(jobs, window, threads),
@@ -118,6 +135,7 @@ class Background:
             pool=self._memory.windows,
             after=self._pieces.events,
             wanted=self._handle.wanted,
+            ahead=outside.filled_ahead if outside else None,
         )
         self._set_limits(staging)
         self._total = sum(job.data_nbytes for job in jobs)
@@ -130,9 +148,9 @@ class Background:
             phase = "writing" if staging.copied.done() else "staging"
             self._handle.tell(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
 
-        sink = _Telling(Hashing(self._call.store, staging.take), told)
+        sink = outside.sink(staging) if outside else Hashing(self._call.store, staging.take)
         with staging.running():
-            write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=sink)
+            write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
         self._handle.insist()
         return [entry_of(job) for job in jobs]
 

@@ -119,7 +119,9 @@ class BufferPool:
 class Arenas:
     """Runs of host memory of any length, each for one snapshot at a time. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int], Buffer] = ordinary_buffer) -> None:
+        """Make nothing yet; `make` will."""
+        self._make = make
         self._free: list[Buffer] = []
         self._held = 0
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class Arenas:
                 return fits[0]
             self._held += nbytes - sum(each.view.nbytes for each in self._free)
             self._free.clear()
-        return ordinary_buffer(nbytes)
+        return self._make(nbytes)
 
     def give(self, arena: Buffer) -> None:
         """Take memory back."""

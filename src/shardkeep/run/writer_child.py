@@ -1,0 +1,147 @@
+"""
+What runs in the process that writes: it hashes and writes memory that the training process shares with it.
+
+It imports neither torch nor the program that trains. It has a low priority for the CPU, from which Linux derives that
+for the disk. Each pipe is served by a thread of its own. It ends with the training process, and at nobody else's
+wish: a scheduler that tells all processes of a job to end leaves it to the training process to save once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from shardkeep.ranks.verdict import describe
+from shardkeep.run.write import hash_and_write
+from shardkeep.run.writer_mapping import map_shared
+from shardkeep.run.writer_wire import Abandon, Create, Finish, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.store.aligned import aligned_buffer, copy
+from shardkeep.store.protocol import BlobWriter
+
+IGNORED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""What may be sent to all processes of a job."""
+_NICENESS = 10
+_MOST_MAPPED = 4096
+_LOOK_S = 1.0
+
+
+def main(pipes: Sequence[int], memory: int, parent: int) -> NoReturn:
+    """Serve requests from these pipes, about memory in this file, until the parent closes them or is gone."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    with contextlib.suppress(OSError):  # not everybody may
+        os.nice(_NICENESS)
+    files = _Files(memory)
+    threads = ThreadPoolExecutor(len(pipes))
+    for pipe in pipes:
+        threads.submit(_serve, Connection(pipe), files)
+    _wait_for_end_of(parent)
+    os._exit(0)
+
+
+def _wait_for_end_of(parent: int) -> None:
+    """Wait until a process is gone; a pipe may be held open by others that it has forked."""
+    watch: list[int] = []
+    with contextlib.suppress(AttributeError, OSError):  # an old system: looks once in a while
+        watch.append(os.pidfd_open(parent))
+    while os.getppid() == parent:
+        if select.select(watch, [], [], None if watch else _LOOK_S)[0]:
+            return
+
+
+def _serve(pipe: Connection, files: _Files) -> None:
+    decoder = msgspec.msgpack.Decoder(Request)
+    own = _Own()
+    try:
+        while True:
+            pipe.send_bytes(msgspec.msgpack.encode(_tried(decoder.decode(pipe.recv_bytes()), files, own)))
+    except (EOFError, OSError):
+        os._exit(0)  # the training process has closed the pipe
+    except BaseException:  # noqa: BLE001 - or that process would wait for an answer
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _tried(request: Request, files: _Files, own: _Own) -> Reply:
+    """Carry out a request. Whatever it raises is a reply."""
+    try:
+        return files.answer(request, own)
+    except Exception as error:  # noqa: BLE001 - raised in the training process
+        return Reply(failure=describe(error))
+
+
+class _Own:
+    """Memory of one thread, made when it is needed."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def of(self, nbytes: int) -> memoryview:
+        if len(self._view) < nbytes:
+            self._view = aligned_buffer(nbytes)
+        return self._view[:nbytes]
+
+
+class _Files:
+    """The files that are being written. Used by several threads."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._mapped: dict[tuple[int, int], memoryview] = {}
+        self._numbers = itertools.count(1)
+        self._writers: dict[int, BlobWriter] = {}
+
+    def answer(self, request: Request, own: _Own) -> Reply:
+        """Carry out a request."""
+        if isinstance(request, Create):
+            number = next(self._numbers)
+            self._writers[number] = request.place.opened().create(request.name, request.nbytes)
+            return Reply(file=number)
+        writer = self._writers[request.file]
+        if isinstance(request, WriteRuns):
+            data = self._bytes_of(request, own)
+            return Reply(digests=hash_and_write(writer, request.offset, data, request.block_nbytes))
+        if isinstance(request, WriteBytes):
+            writer.write_at(request.offset, memoryview(request.data))
+        elif isinstance(request, Finish):
+            writer.finish()
+            del self._writers[request.file]
+        elif isinstance(request, Abandon):
+            writer.abandon()
+            del self._writers[request.file]
+        return Reply()
+
+    def _bytes_of(self, request: WriteRuns, own: _Own) -> memoryview:
+        """Return the runs end to end: as they lie, if there is one, else as a copy."""
+        region = self._region(request.region, request.region_nbytes)
+        starts: list[int] = np.frombuffer(request.starts, np.int64).tolist()
+        sizes: list[int] = np.frombuffer(request.sizes, np.int64).tolist()
+        if len(starts) == 1:
+            return region[starts[0] : starts[0] + sizes[0]]
+        data = own.of(sum(sizes))
+        at = 0
+        for start, size in zip(starts, sizes, strict=True):
+            copy(data[at : at + size], region[start : start + size])
+            at += size
+        return data
+
+    def _region(self, offset: int, nbytes: int) -> memoryview:
+        """Map a region once: to map is cheap, but all its pages must then be found again."""
+        region = self._mapped.get((offset, nbytes))
+        if region is None:
+            if len(self._mapped) >= _MOST_MAPPED:  # of which most are given back since
+                self._mapped = {}
+            region = self._mapped[offset, nbytes] = map_shared(self._memory, offset, nbytes, owned=False)
+        return region

@@ -1,0 +1,133 @@
+"""
+The one process that writes for this one, and the memory they share: kept over saves, replaced when it has died.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardkeep.run.staging import Staging
+from shardkeep.run.write import Sink, Window
+from shardkeep.run.writer_memory import SharedMemory
+from shardkeep.run.writer_process import WriterProcess
+from shardkeep.run.writer_sink import OutsideSink, shared_runs
+from shardkeep.run.writer_wire import Place, place_of
+from shardkeep.stage.buffers import Arenas, BufferPool
+from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory, staging_memory
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What one save needs to be written by another process."""
+
+    memory: StagingMemory
+    """To copy and to stage to, so that the other process sees it."""
+    process: WriterProcess
+    shared: SharedMemory
+    place: Place
+
+    def sink(self, staging: Staging) -> Sink:
+        """Return where windows go."""
+        return OutsideSink(self.process, self.shared, self.place, staging)
+
+    def filled_ahead(self, window: Window) -> bool:
+        """Say whether a window must be filled before the other process sees its bytes."""
+        return shared_runs(window, self.shared) is None
+
+
+class WriterHold:
+    """The process that writes for this one. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._shared: SharedMemory | None = None
+        self._memory: StagingMemory | None = None
+        self._process: WriterProcess | None = None
+        self._saves = 0
+        self._ending = False
+        atexit.register(self.end)
+
+    @contextlib.contextmanager
+    def writing(self, store: Store, pipes: int) -> Iterator[Outside]:
+        """
+        Have a process that writes to a store, while inside; it is started if there is none.
+
+        Raises:
+            CheckpointError: the store cannot be opened in another process.
+            WriterDied: the process could not be started.
+
+        """
+        place = place_of(store)
+        with self._lock:
+            outside = self._outside(place, pipes)
+            self._ending = False
+            self._saves += 1
+        try:
+            yield outside
+        finally:
+            with self._lock:
+                self._saves -= 1
+                if self._ending:
+                    self._end()
+
+    def end(self) -> None:
+        """End the process and free the memory, when the last save is over that needs them."""
+        if self._owner != os.getpid():
+            return  # a fork, at exit
+        with self._lock:
+            self._ending = True
+            self._end()
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def _outside(self, place: Place, pipes: int) -> Outside:
+        if self._shared is None or self._memory is None:
+            self._shared = SharedMemory()
+            self._memory = StagingMemory(
+                ring=staging_memory().ring,
+                windows=BufferPool(self._shared.buffer, WINDOW_NBYTES, 0),
+                arenas=Arenas(self._shared.buffer),
+            )
+        if self._process is not None and not self._process.alive():
+            log.warning("the process that writes checkpoints (pid %d) has died: a new one is started", self.pid)
+            self._process = None
+        if self._process is None:
+            self._process = WriterProcess(self._shared.fd, pipes)
+        return Outside(self._memory, self._process, self._shared, place)
+
+    def _end(self) -> None:
+        if self._saves:
+            return
+        if self._process is not None:
+            self._process.close()
+        if self._memory is not None:
+            self._memory.windows.close()
+            self._memory.arenas.close()
+        if self._shared is not None:
+            self._shared.close()
+        self._process = self._memory = self._shared = None
+
+
+@functools.cache  # outlives the calls that use it; a forked process must not touch its parent's
+def _hold_of(process_id: int) -> WriterHold:
+    del process_id
+    return WriterHold()
+
+
+def writer_hold() -> WriterHold:
+    """Return what this process has."""
+    return _hold_of(os.getpid())

@@ -1,0 +1,111 @@
+"""
+Windows that another process hashes and writes: what is sent to it is where in shared memory their bytes are.
+
+What a save copied in its call lies in shared memory already, and stays there; all else (what comes from accelerators,
+or does not lie in order) is filled into shared windows ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkeep.errors import CheckpointError
+from shardkeep.format.columns import IntArray
+from shardkeep.run.staging import Staging, has_scattered
+from shardkeep.run.write import FileJob, Window
+from shardkeep.run.writer_memory import Region, SharedMemory
+from shardkeep.run.writer_process import WriterProcess
+from shardkeep.run.writer_wire import Abandon, Create, Finish, Place, WriteBytes, WriteRuns
+from shardkeep.store.aligned import address_of
+from shardkeep.store.protocol import BlobWriter
+
+
+class Runs(NamedTuple):
+    """Where in shared memory some bytes are."""
+
+    region: Region
+    starts: IntArray
+    """In this process's memory."""
+    sizes: IntArray
+
+
+class OutsideSink:
+    """A sink: another process hashes and writes."""
+
+    def __init__(self, process: WriterProcess, memory: SharedMemory, place: Place, staging: Staging) -> None:
+        self._process = process
+        self._memory = memory
+        self._place = place
+        self._staging = staging
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+        return _OutsideFile(self._process, self._place, job)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Have a window written, and return the digests of its blocks."""
+        self._staging.insist()
+        runs = shared_runs(window, self._memory)
+        if runs is not None:
+            return self._write(window, file, runs)
+        with self._staging.take(window, own) as data:
+            start = address_of(data)
+            region = self._memory.region_of(start, start + len(data))
+            if region is None:  # unreachable: windows are filled in shared memory
+                raise CheckpointError("a window does not lie in shared memory")
+            return self._write(window, file, Runs(region, np.array([start]), np.array([len(data)])))
+
+    def _write(self, window: Window, file: BlobWriter, runs: Runs) -> bytes:
+        if not isinstance(file, _OutsideFile):  # unreachable: `begin` made it
+            raise TypeError(type(file))
+        request = WriteRuns(
+            file.number,
+            window.offset,
+            window.job.block_nbytes,
+            runs.region.offset,
+            runs.region.nbytes,
+            (runs.starts - runs.region.address).astype(np.int64).tobytes(),
+            runs.sizes.astype(np.int64).tobytes(),
+        )
+        return self._process.ask(request).digests
+
+
+class _OutsideFile:
+    """A file that another process writes."""
+
+    def __init__(self, process: WriterProcess, place: Place, job: FileJob) -> None:
+        self._process = process
+        self.number = process.ask(Create(place, job.name, job.nbytes)).file
+        self._over = False
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._process.ask(WriteBytes(self.number, offset, bytes(data)))
+
+    def finish(self) -> None:
+        self._process.ask(Finish(self.number))
+        self._over = True
+
+    def abandon(self) -> None:
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(CheckpointError):  # of a process that is gone, the files are deleted by others
+                self._process.ask(Abandon(self.number))
+
+
+def shared_runs(window: Window, memory: SharedMemory) -> Runs | None:
+    """Say where the bytes of a window are, if all of them are in one region of shared memory."""
+    if has_scattered(window):
+        return None
+    job, rows = window.job, window.rows
+    begins = job.start[rows.start : rows.stop]
+    ends = np.append(job.start[rows.start + 1 : rows.stop + 1], job.data_nbytes)[: len(begins)]
+    low = np.maximum(begins, window.start)
+    sizes = np.minimum(ends, window.stop) - low
+    starts = job.address[rows.start : rows.stop] + low - begins
+    some = sizes > 0
+    starts, sizes = starts[some], sizes[some]
+    region = memory.region_of(int(starts.min()), int((starts + sizes).max()))
+    return None if region is None else Runs(region, starts, sizes)

@@ -1,0 +1,100 @@
+"""
+What a training process and the process that writes for it say to each other. Bytes of tensors are not among it: they
+lie in memory that both see.
+
+Each request has one reply, on the pipe it came from.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from shardkeep.errors import CheckpointError, Failure
+from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A store, in words from which another process opens it."""
+
+    path: str
+    direct: bool
+    durable: bool
+
+    def opened(self) -> LocalStore:
+        """Open it here."""
+        return LocalStore(self.path, direct=self.direct, durable=self.durable)
+
+
+class Create(msgspec.Struct, frozen=True, tag=True):
+    """Begin a file; the reply says its number."""
+
+    place: Place
+    name: str
+    nbytes: int
+
+
+class WriteRuns(msgspec.Struct, frozen=True, tag=True):
+    """Hash and write runs of shared memory, end to end; the reply has the digests."""
+
+    file: int
+    offset: int
+    """Where in the file."""
+    block_nbytes: int
+    region: int
+    """Where in the shared memory the region begins that the runs are in."""
+    region_nbytes: int
+    starts: bytes
+    """Where in the region each run begins; int64."""
+    sizes: bytes
+    """Of each run; int64."""
+
+
+class WriteBytes(msgspec.Struct, frozen=True, tag=True):
+    """Write a few bytes, such as a header."""
+
+    file: int
+    offset: int
+    data: bytes
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Make a file durable."""
+
+    file: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True):
+    """Remove a file, unless it is finished, and forget it."""
+
+    file: int
+
+
+Request = Create | WriteRuns | WriteBytes | Finish | Abandon
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request."""
+
+    file: int = 0
+    digests: bytes = b""
+    failure: Failure | None = None
+
+
+def place_of(store: Store) -> Place:
+    """
+    Say how another process opens a store.
+
+    Raises:
+        CheckpointError: it cannot.
+
+    """
+    # A class of somebody's own may do anything in its verbs, which a plain one there would not do.
+    if type(store) is not LocalStore:
+        raise CheckpointError(
+            f'{store.url}: writer="process" cannot open a {type(store).__name__} in another process',
+            hint='save to a path, or pass writer="thread"',
+        )
+    return Place(os.fspath(store._path), store._direct, store._durable)
