@@ -51,8 +51,8 @@ def take_pieces(
     Copy what must be copied in the call.
 
     `staging` says what becomes of tensors on accelerators: "device": all are copied there; "host": none; "overlap":
-    those that no optimizer guards, if there are optimizers, else none; "auto": the same where there is room for it on
-    the device, but without optimizers all of them.
+    those that no optimizer guards, if there are optimizers, else none; "auto": all if there is room for it on the
+    device, else those that no optimizer guards if there is room for these, else none.
     """
     taken = Pieces(list(tensors))
     on_host = [at for at, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
@@ -77,21 +77,26 @@ def _chosen_for_copy(
     tensors: Sequence[torch.Tensor], on_device: list[int], staging: str, optimizers: Sequence[Optimizer]
 ) -> tuple[list[int], bool]:
     """Return what is copied on the device, and whether somebody keeps the rest from changing."""
-    if staging == "device":
-        return on_device, True
     if staging == "host":
         return [], False
+    if staging == "device" or (staging == "auto" and not _without_room(tensors, on_device)):
+        return on_device, True
     if staging == "overlap" and not optimizers:
         return [], True
     guarded = _guarded_memory(optimizers)
     chosen = [at for at in on_device if tensors[at].untyped_storage().data_ptr() not in guarded]
     if staging == "overlap":
         return chosen, True
-    wanted: dict[torch.device, int] = {}
-    for at in chosen:
-        wanted[tensors[at].device] = wanted.get(tensors[at].device, 0) + tensors[at].nbytes
-    full = {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
+    full = _without_room(tensors, chosen)
     return [at for at in chosen if tensors[at].device not in full], not full
+
+
+def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch.device]:
+    """Return the devices on which copies of these tensors would take too much."""
+    wanted: dict[torch.device, int] = {}
+    for row in rows:
+        wanted[tensors[row].device] = wanted.get(tensors[row].device, 0) + tensors[row].nbytes
+    return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 
 def _guarded_memory(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -108,12 +113,13 @@ def _guarded_memory(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def _free_nbytes(device: torch.device) -> int:
-    """Return what can still be allocated on a device; nothing where it does not say."""
+    """
+    Return what nobody has taken of a device's memory; nothing where it does not say.
+
+    What torch holds without using it is not counted: the next forward needs it again.
+    """
     module: Any = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    free: int = module.mem_get_info(device)[0]
-    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
 
 
 def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) -> None:
