@@ -480,6 +480,10 @@ def test_metadata_are_read_in_their_own_size(place: str) -> None:
             asked.append(size)
             return super().read(-1 if size is None else size)
 
+        def readinto(self, buffer: Any) -> int:
+            asked.append(memoryview(buffer).nbytes)
+            return super().readinto(buffer)
+
     class System(FileSystem):
         @contextlib.contextmanager
         def create_stream(self, path: Any, mode: str) -> Any:

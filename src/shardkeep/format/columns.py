@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 IntArray = npt.NDArray[np.int64]
+_GROUP_BITS = 7
 
 ITEMSIZES = np.zeros(256, np.int64)
 """Bytes of an element by dtype code; 0 for codes that no dtype has."""
@@ -62,6 +63,22 @@ class Boxes(Rows):
     def box(self, row: int, ndim: int) -> Box:
         """Return one row as a plain value, without padding."""
         return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
+
+
+class Tuples:
+    """The rows of several columns as tuples of plain numbers, made in groups as they are asked for."""
+
+    def __init__(self, *columns: npt.NDArray[Any]) -> None:
+        self._columns = columns
+        self._groups: dict[int, list[tuple[Any, ...]]] = {}
+
+    def __getitem__(self, row: int) -> tuple[Any, ...]:
+        group = self._groups.get(row >> _GROUP_BITS)
+        if group is None:
+            first = row >> _GROUP_BITS << _GROUP_BITS
+            lists = (column[first : first + (1 << _GROUP_BITS)].tolist() for column in self._columns)
+            group = self._groups[row >> _GROUP_BITS] = list(zip(*lists, strict=True))
+        return group[row & ((1 << _GROUP_BITS) - 1)]
 
 
 def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:

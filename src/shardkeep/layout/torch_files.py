@@ -5,6 +5,7 @@ Torch's layout: which files a checkpoint of it is made of, and the digests we ke
     __<rank>_<n>.distcp     items, end to end
     __<rank>_<n>.distcp.sums    digests of the blocks of that file; torch does not look at them
     __<rank>.metadata       instead of `.metadata`, where each rank saved on its own
+    .metadata.<digest>.columns  what a large `.metadata` says, in columns; torch does not look at it either
 
 `.metadata` names the files, so a save that replaces another one writes files of other names: what is committed stays
 whole until the new `.metadata` takes its place.
@@ -27,13 +28,13 @@ SUMS_SUFFIX = ".sums"
 MAX_METADATA_NBYTES = 4 << 30
 _MAX_SUMS_NBYTES = 1 << 30
 _MAX_BLOCK_NBYTES = 1 << 30
-_OURS = re.compile(r"__\d+_\d+\.distcp(\.sums)?")
+_OURS = re.compile(r"__\d+_\d+\.distcp(\.sums)?|(__\d+)?\.metadata\.[0-9a-f]{32}\.columns")
 _RANKS_OWN = re.compile(r"__\d+\.metadata")
 _WRITER = re.compile(r"__(\d{1,9})_")
 
 
 def is_data(name: str) -> bool:
-    """Tell whether a file is one that holds items, or digests of one, by its name."""
+    """Tell whether a file is one that metadata speak of: it holds items, digests of one, or columns; by its name."""
     return _OURS.fullmatch(name) is not None
 
 
@@ -51,6 +52,11 @@ def writer_rank(name: str) -> int | None:
 def metadata_name(rank: int | None) -> str:
     """Name the metadata of a checkpoint, or of what a rank saved on its own."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def columns_name(metadata: str, columns_digest: bytes) -> str:
+    """Name the columns of a `.metadata`, by their digest."""
+    return f"{metadata}.{columns_digest.hex()}.columns"
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

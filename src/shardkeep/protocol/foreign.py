@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from shardkeep.protocol import metadata, plans, storage
+from shardkeep.protocol.lazy_dicts import LazyDict
 
 Classes = Mapping[str, type]
 
@@ -130,7 +131,7 @@ def _translated(value: Any, classes: Classes) -> Any:
     kind = type(value)
     if kind is list:
         return [_translated(each, classes) for each in value]
-    if kind is dict:
+    if kind is dict or isinstance(value, LazyDict):
         return {_translated(key, classes): _translated(each, classes) for key, each in value.items()}
     name = kind.__name__
     target = classes.get(name)

@@ -86,13 +86,12 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise BrokenProtocol("a load needs the checkpoint's metadata", hint="give them to set_up_planner")
         if self.flatten_state_dict:
-            self._flatten_as_saved(self.metadata.state_dict_metadata.keys())
+            self._flatten_as_saved(self.metadata.state_dict_metadata)
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
-    def _flatten_as_saved(self, saved: Any) -> None:
+    def _flatten_as_saved(self, saved: Mapping[str, Any]) -> None:
         """Flatten by the rules of torch 2.3 where that finds keys of the checkpoint that today's rules do not."""
-        unclaimed = saved - self.state_dict.keys()
-        if not unclaimed or self.state_dict.keys() <= saved:
+        if all(key in saved for key in self.state_dict) or not (unclaimed := saved.keys() - self.state_dict.keys()):
             return
         state_dict = self.original_state_dict
         if self.flatten_sharded_tensors:

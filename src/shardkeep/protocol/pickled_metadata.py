@@ -25,6 +25,7 @@ from shardkeep.format.sealed import sealed, unsealed
 from shardkeep.format.stand_ins import Call, New
 from shardkeep.options import Options
 from shardkeep.protocol import metadata
+from shardkeep.protocol.lazy_dicts import LazyItems, LazyValues
 from shardkeep.protocol.metadata import MetadataIndex
 from shardkeep.protocol.safe_globals import safe_globals
 from shardkeep.protocol.stored_items import _StorageInfo, _StoragePrefix
@@ -51,19 +52,27 @@ _CLASSES: dict[type, tuple[str, str]] = {
 }
 
 
-def encode_metadata(value: metadata.Metadata) -> bytes:
-    """Pickle metadata as torch does, in the names of torch's classes, and seal it; warn of what no reader will take."""
+def encode_metadata(value: metadata.Metadata, *, columns: bytes | None = None, warns: bool = True) -> bytes:
+    """
+    Pickle metadata as torch does, in the names of torch's classes, and seal it; warn of what no reader will take.
+
+    Args:
+        value: the metadata.
+        columns: the digest of the file that has the same contents in columns, if there is one.
+        warns: whether to warn.
+
+    """
     file = io.BytesIO()
     writer = _Writer(file, protocol=4)
     with collector_paused():
         writer.dump(value)
-    if writer.unknown:
+    if writer.unknown and warns:
         log.warning(
             "the checkpoint's metadata hold %s, which shardkeep does not load from a file: whoever reads the checkpoint"
             " must call torch.serialization.add_safe_globals with them first, or set SHARDKEEP_ALLOW_PICKLE=1",
             ", ".join(sorted(writer.unknown)),
         )
-    return sealed(file.getvalue())
+    return sealed(file.getvalue(), columns)
 
 
 def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
@@ -195,6 +204,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         if (module, name) not in self._readable:
             self.unknown.add(f"{module}.{name}")
 
+    dispatch[LazyValues] = dispatch[LazyItems] = dispatch[dict]
     dispatch[type] = save_global
     dispatch[types.FunctionType] = save_global
     dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global

@@ -12,28 +12,18 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from shardkeep.errors import CheckpointError, WrongSize
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout import native
-from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, SUMS_SUFFIX, Sums, is_data, is_metadata
-from shardkeep.protocol.metadata import Metadata
-from shardkeep.protocol.pickled_metadata import decode_metadata
-from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.layout.torch_files import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
-from shardkeep.storages.stream_store import read_up_to, write_all
+from shardkeep.storages.metadata_files import MetadataFiles, read_file_names
+from shardkeep.storages.stream_store import StreamStore, read_up_to, write_all
 from shardkeep.store.files import storage_errors
 from shardkeep.store.local import LocalStore
 
 log = logging.getLogger("shardkeep")
-
-
-def files_of(metadata: Metadata) -> set[str]:
-    """Return the names of all files that metadata speak of, and of the digests beside them."""
-    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    names = {place.relative_path for place in places.values() if isinstance(place, _StorageInfo)}
-    return names | {f"{name}{SUMS_SUFFIX}" for name in names}
 
 
 def is_local(fs: FileSystemBase) -> bool:
@@ -70,8 +60,7 @@ class Commit:
 
     def publish(
         self,
-        name: str,
-        data: bytes,
+        files: MetadataFiles,
         *,
         sums: Mapping[str, Sums],
         own: Collection[str],
@@ -82,21 +71,21 @@ class Commit:
         Put the metadata in place if all files are, then remove the files that belonged to what they replace.
 
         Args:
-            name: of the metadata.
-            data: the metadata.
+            files: the metadata.
             sums: what is known of each data file.
             own: the data files that this rank wrote.
             keep: the files that the metadata name.
             began_s: when the save began: files that nobody names are left alone if they are younger.
 
         """
+        name, data = files.name, files.data
         old = self._files_of_old(name)
+        keep = keep if files.columns_name is None else keep | {files.columns_name}
         try:
             self._check_written(sums, own)
-            if is_local(self._fs):
-                LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
-            else:
-                self._put(name, data)
+            if files.columns_name is not None:  # before the metadata, which name it
+                self._put(files.columns_name, files.columns)
+            self._put(name, data)
         except BaseException:
             self._take_back(name, data, keep)
             raise
@@ -116,7 +105,8 @@ class Commit:
 
     def supersede_common(self) -> None:
         """Take away the metadata of all ranks together, and a native record."""
-        self.remove({METADATA_NAME})
+        columns = [name for name in self._files_of_old(METADATA_NAME) if name.startswith(f"{METADATA_NAME}.")]
+        self.remove([METADATA_NAME, *filter(is_data, columns)])
         self._supersede_native()
 
     def _supersede_native(self) -> None:
@@ -142,6 +132,13 @@ class Commit:
         self.remove(files)
 
     def _put(self, name: str, data: bytes) -> None:
+        if is_local(self._fs):
+            LocalStore(self._path, durable=self._sync).put(name, data, replace=True)
+            return
+        if is_data(name):  # nothing is to be replaced, and nobody looks at it yet
+            with self._fs.create_stream(self._fs.concat_path(self._path, name), "wb") as stream:
+                write_all(stream, data, sync=self._sync)
+            return
         path, temporary = (self._fs.concat_path(self._path, each) for each in (name, f"{name}.tmp"))
         with self._fs.create_stream(temporary, "wb") as stream:
             write_all(stream, data, sync=self._sync)
@@ -156,8 +153,7 @@ class Commit:
         try:
             if not self._fs.exists(path):
                 return set()
-            with self._fs.create_stream(path, "rb") as stream:
-                return files_of(decode_metadata(read_up_to(stream, MAX_METADATA_NBYTES), where=str(path)))
+            return read_file_names(StreamStore(self._fs, self._path), name, where=str(path))
         except (CheckpointError, OSError) as exc:
             log.warning("%s cannot be read, so the files it names stay: %s", path, exc)
             return set()
@@ -181,7 +177,10 @@ class Commit:
         left = set()
         for name in filter(is_data, names.keys() - keep):
             with suppress(OSError):
-                if name.startswith(f"{alone}_" if alone else "") and names[name].stat().st_mtime < began_s:
+                if (
+                    name.startswith((f"{alone}_", f"{alone}.") if alone else "")
+                    and names[name].stat().st_mtime < began_s
+                ):
                     left.add(name)
         return left
 

@@ -18,12 +18,11 @@ from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.codec.transforms import _StorageReaderTransforms
 from shardkeep.errors import BlobNotFound
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, metadata_name
+from shardkeep.layout.torch_files import metadata_name
 from shardkeep.options import Options
 from shardkeep.protocol.file_view import _create_file_view
 from shardkeep.protocol.foreign import in_words_of_caller
 from shardkeep.protocol.metadata import Metadata, StorageMeta
-from shardkeep.protocol.pickled_metadata import decode_metadata
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan
 from shardkeep.protocol.problems import BrokenProtocol
@@ -32,6 +31,7 @@ from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.run.sources import latest
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.storages.metadata_files import read_metadata
 from shardkeep.storages.native_view import NativeView, is_native
 from shardkeep.storages.reading import read_plan
 from shardkeep.storages.stream_store import StreamStore
@@ -81,15 +81,13 @@ class FileSystemReader(StorageReader):
         try:
             if kwargs.get("rank") is None and isinstance(store, LocalStore) and latest(store) == RECORD_NAME:
                 raise BlobNotFound(f"{name}: a native checkpoint was saved here since", name=name)
-            data = store.get(name, limit=MAX_METADATA_NBYTES)
+            metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
+            self._native = None
         except BlobNotFound:
             if kwargs.get("rank") is not None or not is_native(store):
                 raise
             self._native = NativeView(store, self.path)
             metadata = self._native.metadata()
-        else:
-            self._native = None
-            metadata = decode_metadata(data, where=str(self.fs.concat_path(self.path, name)))
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

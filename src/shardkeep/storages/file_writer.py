@@ -23,7 +23,6 @@ from shardkeep.errors import CheckpointExists
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.torch_files import SUMS_SUFFIX, Sums, metadata_name
 from shardkeep.protocol.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
-from shardkeep.protocol.pickled_metadata import encode_metadata
 from shardkeep.protocol.planners import SavePlanner
 from shardkeep.protocol.plans import SavePlan, WriteItem, WriteItemType
 from shardkeep.protocol.storage import StorageWriter, WriteResult
@@ -36,8 +35,9 @@ from shardkeep.protocol.stored_items import (
 )
 from shardkeep.stage.blocking import BlockingAsyncStager
 from shardkeep.storages.buckets import _split_by_size_and_type
-from shardkeep.storages.commit import Commit, files_of
+from shardkeep.storages.commit import Commit
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
+from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.writing import FilePlan, write_plans
 
 
@@ -200,8 +200,7 @@ class _FileSystemWriter(StorageWriter):
         _keep_sums(metadata, sums)
         rank = None if self.use_collectives else self.rank
         Commit(self.fs, self.path, sync=self.sync_files).publish(
-            metadata_name(rank),
-            encode_metadata(metadata),
+            metadata_files(metadata, metadata_name(rank)),
             sums=sums,
             own=self._written,
             keep=files_of(metadata),
