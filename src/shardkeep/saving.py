@@ -181,8 +181,8 @@ def async_save(
             the next forward and backward run, with no more memory on the device. What optimizers in the state change in
             their steps is copied so; all else is copied on the device, in the call. Without an optimizer in the state,
             wait for `handle.staged` before you change anything. "device": all is copied on the device, in the call.
-            "host": the call waits until all is copied. "auto": as "overlap" for what an optimizer guards; as "device"
-            for all else if there is room for it, else as "host".
+            "host": the call waits until all is copied. "auto": as "device" if that takes no more than half of what is
+            free there; else as "overlap" for what an optimizer guards, and as "host" for all else.
         writer: Who hashes and writes. "thread": threads of this process. "process": another one, which is started by the
             first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` must be
             a path.
@@ -235,23 +235,28 @@ def async_save(
             call.description.pieces, memory.arenas, staging=staging, optimizers=optimizers, threads=options.io_threads
         )
         background = Background(call, draft, pieces, handle, memory, options, outside)
+        inside.enter_context(background.ending())
         if pieces.live_nbytes:
             step_gates().put(background.gate, optimizers)
         made = inside.pop_all()
     blocked_s = time.perf_counter() - began
 
     def carry_out() -> SaveReport:
-        with background.ending(), made:
+        with made:
             outcome = background.carry_out()
             seconds = time.perf_counter() - began
         return _report(
             call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=blocked_s + background.seconds_until_copied
         )
 
-    flights().begin(handle, carry_out)
-    del state, pieces
-    if background.must_wait:
-        handle.staged.wait_either_way()
+    try:
+        flights().begin(handle, carry_out)
+        del state, pieces
+        if background.must_wait:
+            handle.staged.wait_either_way()
+    except BaseException:  # Ctrl-C: nobody will have the handle, and the state may change before it is copied
+        handle.cancel()
+        raise
     return handle
 
 
