@@ -41,8 +41,8 @@ from shardkeep.run.match import (
     raise_if_wrong,
 )
 from shardkeep.run.read import Source
-from shardkeep.run.sharing import Channel, all_agree, new_tag, open_channel
 from shardkeep.run.sharing_boxes import Destinations, only, wants_of
+from shardkeep.run.sharing_channel import Channel, all_agree, new_tag, open_channel
 from shardkeep.run.sharing_offers import Sharing
 from shardkeep.run.sources import open_source, read_record
 from shardkeep.state.describe import Description, describe, describe_leaves

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
 from shardkeep.errors import ChecksumMismatch
+from shardkeep.run.sharing_items import wants_of
 from shardkeep.run.sharing_offers import Sharing
 from shardkeep.testing.checkpoint_utils import Rot13Example, get_test_extension_registry
 from tests.dcp.sides import causes_of, failure_of, part, quietly, side
@@ -201,6 +202,25 @@ def test_damage_that_one_rank_finds_is_told_to_all(rank_pool: Any, tmp_path: Any
     heard = rank_pool.run(3, load_damaged, str(tmp_path))
     assert list(heard[0].values()) == [ChecksumMismatch.__name__]
     assert heard[1:] == heard[:1] * 2
+
+
+@pytest.mark.parametrize(("second", "apart"), [(6, True), (4, False)])
+def test_elements_that_are_filled_twice_are_not_shared(second: int, apart: bool) -> None:
+    """
+    Of metadata whose chunks overlap, nobody can tell what the common part will be, so no rank sends it to others.
+    """
+    dcp, metadata = side("ours"), part("ours", "metadata")
+    sizes = {0: 6, second: 10 - second}
+    chunks = [metadata.ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for at, n in sizes.items()]
+    properties = metadata.TensorProperties(dtype=torch.float32)
+    entry = metadata.TensorStorageMetadata(properties, torch.Size([10]), chunks)
+    info = part("ours", "filesystem")._StorageInfo("__0_0.distcp", 0, 100)
+    places = {metadata.MetadataIndex("w", torch.Size([at])): info for at in sizes}
+    said = metadata.Metadata({"w": entry}, storage_data=places)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.zeros(10)}, said, True)
+    plan = planner.create_local_plan()
+    assert [want.can_share for want in wants_of(plan, planner, said)] == [apart, apart]
 
 
 # Where nothing is shared

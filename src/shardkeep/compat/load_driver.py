@@ -42,7 +42,7 @@ from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadPlan
 from shardkeep.protocol.problems import NoMetadata
 from shardkeep.protocol.storage import StorageReader
-from shardkeep.run.sharing import Channel, all_agree, new_tag, open_channel
+from shardkeep.run.sharing_channel import Channel, all_agree, new_tag, open_channel
 from shardkeep.run.sharing_items import fills_in_place, keeps, only, wants_of
 from shardkeep.run.sharing_offers import Sharing
 from shardkeep.storages.file_reader import FileSystemReader

@@ -137,23 +137,22 @@ def share_out(
         The share of each rank, its rows in the order of turns and owners, and the teams.
 
     """
-    wanted = _wanted(offers)
+    groups = _groups(_wanted(offers))
+    by_rank = np.split(
+        np.argsort(groups.rank, kind="stable"), np.cumsum(np.bincount(groups.rank, minlength=len(offers)))[:-1]
+    )
     load = np.asarray(alone_nbytes, np.int64).copy()
-    groups = _groups(wanted)
-    for rank, offer in enumerate(offers):
-        shared = np.zeros(len(offer), bool)
-        shared[groups.want[groups.rank == rank]] = True
-        load[rank] += int(offer.nbytes[~shared].sum())
+    for rank, (offer, members) in enumerate(zip(offers, by_rank, strict=True)):
+        load[rank] += int(offer.nbytes.sum() - offer.nbytes[groups.want[members]].sum())
     if not len(groups.first):
         nothing = np.empty(0, np.int64)
         return [Share(*[nothing] * 6) for _ in offers], []
     teams, team = _teams(groups)
     parts = _parts(groups, teams, team, load, message_nbytes)
     shares = []
-    for rank in range(len(offers)):
-        mine = groups.rank == rank
+    for members in by_rank:
         want = np.full(len(groups.first), -1, np.int64)
-        want[groups.group[mine]] = groups.want[mine]
+        want[groups.group[members]] = groups.want[members]
         of_part = want[parts.want]
         rows = of_part >= 0
         own = parts.take(rows)

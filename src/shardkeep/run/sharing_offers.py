@@ -17,7 +17,8 @@ import torch
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.region import Ints
 from shardkeep.plan.sharing import Offer, Orders, decode_orders, encode_offer
-from shardkeep.run.sharing import Channel, Exchange
+from shardkeep.run.sharing import Exchange
+from shardkeep.run.sharing_channel import Channel
 from shardkeep.state.overlap import overlaps_itself
 
 
