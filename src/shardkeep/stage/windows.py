@@ -44,10 +44,10 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
 
     index = on_accelerators[0].accelerator
     ring = staging_memory().ring
-    each = ring.buffer_nbytes // nbytes
-    pins = each > 0 and sum(place.nbytes for place in on_accelerators) >= _WORTH_PINNING_NBYTES
+    per_buffer = ring.buffer_nbytes // nbytes
+    pins = per_buffer > 0 and sum(place.nbytes for place in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
-        wanted = -(-threads // each) * ring.buffer_nbytes
+        wanted = -(-threads // per_buffer) * ring.buffer_nbytes
         ring.most_nbytes = max(ring.most_nbytes, min(wanted, Options().pinned_bytes))
     taken: list[Buffer] = []
     free: list[memoryview] = []
@@ -60,7 +60,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
             # Never waits: whoever uses the ring now may be waiting for this very thread.
             if pins and not free and (buffer := ring.take(lambda: False)):
                 taken.append(buffer)
-                free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(each))
+                free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(per_buffer))
             return free.pop() if free else aligned_buffer(nbytes)
 
     try:
