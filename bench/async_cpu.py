@@ -3,8 +3,9 @@ What an asynchronous save of CPU tensors costs the Python code beside it: `pytho
 
 A pure Python loop needs the interpreter's lock all the time. It runs alone, then from the moment the call has returned
 until the checkpoint is durable, then alone again, on two cores; its speed in the middle is given as a part of the mean of
-the other two. Threads, a writer process, and torch's asynchronous save take turns. Without that loop, each is also
-measured from the call until durable, beside `sk.save` in the same round.
+the other two, with what it waited for, since other programs on the machine slow it too. Threads, a writer process, and
+torch's asynchronous save take turns. Without that loop, each is also measured from the call until durable, beside
+`sk.save` in the same round.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,20 +44,39 @@ def ours(**chosen: str) -> Contender:
     return Contender(begin, sk.finish_saves)
 
 
-def turns_a_second(over: Callable[[], bool]) -> float:
+@dataclass(frozen=True)
+class Pace:
+    turns_a_second: float
+    for_lock: float
+    """Part of the time in which the loop slept: it had no one to wait for but the interpreter's lock."""
+    for_core: float
+    """Part in which it could have run, had a core been free: other programs on a busy machine, and our own threads."""
+
+
+def pace(over: Callable[[], bool]) -> Pace:
     """Count until `over` says so; every turn holds the interpreter's lock."""
+    on_core, queued = _scheduled()
     began, rounds, total = time.perf_counter(), 0, 0
     while True:
         for number in range(TURNS):
             total += number & 7
         rounds += 1
         if over():
-            return rounds * TURNS / (time.perf_counter() - began)
+            break
+    seconds = time.perf_counter() - began
+    on_core, queued = (now - then for now, then in zip(_scheduled(), (on_core, queued), strict=True))
+    return Pace(rounds * TURNS / seconds, max(0.0, 1 - (on_core + queued) / seconds), queued / seconds)
+
+
+def _scheduled() -> tuple[float, float]:
+    """Seconds this thread has run, and has waited for a core, as Linux counts them."""
+    on_core, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return int(on_core) / 1e9, int(queued) / 1e9
 
 
 def alone(seconds: float) -> float:
     end = time.perf_counter() + seconds
-    return turns_a_second(lambda: time.perf_counter() >= end)
+    return pace(lambda: time.perf_counter() >= end).turns_a_second
 
 
 def beside(contender: Contender, state: workloads.State, where: str, seconds: float) -> dict[str, float]:
@@ -65,11 +86,17 @@ def beside(contender: Contender, state: workloads.State, where: str, seconds: fl
     began = time.perf_counter()
     flight = contender.begin(state, where)
     blocked_s = time.perf_counter() - began
-    during = turns_a_second(flight.done)
+    during = pace(flight.done)
     durable_s = time.perf_counter() - began
     flight.finish()
     after = alone(seconds)
-    return {"blocked_s": blocked_s, "beside_s": durable_s, "speed": during / ((before + after) / 2)}
+    return {
+        "blocked_s": blocked_s,
+        "beside_s": durable_s,
+        "speed": during.turns_a_second / ((before + after) / 2),
+        "for_lock": during.for_lock,
+        "for_core": during.for_core,
+    }
 
 
 def until_durable(contender: Contender, state: workloads.State, where: str) -> float:
@@ -122,22 +149,23 @@ def table(results: Mapping[str, Any], nbytes: int) -> list[str]:
         return float(median(row[what] for row in results[name]["rounds"]))
 
     lines = [
-        "| | loop's speed beside it, % (lowest) | blocked, first / later, s | durable, GB/s | of sk.save's |",
-        "|---|---|---|---|---|",
+        "| | loop's speed (lowest) | waits for the lock / a core | blocked, first / later, s | durable, GB/s | of sk.save's |",
+        "|---|---|---|---|---|---|",
     ]
     sync = median(results[SYNC])
     for name in (THREAD, PROCESS, TORCH):
         if name not in results:
-            lines.append(f"| {name} | fails | | | |")
+            lines.append(f"| {name} | fails | | | | |")
             continue
         lowest = min(row["speed"] for row in results[name]["rounds"])
         ratio = median(s / row["durable_s"] for s, row in zip(results[SYNC], results[name]["rounds"], strict=True))
         lines.append(
             f"| {name} | {middle(name, 'speed'):.1%} ({lowest:.1%})"
+            f" | {middle(name, 'for_lock'):.1%} / {middle(name, 'for_core'):.1%}"
             f" | {results[name]['first_blocked_s']:.3f} / {middle(name, 'blocked_s'):.3f}"
             f" | {nbytes / middle(name, 'durable_s') / 1e9:.2f} | {ratio:.2f} |"
         )
-    lines.append(f"| {SYNC} | | {sync:.3f} | {nbytes / sync / 1e9:.2f} | 1 |")
+    lines.append(f"| {SYNC} | | | {sync:.3f} | {nbytes / sync / 1e9:.2f} | 1 |")
     lines.append("")
     for name in (THREAD, PROCESS):
         speed = middle(name, "speed") if name in results else 0.0
