@@ -142,7 +142,8 @@ class LazyItems(LazyDict[K, V]):
     @classmethod
     def of(cls, count: int, find: Callable[[Any], int | None], make: Callable[[int], tuple[K, V]]) -> LazyItems[K, V]:
         """Return a dict of so many items; `find` says which one a key is of, `make` gives the n-th."""
-        made: LazyItems[K, V] = cls()
+        # One item that nobody sees: C code asks a dict itself whether it is empty.
+        made: LazyItems[K, V] = cls({None: None} if count else ())  # type: ignore[dict-item]
         made._count, made._find, made._make, made._held = count, find, make, {}
         return made
 
@@ -150,16 +151,20 @@ class LazyItems(LazyDict[K, V]):
     _make: Callable[[int], tuple[K, V]]
     _held: dict[int, V]
 
+    def _row(self, key: object) -> int | None:
+        hash(key)  # what cannot be a key raises, as a dict does
+        return self._find(key)
+
     def __len__(self) -> int:
         return super().__len__() if self._count is None else self._count
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) if self._count is None else self._find(key) is not None
+        return super().__contains__(key) if self._count is None else self._row(key) is not None
 
     def __getitem__(self, key: K) -> V:
         if self._count is None:
             return super().__getitem__(key)
-        row = self._find(key)
+        row = self._row(key)
         if row is None:
             raise KeyError(key)
         if row not in self._held:
@@ -180,6 +185,7 @@ class LazyItems(LazyDict[K, V]):
             for row in range(self._count):
                 key, value = self._make(row)
                 made[key] = self._held.get(row, value)
+            dict.clear(self)
             dict.update(self, made)
         self._count = None
 

@@ -171,10 +171,11 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise BrokenProtocol("the state to make must be empty", hint="pass {}")
         if metadata is None:
             raise BrokenProtocol("the state is made from the checkpoint's metadata", hint="give them to set_up_planner")
-        wanted = {k: v for k, v in metadata.state_dict_metadata.items() if self._should_include_key(k, metadata)}
         flat: dict[str, Any] = {}
-        for key, entry in wanted.items():
-            flat[key] = entry
+        for key in metadata.state_dict_metadata:
+            if not self._should_include_key(key, metadata):
+                continue
+            flat[key] = entry = metadata.state_dict_metadata[key]
             if is_tensor_entry(entry):
                 flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]  # a tensor's
             set_element(state_dict, saved_path(metadata, key), flat[key])

@@ -1,0 +1,141 @@
+"""Dicts whose values are made when they are asked for: they are told from plain ones only by what they have made."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import pickle
+from collections import ChainMap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardkeep.protocol.lazy_dicts import LazyItems, LazyValues
+
+PLAIN = {"b": [1], "a": [2], "": [3], "é": [4]}
+KINDS = ("values", "items")
+
+
+def lazy(kind: str, made: list[int] | None = None) -> Any:
+    """The dict above, in one kind; `made` gets the rows that were made."""
+    keys, rows = list(PLAIN), made if made is not None else []
+
+    def make(row: int) -> Any:
+        rows.append(int(row))
+        return [row + 1]
+
+    if kind == "values":
+        return LazyValues.of(keys, make)
+    return LazyItems.of(len(keys), lambda key: keys.index(key) if key in keys else None, lambda n: (keys[n], make(n)))
+
+
+def outcome(act: Callable[[Any], Any], subject: Any) -> Any:
+    """What an act gives or raises, and what the dict is afterwards."""
+    try:
+        result = act(subject)
+    except (KeyError, TypeError) as error:
+        result = type(error)
+    return result, list(subject.items())
+
+
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "len": len,
+    "bool": bool,
+    "in": lambda d: ("a" in d, "z" in d, 5 in d),
+    "get": lambda d: (d.get("a"), d.get("z"), d.get("z", 7)),
+    "getitem": lambda d: d["é"],
+    "getitem missing": lambda d: d["z"],
+    "getitem unhashable": lambda d: d[[]],
+    "iter": list,
+    "reversed": lambda d: list(reversed(d)),
+    "keys": lambda d: list(d.keys()),
+    "keys as a set": lambda d: (d.keys() - {"a"}, d.keys() & {"a", "z"}, {"a"} <= d.keys()),
+    "values": lambda d: list(d.values()),
+    "items": lambda d: list(d.items()),
+    "dict": dict,
+    "dict of changed": lambda d: (d.update(z=1), dict(d))[1],
+    "double star": lambda d: {**d, "z": 1},
+    "keywords": lambda d: dict(**d),
+    "update another": lambda d: (e := {"z": 0}, e.update(d), e)[2],
+    "or": lambda d: d | {"a": 0},
+    "ror": lambda d: {"a": 0, "z": 0} | d,
+    "ior": lambda d: d.__ior__({"a": 0}) is d,
+    "or itself": lambda d: d | d,
+    "eq": lambda d: (d == PLAIN, d == {}, d != PLAIN, d != {}, d == 5),
+    "eq from the other side": lambda d: (operator.eq(PLAIN, d), operator.eq({}, d), operator.ne(PLAIN, d)),
+    "copy": lambda d: (d.copy(), type(d.copy())),
+    "copied": lambda d: (copy.copy(d), type(copy.copy(d)), copy.deepcopy(d), type(copy.deepcopy(d))),
+    "pickled": lambda d: (pickle.loads(pickle.dumps(d)), type(pickle.loads(pickle.dumps(d)))),
+    "pickled by Python": lambda d: pickle.loads(pickle._dumps(d)),  # type: ignore[attr-defined]
+    "json": json.dumps,
+    "repr": repr,
+    "format": lambda d: f"{d}",
+    "hash": hash,
+    "set": lambda d: d.__setitem__("a", 0),
+    "set new": lambda d: d.__setitem__("z", 0),
+    "del": lambda d: d.__delitem__("a"),
+    "del missing": lambda d: d.__delitem__("z"),
+    "pop": lambda d: d.pop("a"),
+    "pop missing": lambda d: d.pop("z"),
+    "pop default": lambda d: d.pop("z", 5),
+    "popitem": lambda d: d.popitem(),
+    "setdefault": lambda d: (d.setdefault("a", 5), d.setdefault("z", 6)),
+    "update": lambda d: d.update({"a": 0}, z=1),
+    "clear": lambda d: d.clear(),
+    "fromkeys": lambda d: dict(type(d).fromkeys("ab", 1)),
+    "of its own class": lambda d: type(d)((key, value) for key, value in d.items()) == d,
+    "chained": lambda d: dict(ChainMap(d, {"z": 1})),
+    "sorted": sorted,
+    "identity": lambda d: (d["a"] is d["a"], d["a"] is dict(d)["a"], d["a"] is d.copy()["a"]),
+    "changed value": lambda d: (d["a"].append(5), d["a"])[1],
+    "a row as a value": lambda d: (d.__setitem__("a", 2), d["a"])[1],
+    "instance": lambda d: isinstance(d, dict),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ACTS)
+def test_it_is_the_dict_it_stands_for(kind: str, name: str) -> None:
+    """
+    Whatever is done with it, also after some of it was made, gives what the plain dict gives and leaves the same.
+    """
+    for first in (None, "é"):
+        subject = lazy(kind)
+        if first is not None:
+            assert subject[first] == PLAIN[first]
+        assert outcome(ACTS[name], subject) == outcome(ACTS[name], copy.deepcopy(PLAIN))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_is_asked_for_is_made(kind: str) -> None:
+    """
+    Asking for one value makes one, once; asking whether a key is there, or how many there are, makes none.
+    """
+    made: list[int] = []
+    subject = lazy(kind, made)
+    assert (len(subject), "a" in subject, "z" in subject, subject.get("z"), bool(subject)) == (
+        4,
+        True,
+        False,
+        None,
+        True,
+    )
+    assert made == []
+    assert subject["a"] is subject["a"] is subject.get("a")
+    assert made == [1]
+
+
+def test_keys_that_are_known_make_no_values() -> None:
+    """
+    Walking the keys, deleting and replacing make nothing where keys are known.
+    """
+    made: list[int] = []
+    subject = lazy("values", made)
+    assert list(subject) == list(subject.keys()) == list(PLAIN)
+    del subject["b"]
+    subject["a"] = [0]
+    assert made == []
+    assert subject == {"a": [0], "": [3], "é": [4]}
+    assert sorted(made) == [2, 3]
