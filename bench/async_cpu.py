@@ -2,9 +2,9 @@
 What an asynchronous save of CPU tensors costs the Python code beside it: `python bench/async_cpu.py`.
 
 A pure Python loop needs the interpreter's lock all the time. It runs alone, then from the moment the call has returned
-until the checkpoint is durable, then alone again, on two cores; its speed in the middle is given as a part of the mean of
-the other two, with what it waited for, since other programs on the machine slow it too. Threads, a writer process, and
-torch's asynchronous save take turns. Without that loop, each is also measured from the call until durable, beside
+until the checkpoint is durable, then alone again, on two cores; its speed in the middle is given as a part of the mean
+of the other two, with what it waited for, since other programs on the machine slow it too. Threads, a writer process,
+and torch's asynchronous save take turns. Without that loop, each is also measured from the call until durable, beside
 `sk.save` in the same round.
 """
 
@@ -149,7 +149,7 @@ def table(results: Mapping[str, Any], nbytes: int) -> list[str]:
         return float(median(row[what] for row in results[name]["rounds"]))
 
     lines = [
-        "| | loop's speed (lowest) | waits for the lock / a core | blocked, first / later, s | durable, GB/s | of sk.save's |",
+        "| | loop's speed (lowest) | waits for the lock / a core | blocked, first / later, s | durable, GB/s | of sk.save |",
         "|---|---|---|---|---|---|",
     ]
     sync = median(results[SYNC])

@@ -46,7 +46,7 @@ def source(nbytes: int) -> mmap.mmap:
 
 
 def write(memory: mmap.mmap, nbytes: int, where: str, recipe: Recipe) -> float:
-    """Write `nbytes` (to whole pages) under `where`, fdatasync, take them away again; return the seconds of the first two."""
+    """Write `nbytes` (in whole pages) under `where` and fdatasync; return the seconds, and take the files away again."""
     os.makedirs(where)
     view = memoryview(memory)
     size = -(-nbytes // recipe.files // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -168,4 +168,5 @@ def targets(results: Results) -> list[dict[str, Any]]:
 
 
 def target_line(one: Mapping[str, Any]) -> str:
-    return f"  {one['what']:<58} {one['measured']:10.2f} {one['unit']:<5} {one['goal']:<8} {'ok' if one['ok'] else 'SHORT'}"
+    verdict = "ok" if one["ok"] else "SHORT"
+    return f"  {one['what']:<58} {one['measured']:10.2f} {one['unit']:<5} {one['goal']:<8} {verdict}"

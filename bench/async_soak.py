@@ -99,7 +99,7 @@ def _compare(training: Training, taken: list[Taken]) -> list[str]:
 
 
 def flat(training: Training, staging: str, scratch: str, saves: int, vitals: Vitals) -> dict[str, Any]:
-    """Save `saves` times while training, and read what the process holds after 20, after all, and after `finish_saves`."""
+    """Save `saves` times while training; read what the process holds after 20, after all and after `finish_saves`."""
     readings = {}
     level = min(LEVEL_AFTER, saves // 2)
     for number in range(1, saves + 1):
