@@ -59,7 +59,7 @@ def torch_thread() -> Contender:
 
 
 def torch_pinned() -> Contender:
-    """torch's stager that returns at once and copies to pinned memory in a thread; one for all saves, as it is meant."""
+    """torch's stager that returns at once and copies to pinned memory in a thread; one for all saves."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager
 

@@ -149,7 +149,7 @@ def table(results: Mapping[str, Any], nbytes: int) -> list[str]:
         return float(median(row[what] for row in results[name]["rounds"]))
 
     lines = [
-        "| | loop's speed (lowest) | waits for the lock / a core | blocked, first / later, s | durable, GB/s | of sk.save |",
+        "| | loop's speed (lowest) | waits for lock / core | blocked, first / later, s | durable, GB/s | of sk.save |",
         "|---|---|---|---|---|---|",
     ]
     sync = median(results[SYNC])

@@ -46,7 +46,7 @@ def source(nbytes: int) -> mmap.mmap:
 
 
 def write(memory: mmap.mmap, nbytes: int, where: str, recipe: Recipe) -> float:
-    """Write `nbytes` (in whole pages) under `where` and fdatasync; return the seconds, and take the files away again."""
+    """Write `nbytes` (in whole pages) under `where` and fdatasync; return the seconds, and take the files away."""
     os.makedirs(where)
     view = memoryview(memory)
     size = -(-nbytes // recipe.files // mmap.PAGESIZE) * mmap.PAGESIZE
