@@ -36,11 +36,15 @@ def local_ranks() -> int:
     return max(1, _env_int("LOCAL_WORLD_SIZE", 1))
 
 
+def _fair_threads() -> int:
+    return min(16, max(4, cores() // local_ranks()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a save or a load uses the machine. What is saved never depends on it."""
 
-    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", min(8, max(4, cores()))))
+    io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", _fair_threads()))
     """Threads that copy, hash and move bytes, on each rank. More than cores: most of them wait for the disk."""
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""

@@ -14,6 +14,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.tree import Container, merge_trees
 from shardkeep.layout import native
 from shardkeep.run import workers
+from shardkeep.run.coordinating import Coordinator
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.store.memory import MemoryStore
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
@@ -455,13 +456,11 @@ def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
     """
     Removing what was replaced is not counted.
     """
-    from shardkeep import saving
-
-    tidy = saving._Coordinator.tidy
+    tidy = Coordinator.tidy
 
     def slow(self):
         threading.Event().wait(0.5)
         tidy(self)
 
-    monkeypatch.setattr(saving._Coordinator, "tidy", slow)
+    monkeypatch.setattr(Coordinator, "tidy", slow)
     assert sk.save({"x": torch.ones(3)}, tmp_path).seconds < 0.5

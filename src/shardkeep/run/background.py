@@ -135,6 +135,7 @@ class Background:
             pool=self._memory.windows,
             after=self._pieces.events,
             wanted=self._handle.wanted,
+            urgent=self._pieces.live_nbytes > 0,
             ahead=outside.filled_ahead if outside else None,
         )
         self._set_limits(staging)

@@ -7,9 +7,11 @@ A failure that nobody asks for is logged, and raised by the next save, by `finis
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,7 @@ log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 64
+_NICENESS = 5
 
 
 class Flights:
@@ -44,8 +47,9 @@ class Flights:
 
     def begin(self, handle: SaveHandle[T], work: Callable[[], T]) -> None:
         """Carry a save out on a thread."""
-        self._under_way.append(handle)
         self._threads.submit(self._carry_out, handle, [work])
+        # After that: a Ctrl-C in between must not leave one to be waited for that never ends.
+        self._under_way.append(handle)
 
     def earlier_failure(self) -> EarlierSaveFailed | None:
         """Return the failure of a save that has ended and that nobody has asked for, once."""
@@ -83,6 +87,7 @@ class Flights:
         return self._under_way
 
     def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
+        _stand_back()
         try:
             # Taken out of its box: nothing here may hold the state when the handle is done.
             result = box.pop()()
@@ -129,6 +134,13 @@ def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | 
 def _threads() -> ThreadPoolExecutor:
     """Make no thread yet."""
     return ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
+
+
+def _stand_back() -> None:
+    """Let training go first where cores are short; threads that this one starts do the same."""
+    if sys.platform == "linux":  # where threads have priorities of their own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _text(error: BaseException | None) -> str:

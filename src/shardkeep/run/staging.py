@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_EMPTIERS = 12
+_MOST_EMPTIERS = 16
 """So many copies at a time keep up with the link to an accelerator."""
+_FEW_EMPTIERS = 4
+"""Where nobody waits: training needs the cores."""
 
 Events = dict["torch.device", "torch.Event"]
 
@@ -43,6 +45,7 @@ class Staging:
         pool: BufferPool,
         after: Mapping[torch.device, torch.Event],
         wanted: Callable[[], bool],
+        urgent: bool = True,
         ahead: Callable[[Window], bool] | None = None,
     ) -> None:
         """
@@ -54,6 +57,7 @@ class Staging:
             pool: what they are emptied into, buffers of the same size.
             after: by accelerator, what its copies must come after.
             wanted: says whether the save still goes on.
+            urgent: training waits for the state to be copied.
             ahead: says which windows are filled ahead; by default those with something from an accelerator.
 
         """
@@ -61,9 +65,11 @@ class Staging:
         self._pool = pool
         self._after = after
         self._wanted = wanted
+        self._urgent = urgent
         self._ending = False
+        self._one_writer = threading.Lock()
         self._lock = threading.Lock()
-        self._queue = list(filter(ahead or has_scattered, windows))
+        self._queue = list(filter(ahead or _has_scattered, windows))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
         self._uncopied = len(self._queue)
         self.count = len(self._queue)
@@ -82,7 +88,7 @@ class Staging:
             self.queued.set_result({})
             yield
             return
-        emptiers = max(1, min(_MOST_EMPTIERS, cores() - 2))
+        emptiers = min(_MOST_EMPTIERS if self._urgent else _FEW_EMPTIERS, cores())
         with ThreadPoolExecutor(1 + emptiers, thread_name_prefix="shardkeep-stage") as threads:
             filling = threads.submit(self._fill_all, threads)
             try:
@@ -104,13 +110,19 @@ class Staging:
             gather(window, own[: window.nbytes])
             yield own[: window.nbytes]
             return
-        buffer = ahead.result()
-        with self._lock:
-            del self._ahead[window.job.name, window.start]
-        try:
-            yield buffer.view[: window.nbytes]
-        finally:
-            self._pool.give(buffer)
+        with self._among_writers():
+            buffer = ahead.result()
+            with self._lock:
+                del self._ahead[window.job.name, window.start]
+            try:
+                yield buffer.view[: window.nbytes]
+            finally:
+                self._pool.give(buffer)
+
+    def _among_writers(self) -> contextlib.AbstractContextManager[Any]:
+        """Let one writer work at a time while training waits for copies: they need the same cores, and memory's speed."""
+        enough = self.count * self._pool.buffer_nbytes <= self._pool.most_nbytes  # else staging waits for writers
+        return self._one_writer if self._urgent and enough and not self.copied.done() else contextlib.nullcontext()
 
     def insist(self) -> None:
         """Raise if the save is no longer wanted."""
@@ -199,7 +211,7 @@ class Staging:
                     future.set_exception(error)
 
 
-def has_scattered(window: Window) -> bool:
+def _has_scattered(window: Window) -> bool:
     """Say whether some bytes of a window do not lie in order in host memory."""
     return any(row in window.job.scattered for row in window.rows)
 

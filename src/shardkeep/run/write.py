@@ -26,6 +26,7 @@ from shardkeep.format.header import count_blocks, seal_header
 from shardkeep.format.record import FileEntry
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
+from shardkeep.stage.windows import windows_for
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobWriter, Creates, Deletes
 
@@ -144,9 +145,11 @@ def write_files(
 
     `sink` writes to `store` in another way than by gathering, hashing and writing on these threads.
     """
+    # Elsewhere than in host memory, and gathered here.
+    gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or Hashing(store)
     digests: dict[str, bytes] = {}
-    with ExitStack() as undo:
+    with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
         tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
 
         def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
@@ -161,7 +164,7 @@ def write_files(
                 digests[file.job.name] = _finish(file)
             return True
 
-        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
+        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
         undo.pop_all()
     return [digests[job.name] for job in jobs]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from shardkeep.stage.buffers import Arenas, BufferPool, ordinary_buffer, pinned_buffer
 
-WINDOW_NBYTES = 16 << 20
+WINDOW_NBYTES = 32 << 20
 """Large enough that what Python does for each is little beside the copy."""
 
 
