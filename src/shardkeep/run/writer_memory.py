@@ -20,6 +20,10 @@ from shardkeep.stage.buffers import Buffer
 from shardkeep.store.aligned import ALIGNMENT, address_of
 
 
+_NOEXEC = 8
+"""MFD_NOEXEC_SEAL, which Python has no name for: newer kernels warn of files without it, or refuse them."""
+
+
 class Region(NamedTuple):
     """A part of the shared memory."""
 
@@ -45,7 +49,10 @@ class SharedMemory:
             raise CheckpointError(
                 'writer="process" needs memory files, which this system has not', hint='pass writer="thread"'
             )
-        self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC)
+        try:
+            self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC | _NOEXEC)
+        except OSError:  # a kernel older than that
+            self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._end = 0
         self._regions: list[Region] = []

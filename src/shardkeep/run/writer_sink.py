@@ -14,7 +14,7 @@ import numpy as np
 
 from shardkeep.errors import CheckpointError
 from shardkeep.format.columns import IntArray
-from shardkeep.run.staging import Staging, has_scattered
+from shardkeep.run.staging import Staging
 from shardkeep.run.write import FileJob, Window
 from shardkeep.run.writer_memory import Region, SharedMemory
 from shardkeep.run.writer_process import WriterProcess
@@ -97,9 +97,9 @@ class _OutsideFile:
 
 def shared_runs(window: Window, memory: SharedMemory) -> Runs | None:
     """Say where the bytes of a window are, if all of them are in one region of shared memory."""
-    if has_scattered(window):
-        return None
     job, rows = window.job, window.rows
+    if not job.address[rows.start : rows.stop].all():
+        return None
     begins = job.start[rows.start : rows.stop]
     ends = np.append(job.start[rows.start + 1 : rows.stop + 1], job.data_nbytes)[: len(begins)]
     low = np.maximum(begins, window.start)

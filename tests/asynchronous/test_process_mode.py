@@ -1,0 +1,496 @@
+"""Saves that a process of their own writes: what they hold, and what becomes of them when somebody dies."""
+
+import errno
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardkeep as sk
+from shardkeep.run.writer_hold import writer_hold
+from shardkeep.run.writer_memory import SharedMemory
+from shardkeep.run.writer_process import WriterDied, WriterProcess
+from shardkeep.run.writer_wire import WriteRuns
+from shardkeep.store.aligned import address_of
+from shardkeep.store.process import started
+from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
+from tests.engine.samples import random_tensor
+
+QUICK = sk.Options(io_threads=2, timeout_s=20)
+MIB = 1 << 20
+
+
+def save(state, where, **more):
+    return sk.async_save(state, where, writer="process", **{"options": QUICK, **more})
+
+
+def large(seed=0, mib=20):
+    """More than one window, in tensors that end anywhere."""
+    return {
+        "large": random_tensor((mib * MIB // 2 + 3,), torch.bfloat16, seed),
+        "odd": random_tensor((1001,), torch.int8, seed + 1),
+        "strided": random_tensor((300, 200), torch.float32, seed + 2).t(),
+        "empty": torch.empty(0, 4),
+        "scalar": random_tensor((), torch.float64, seed + 3),
+        "small": [random_tensor((n,), torch.float16, seed + n) for n in range(1, 200)],
+        "twice": {"a": (shared := random_tensor((70_001,), torch.int64, seed)), "b": shared},
+        "words": "as they are",
+    }
+
+
+def tensors_of(state):
+    found = []
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (dict, list)):
+            found += tensors_of(value)
+    return found
+
+
+def started_child(folder):
+    """The child, once it has made a save."""
+    save(full(0), os.path.join(folder, "first")).result(PATIENCE_S)
+    return writer_hold().pid
+
+
+def is_gone(pid):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if not started(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def until_asked(handle):
+    """Wait until a save has asked the process for something."""
+    process, deadline = writer_hold()._process, time.monotonic() + PATIENCE_S
+    while process._free.qsize() == len(process._pipes):
+        assert time.monotonic() < deadline
+        assert not handle.done()
+        time.sleep(0.001)
+
+
+def names(where):
+    return sorted(os.listdir(where)) if os.path.isdir(where) else []
+
+
+def run_script(text, *arguments, **more):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *arguments],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False, **more,
+    )  # fmt: skip
+
+
+def test_the_state_of_the_call_is_saved(place):
+    """
+    Every tensor is changed right after the call, over several saves in the same memory; each has its own old bits.
+    """
+    for n in range(3):
+        state, wanted = large(seed=n), large(seed=n)
+        handle = save(state, f"{place}-{n}")
+        for tensor in tensors_of(state):
+            tensor.zero_()
+        handle.result(PATIENCE_S)
+        assert same(saved_in(f"{place}-{n}"), wanted)
+
+
+def test_it_writes_what_threads_write(place):
+    """
+    Files have the same bytes, but for the id of their save.
+    """
+    found = []
+    for writer in ("process", "thread"):
+        where = f"{place}-{writer}"
+        save_id = sk.async_save(large(), where, writer=writer, options=QUICK).result(PATIENCE_S).save_id
+        files = {}
+        for name in names(where):
+            with open(f"{where}/{name}", "rb") as file:
+                files[name.replace(save_id, "")] = file.read().replace(save_id.encode(), b"")
+        found.append({name: data for name, data in files.items() if name.endswith(".safetensors")})
+    assert found[0]
+    assert found[0] == found[1]
+
+
+def test_the_process_is_small_patient_and_hard_to_disturb(place):
+    """
+    It has no torch, is niced, outlives signals that are meant for all processes of a job, and is used again.
+    """
+    pid = started_child(place)
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+        assert "torch" not in maps.read()
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert os.getsid(pid) == pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(pid, number)
+    save(full(5), f"{place}-5").result(PATIENCE_S)
+    assert says(f"{place}-5") == {5}
+    assert writer_hold().pid == pid
+
+
+def test_signals_before_it_is_ready_do_not_end_it(place):
+    """
+    What a terminal or a scheduler sends to all is withheld until the process can ignore it.
+    """
+    handle = save(full(1), place)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(writer_hold().pid, number)
+    handle.result(PATIENCE_S)
+    assert says(place) == {1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_killed_while_a_request_is_under_way(place, number):
+    """
+    The save fails at once and says who died of what, leaves nothing, and the next one starts a new process.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    handle = save(large(), f"{place}-2")
+    until_asked(handle)
+    os.kill(pid, number)
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(WriterDied, match=rf"pid {pid}\) was killed by {number.name}") as raised:
+        handle.result(PATIENCE_S)
+    assert "next one starts a new process" in raised.value.hint
+    assert names(f"{place}-2") == []
+    save(full(3), f"{place}-2").result(PATIENCE_S)
+    assert says(f"{place}-2") == {3}
+    assert writer_hold().pid != pid
+
+
+def test_killed_with_a_file_half_written(place, monkeypatch):
+    """
+    What was written of the failed save is removed, and the checkpoint that was there before is as it was.
+    """
+    save(full(1), place).result(PATIENCE_S)
+    before = names(place)
+    ask, half_written = WriterProcess.ask, []
+
+    def ask_and_kill(self, request):
+        reply = ask(self, request)
+        if isinstance(request, WriteRuns) and not half_written:
+            half_written.extend(name for name in names(place) if name.endswith(".safetensors") and name not in before)
+            os.kill(self.pid, signal.SIGKILL)
+        return reply
+
+    monkeypatch.setattr(WriterProcess, "ask", ask_and_kill)
+    handle = save(large(), place, overwrite=True)
+    with pytest.raises(WriterDied, match="SIGKILL"):
+        handle.result(PATIENCE_S)
+    monkeypatch.undo()
+    assert half_written
+    assert names(place) == before
+    assert says(place) == {1}
+
+
+def test_killed_while_idle(place):
+    """
+    Nobody needs to hear of a process that had nothing to do: the next save starts another one.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGKILL)
+    assert is_gone(pid)
+    save(full(2), f"{place}-2").result(PATIENCE_S)
+    assert says(f"{place}-2") == {2}
+
+
+def test_all_saves_in_flight_fail_with_it(place):
+    """
+    Two saves share the process: both fail, and the failure nobody asked for is raised by the next save.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    handles = [save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2)]
+    until_asked(handles[0])
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(handles[0].exception(PATIENCE_S), WriterDied)
+    handles[1].wait_for_end()
+    with pytest.raises(sk.EarlierSaveFailed, match=f"pid {pid}"):
+        save(full(3), f"{place}-3")
+    assert names(f"{place}-0") == names(f"{place}-1") == []
+
+
+def test_an_error_in_the_process_is_raised_here(place):
+    """
+    A write that fails there is a StorageError with its errno and its name, and the process goes on.
+    """
+    pid = started_child(place)
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
+    handle = save(large(), f"{place}-2")
+    with pytest.raises(sk.StorageError, match="EFBIG") as raised:
+        handle.result(PATIENCE_S)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.details["name"].endswith(".safetensors")
+    assert names(f"{place}-2") == []
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    save(full(2), f"{place}-2").result(PATIENCE_S)
+    assert writer_hold().pid == pid
+
+
+def test_a_cancelled_save_leaves_nothing(place):
+    """
+    A save that is cancelled while the process is slow ends as soon as that answers.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    handle = save(large(), f"{place}-2")
+    until_asked(handle)
+    assert handle.cancel()
+    os.kill(pid, signal.SIGCONT)
+    assert isinstance(handle.exception(PATIENCE_S), sk.SaveCancelled)
+    assert names(f"{place}-2") == []
+
+
+def test_what_cannot_be_written_there_is_refused_in_the_call(place):
+    """
+    A store that only this process has, and a writer that nobody knows, are errors that say what to do.
+    """
+    with pytest.raises(sk.CheckpointError, match="MemoryStore in another process") as raised:
+        save(full(1), sk.MemoryStore())
+    assert 'writer="thread"' in raised.value.hint
+    with pytest.raises(sk.StateError, match="writer='fork'"):
+        sk.async_save(full(1), place, writer="fork")
+    assert writer_hold().pid is None
+
+
+def test_a_python_that_does_not_start_is_told(place, monkeypatch):
+    """
+    Where no process can be started, the call says so; one that ends by itself says with which code.
+    """
+    import multiprocessing.spawn
+
+    monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: "/no/such/python")
+    with pytest.raises(WriterDied, match="could not be started"):
+        save(full(1), place)
+    monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: "/bin/false")
+    with pytest.raises(WriterDied, match="ended with code 1"):
+        save(full(1), place).result(PATIENCE_S)
+    monkeypatch.undo()
+    save(full(2), place).result(PATIENCE_S)
+    assert says(place) == {2}
+
+
+def counts(pid):
+    """File descriptors, threads and mappings of a process."""
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+        mapped = len(maps.readlines())
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), mapped
+
+
+def test_thirty_saves_take_no_more_than_three(place):
+    """
+    Shared memory, file descriptors, threads and mappings of both processes stay as they are; all is given back.
+    """
+    gc.collect()
+    before = counts("self")
+    seen = []
+    for n in range(33):
+        save(large(seed=n, mib=5), place, overwrite=True).result(PATIENCE_S)
+        hold = writer_hold()
+        seen.append((*counts("self")[:2], *counts(hold.pid), os.fstat(hold._shared.fd).st_blocks))
+    for column in zip(*seen, strict=True):
+        assert max(column[3:]) <= max(column[:3])
+    pid = writer_hold().pid
+    sk.finish_saves()
+    assert writer_hold().pid is None
+    assert not started(pid)
+    assert counts("self")[0] <= before[0]
+
+
+def test_memory_that_is_dropped_is_given_back():
+    """
+    A region is known while a view of it lives; afterwards its memory is free, and its address nobody's.
+    """
+    shared = SharedMemory()
+    first, second = shared.buffer(5 * MIB), shared.buffer(3 * MIB + 1)
+    for each in (first, second):
+        each.tensor.fill_(7)
+    at = address_of(first.view)
+    region = shared.region_of(at + MIB, at + 5 * MIB)
+    assert (region.address, region.nbytes) == (at, 5 * MIB)
+    assert shared.region_of(at + MIB, at + 5 * MIB + 1) is None
+    assert os.fstat(shared.fd).st_blocks * 512 >= 8 * MIB
+    view = first.tensor[3:]
+    del first, each
+    assert shared.region_of(at, at + 1)
+    del view
+    assert shared.region_of(at, at + 1) is None
+    assert os.fstat(shared.fd).st_blocks * 512 < 5 * MIB
+    assert bytes(second.view) == b"\7" * (3 * MIB + 1)
+    shared.close()
+
+
+def test_a_script_that_ends_early_has_its_checkpoint(place):
+    """
+    Without a guard around its main part, and without a wait: it runs once, and the process ends with it.
+    """
+    ran = run_script(
+        """
+        import sys, torch, shardkeep as sk
+        from shardkeep.run.writer_hold import writer_hold
+        print("ran")
+        state = {"w": torch.full((3_000_000,), 4.0), "few": [torch.full((4,), 4.0)]}
+        sk.async_save(state, sys.argv[1], writer="process")
+        print(writer_hold().pid)
+        """,
+        place,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    once, pid = ran.stdout.split()
+    assert once == "ran"
+    assert says(place) == {4}
+    assert is_gone(int(pid))
+
+
+def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
+    """
+    No checkpoint is seen, the process ends though a fork of the trainer lives on, and the next save cleans up.
+    """
+    ran = run_script(
+        """
+        import os, signal, sys, time, torch, shardkeep as sk
+        from shardkeep.run.writer_hold import writer_hold
+        sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
+        process = writer_hold()._process
+        fork = os.fork()
+        if not fork:
+            os.close(1); os.close(2)
+            time.sleep(60)
+            os._exit(0)
+        ask, asked = process.ask, []
+        def ask_and_die(request):
+            reply = ask(request)
+            asked.append(request)
+            if len(asked) == 2:
+                print(process.pid, fork, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return reply
+        process.ask = ask_and_die
+        sk.async_save({"w": torch.ones(20_000_000)}, sys.argv[1], writer="process").result()
+        """,
+        place,
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    pid, fork = map(int, ran.stdout.split())
+    try:
+        assert is_gone(pid)
+        assert started(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+    assert any(name.endswith(".safetensors") for name in names(place))
+    with pytest.raises(sk.CheckpointNotFound):
+        sk.open(place)
+    save_id = sk.save(full(1), place).save_id
+    assert says(place) == {1}
+    assert all(save_id in name for name in names(place) if name.endswith(".safetensors"))
+
+
+def test_a_fork_of_the_trainer_harms_nothing(place):
+    """
+    A forked process drops what it inherited, and ends the long way: memory and writer of its parent stay as they are.
+    """
+    ran = run_script(
+        """
+        import os, sys, torch, shardkeep as sk
+        from shardkeep.run.writer_hold import writer_hold
+        hold = writer_hold()
+        sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
+        buffer = hold._shared.buffer(1 << 20)
+        buffer.tensor.fill_(7)
+        pid, fork = hold.pid, os.fork()
+        if not fork:
+            del buffer
+            assert writer_hold() is not hold
+            hold.end()
+            hold._process.close()
+            os._exit(0)
+        assert os.waitpid(fork, 0)[1] == 0
+        assert bytes(buffer.view) == bytes([7]) * (1 << 20)
+        sk.async_save({"w": torch.full((5,), 6.0), "few": []}, sys.argv[1], writer="process").result()
+        assert hold.pid == pid
+        """,
+        place,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert says(place) == {6}
+
+
+def on_ranks(where, killed):
+    """One rank's process is killed in the second save; return how that failed, and who wrote the last one."""
+    rank = dist.get_rank()
+    state = {"mine": sk.PerRank(torch.full((3_000_000,), float(rank))), "w": torch.ones(10)}
+    save(state, f"{where}-0").result(PATIENCE_S)
+    pid = writer_hold().pid
+    if rank == killed:
+        os.kill(pid, signal.SIGSTOP)
+    handle = save(state, f"{where}-1")
+    if rank == killed:
+        until_asked(handle)
+        os.kill(pid, signal.SIGKILL)
+    error = handle.exception(PATIENCE_S)
+    save(state, f"{where}-2").result(PATIENCE_S)
+    later = writer_hold().pid
+    sk.finish_saves()
+    return type(error).__name__, str(error), pid, later
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_all_ranks_hear_of_one_that_lost_its_process(rank_pool, place, killed):
+    """
+    The save fails on both ranks with the same words, long before a deadline, and leaves nothing; the next one succeeds.
+    """
+    outcomes = rank_pool.run(2, on_ranks, place, killed)
+    assert {kind for kind, *_ in outcomes} == {"WriterDied"}
+    (text,) = {text for _, text, *_ in outcomes}
+    assert (
+        f"rank {killed}: the process that writes checkpoints (pid {outcomes[killed][2]}) was killed by SIGKILL" in text
+    )
+    assert names(f"{place}-1") == []
+    assert [pid == later for _, _, pid, later in outcomes] == [rank != killed for rank in range(2)]
+    found = saved_in(f"{place}-2")["mine"]
+    assert [torch.equal(found[rank], torch.full((3_000_000,), float(rank))) for rank in range(2)] == [True, True]
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("staging", ["auto", "overlap", "device", "host"])
+def test_from_an_accelerator(place, staging):
+    """
+    Tensors there are copied to shared windows, and changed as soon as the handle allows it.
+    """
+    device = torch.accelerator.current_accelerator()
+    for n in range(10):
+        state = {"w": torch.full((9_000_000,), float(n), device=device), "few": [torch.full((5,), float(n))]}
+        handle = save(state, f"{place}-{n}", staging=staging)
+        handle.staged.wait(PATIENCE_S)
+        state["w"].fill_(-1)
+        state["few"][0].fill_(-1)
+        handle.result(PATIENCE_S)
+        assert says(f"{place}-{n}") == {n}
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_steps_of_an_optimizer_wait_for_the_copies(place):
+    """
+    Training goes on after each call without a wait; every checkpoint has the weights of its call.
+    """
+    device = torch.accelerator.current_accelerator()
+    model = torch.nn.Linear(2000, 2000, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for n in range(10):
+        wanted = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        handle = save({"model": model, "optimizer": (optimizer, model)}, f"{place}-{n}")
+        for _ in range(3):
+            model(torch.ones(8, 2000, device=device)).sum().backward()
+            optimizer.step()
+        handle.result(PATIENCE_S)
+        assert same(saved_in(f"{place}-{n}")["model"], wanted)
