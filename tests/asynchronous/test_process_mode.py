@@ -62,22 +62,18 @@ def started_child(folder):
     return writer_hold().pid
 
 
-def is_gone(pid):
+def until(happened):
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if not started(pid):
-            return True
-        time.sleep(0.01)
-    return False
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def until_asked(handle):
     """Wait until a save has asked the process for something."""
-    process, deadline = writer_hold()._process, time.monotonic() + PATIENCE_S
-    while process._free.qsize() == len(process._pipes):
-        assert time.monotonic() < deadline
-        assert not handle.done()
-        time.sleep(0.001)
+    process = writer_hold()._process
+    until(lambda: handle.done() or process._free.qsize() < len(process._pipes))
+    assert not handle.done()
 
 
 def names(where):
@@ -102,6 +98,21 @@ def test_the_state_of_the_call_is_saved(place):
             tensor.zero_()
         handle.result(PATIENCE_S)
         assert same(saved_in(f"{place}-{n}"), wanted)
+
+
+def test_any_name_that_the_system_allows(place, monkeypatch):
+    """
+    A path may be relative, and not be text at all; where it leads is settled in the call.
+    """
+    folder = os.fsdecode(os.fsencode(place) + b"-\xff")
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    save(full(1), "below").result(PATIENCE_S)
+    where = sk.LocalStore("later")
+    monkeypatch.chdir("/")
+    save(full(2), where).result(PATIENCE_S)
+    assert says(f"{folder}/below") == {1}
+    assert says(f"{folder}/later") == {2}
 
 
 def test_it_writes_what_threads_write(place):
@@ -199,7 +210,7 @@ def test_killed_while_idle(place):
     """
     pid = started_child(place)
     os.kill(pid, signal.SIGKILL)
-    assert is_gone(pid)
+    until(lambda: not writer_hold()._process.alive())
     save(full(2), f"{place}-2").result(PATIENCE_S)
     assert says(f"{place}-2") == {2}
 
@@ -349,7 +360,7 @@ def test_a_script_that_ends_early_has_its_checkpoint(place):
     once, pid = ran.stdout.split()
     assert once == "ran"
     assert says(place) == {4}
-    assert is_gone(int(pid))
+    until(lambda: not started(int(pid)))
 
 
 def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
@@ -383,7 +394,7 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     pid, fork = map(int, ran.stdout.split())
     try:
-        assert is_gone(pid)
+        until(lambda: not started(pid))
         assert started(fork)
     finally:
         os.kill(fork, signal.SIGKILL)

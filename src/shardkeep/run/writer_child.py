@@ -29,8 +29,9 @@ from shardkeep.run.writer_wire import Abandon, Create, Finish, Reply, Request, W
 from shardkeep.store.aligned import aligned_buffer, copy
 from shardkeep.store.protocol import BlobWriter
 
-IGNORED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""What may be sent to all processes of a job."""
+_SENT_TO_ALL = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+IGNORED = frozenset(getattr(signal, name) for name in _SENT_TO_ALL if hasattr(signal, name))
+"""What terminals and schedulers may send to all processes of a job."""
 _NICENESS = 10
 _MOST_MAPPED = 4096
 _LOOK_S = 1.0

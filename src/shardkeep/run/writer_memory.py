@@ -19,7 +19,6 @@ from shardkeep.run.writer_mapping import map_shared
 from shardkeep.stage.buffers import Buffer
 from shardkeep.store.aligned import ALIGNMENT, address_of
 
-
 _NOEXEC = 8
 """MFD_NOEXEC_SEAL, which Python has no name for: newer kernels warn of files without it, or refuse them."""
 

@@ -62,13 +62,14 @@ class WriterProcess:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._died: WriterDied | None = None
-        pairs = [Pipe() for _ in range(pipes)]
+        pairs: list[tuple[Connection, Connection]] = []
         try:
+            pairs.extend(Pipe() for _ in range(pipes))
             self._process = _spawn([theirs.fileno() for _, theirs in pairs], memory)
         except OSError as error:
             raise WriterDied(
                 f"the process that writes checkpoints could not be started: {error}",
-                hint='free memory or processes, or pass writer="thread"',
+                hint='free memory, processes or file descriptors, or pass writer="thread"',
             ) from error
         finally:
             for _, theirs in pairs:

@@ -19,13 +19,14 @@ from shardkeep.store.protocol import Store
 class Place(msgspec.Struct, frozen=True):
     """A store, in words from which another process opens it."""
 
-    path: str
+    path: bytes
+    """Absolute, as the system has it."""
     direct: bool
     durable: bool
 
     def opened(self) -> LocalStore:
         """Open it here."""
-        return LocalStore(self.path, direct=self.direct, durable=self.durable)
+        return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
@@ -97,4 +98,4 @@ def place_of(store: Store) -> Place:
             f'{store.url}: writer="process" cannot open a {type(store).__name__} in another process',
             hint='save to a path, or pass writer="thread"',
         )
-    return Place(os.fspath(store._path), store._direct, store._durable)
+    return Place(os.fsencode(store._path), store._direct, store._durable)
