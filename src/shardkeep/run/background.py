@@ -120,7 +120,10 @@ class Background:
         # From here on the jobs alone hold the tensors, and let each go when it is copied.
         del call.description, call.objects
         self._pieces.tensors.clear()
-        call.write(lambda: self._write(jobs))
+        try:
+            call.write(lambda: self._write(jobs))
+        finally:
+            jobs.clear()  # frames of an error that is kept know the list: not the tensors with it
         handle.tell("committing", staged=self._total, written=self._written, total=self._total)
         return call.commit()
 

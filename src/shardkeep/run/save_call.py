@@ -83,6 +83,9 @@ class SaveCall:
                 if self.world.rank == 0:
                     self._coordinator.withdraw()
                 raise
+            finally:  # an error that is kept has functions in its frames that know this call: not the state with it
+                vars(self).pop("description", None)
+                vars(self).pop("objects", None)
         if self.world.rank == 0:
             self._coordinator.tidy()
 
