@@ -102,14 +102,10 @@ def test_a_save_that_fails_as_the_wait_ends():
         handle = Late(WHERE)
         try:
             error = ask(handle, 0.001)
-        except sk.StorageError as raised:
+        except (sk.StorageError, TimeoutError) as raised:
             error = raised
-        except TimeoutError as late:
-            assert "within" in str(late)
-            assert not handle.asked
-            continue
-        assert isinstance(error, sk.StorageError)
-        assert handle.asked
+        assert str(error)
+        assert handle.asked == isinstance(error, sk.StorageError)
 
 
 def test_staged_waits():

@@ -1,0 +1,135 @@
+"""Memory that pretends to be on an accelerator: copies from it are queued on a stream, and made when it is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from typing_extensions import Self
+
+from shardkeep.run import staging
+from shardkeep.run.write import FileJob
+from shardkeep.stage.buffers import Buffer, BufferPool, ordinary_buffer
+from shardkeep.store.aligned import address_of
+
+BLOCK = 16
+
+
+class Stream:
+    """Copies in order; `record_event` marks a place among them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._lock = threading.Lock()
+        self._queue: list[tuple[memoryview, bytes]] = []
+        self._done = 0
+
+    def copy(self, into: memoryview, data: bytes) -> None:
+        self._queue.append((into, data))
+
+    def reach(self, place: int) -> None:
+        time.sleep(self._rng.random() * 0.0005)
+        with self._lock:
+            for into, data in self._queue[self._done : place]:
+                into[:] = data
+            self._done = max(self._done, place)
+
+    def synchronize(self) -> None:
+        self.reach(len(self._queue))
+
+    def record_event(self) -> Event:
+        return Event(self, len(self._queue))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, stream: Stream, place: int) -> None:
+        self._stream = stream
+        self._place = place
+
+    def synchronize(self) -> None:
+        self._stream.reach(self._place)
+
+
+class Elsewhere:
+    """Bytes on the stream's device; reading fails at the n-th time, if it is to."""
+
+    def __init__(self, data: bytes, stream: Stream | None, fails_at: list[int]) -> None:
+        self._data = data
+        self._stream = stream
+        self._fails_at = fails_at
+        self.nbytes = len(data)
+        self.accelerator = None
+
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
+        self._fails_at[0] -= 1
+        if self._fails_at[0] == -1:
+            raise RuntimeError("the device is gone")
+        if queued and self._stream is not None:
+            self._stream.copy(into, self._data[start:stop])
+        else:
+            into[:] = self._data[start:stop]
+
+
+@contextlib.contextmanager
+def pretended(stream: Stream | None) -> Iterator[None]:
+    """Let staging find this stream, if there is one."""
+    streams: dict[Any, Any] = {} if stream is None else {"elsewhere": stream}
+    with mock.patch.object(staging, "_streams_after", return_value=streams):
+        yield
+
+
+def make_jobs(
+    rng: random.Random, files: list[list[tuple[int, bool]]], stream: Stream | None, fails_at: list[int]
+) -> tuple[list[FileJob], dict[str, bytes]]:
+    """Make files of rows of these sizes, here or elsewhere; return what each must hold too."""
+    jobs, wanted = [], {}
+    for number, rows in enumerate(files):
+        data = [rng.randbytes(nbytes) for nbytes, _ in rows]
+        held = [bytearray(each) for each in data]
+        ends = np.cumsum([len(each) for each in data])
+        addresses = [0 if away else address_of(memoryview(kept)) for (_, away), kept in zip(rows, held, strict=True)]
+        elsewhere = {
+            row: Elsewhere(data[row], stream, fails_at) for row, address in enumerate(addresses) if not address
+        }
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        name = f"file-{number}"
+        total = int(ends[-1])
+        jobs.append(FileJob(name, bytearray(), total, BLOCK, starts, np.array(addresses, np.int64), elsewhere, held))
+        wanted[name] = b"".join(data)
+    return jobs, wanted
+
+
+class CountingPool(BufferPool):
+    """A pool that knows how many of its buffers are out, and the most that were."""
+
+    def __init__(self, buffer_nbytes: int, most: int) -> None:
+        super().__init__(ordinary_buffer, buffer_nbytes, most * buffer_nbytes)
+        self.out = self.most_out = 0
+        self._counting = threading.Lock()
+
+    def take(self, *args: Any) -> Buffer | None:
+        buffer = super().take(*args)
+        with self._counting:
+            self.out += buffer is not None
+            self.most_out = max(self.most_out, self.out)
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        with self._counting:
+            self.out -= 1
+        buffer.view[:] = bytes(len(buffer.view))  # whoever still reads it reads nothing
+        super().give(buffer)

@@ -1,0 +1,141 @@
+"""What a hundred saves leave in the process: nothing that grows, and nothing of the state."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.stage.pinned import staging_memory
+from tests.asynchronous.scene import PATIENCE_S, broken, held, says
+
+
+def vitals():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    threads = sorted(thread.name for thread in threading.enumerate())
+    return rss, len(threads), len(os.listdir("/proc/self/fd")), staging_memory().arenas.nbytes
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_hundred_saves(place, most):
+    """
+    Memory, threads, descriptors and arenas are the same after a hundred saves as after the first few.
+    """
+    state = {"w": torch.zeros(1 << 20), "few": [torch.zeros(3)]}
+    stages = []
+    for step in range(100):
+        state["w"].fill_(step)
+        state["few"][0].fill_(step)
+        sk.async_save(state, f"{place}-{step % 4}", overwrite=True, max_in_flight=most)
+        if step in (19, 99):
+            settled()
+            gc.collect()
+            stages.append(vitals())
+    settled()
+    assert says(f"{place}-3") == {99}
+    (rss, *others), (rss_later, *others_later) = stages
+    assert others_later == others
+    assert rss_later - rss < 8 << 20
+    assert staging_memory().arenas.nbytes <= most * (5 << 20)
+
+
+def settled():
+    """Wait for what is in flight, and leave threads and memory as they are."""
+    where = sk.MemoryStore()
+    sk.async_save({"a": torch.zeros(3)}, where, max_in_flight=1).result(PATIENCE_S)
+    deadline = time.monotonic() + 5
+    while sum(t.name.startswith("shardkeep-ranks") for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def test_finish_gives_all_back(place):
+    """
+    After `finish_saves` no thread is left, and no memory.
+    """
+    for n in range(3):
+        sk.async_save({"w": torch.zeros(1 << 20)}, f"{place}-{n}", max_in_flight=3)
+    assert staging_memory().arenas.nbytes > 0
+    sk.finish_saves()
+    memory = staging_memory()
+    assert (memory.arenas.nbytes, memory.windows.nbytes, memory.ring.nbytes) == (0, 0, 0)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep")] == []
+
+
+def test_arenas_are_used_again():
+    """
+    States of different sizes in turn use the largest memory again and again.
+    """
+    sk.finish_saves()
+    for n in range(6):
+        sk.async_save({"w": torch.zeros(1000 * (1 + 7 * (n % 2)))}, sk.MemoryStore()).result(PATIENCE_S)
+    assert staging_memory().arenas.nbytes == 32_000
+
+
+def watched():
+    """A state with a module and an optimizer, and whether any of it still lives."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    tensor = torch.ones(1000)
+    watching = [weakref.ref(each) for each in (tensor, model, model.weight, optimizer)]
+    return {"w": tensor, "model": model, "optimizer": optimizer}, watching
+
+
+def ways_to_end():
+    taken = sk.MemoryStore()
+    sk.save({"w": torch.zeros(1)}, taken)
+    return {"well": sk.MemoryStore(), "written": broken(), "planned": taken, "cancelled": held()}
+
+
+@pytest.mark.parametrize("way", ["well", "written", "planned", "cancelled"])
+def test_the_state_is_let_go(way):
+    """
+    However a save ends, with its handle and its error still held, nothing of the state is.
+    """
+    where = ways_to_end()[way]
+    state, watching = watched()
+    handle = sk.async_save(state, where)
+    if way == "cancelled":
+        assert where.reached.wait(PATIENCE_S)
+        handle.cancel()
+        where.release.set()
+    error = handle.exception(PATIENCE_S)
+    assert (error is None) == (way == "well")
+    del state
+    gc.collect()
+    assert [ref() for ref in watching] == [None] * 4
+
+
+def test_the_state_is_let_go_while_it_is_written():
+    """
+    Once it is copied and planned, the state is not held while a slow disk takes it.
+    """
+    where = held()
+    state, watching = watched()
+    handle = sk.async_save(state, where)
+    assert where.reached.wait(PATIENCE_S)
+    del state
+    gc.collect()
+    alive = [ref() is not None for ref in watching]
+    where.release.set()
+    handle.result(PATIENCE_S)
+    assert alive == [False] * 4
+
+
+def test_a_call_that_fails_lets_go():
+    """
+    What could not be described is not held by anything of ours.
+    """
+    state, watching = watched()
+    with pytest.raises(sk.UnsupportedLeaf):
+        sk.async_save({**state, "bad": object()}, sk.MemoryStore())
+    del state
+    gc.collect()
+    assert [ref() for ref in watching] == [None] * 4

@@ -1,0 +1,208 @@
+"""The hook before an optimizer's step: put once, idle unless a save needs it, and in nobody's way."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.stage.step_gates import Gate, StepGates, step_gates
+from tests.asynchronous.scene import PATIENCE_S
+from tests.engine.samples import bits
+
+
+def trained(kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def hooks_of(optimizer):
+    return len(optimizer._optimizer_step_pre_hooks)
+
+
+def stepping(model, optimizer):
+    thread = threading.Thread(target=step, args=(model, optimizer))
+    thread.start()
+    return thread
+
+
+def test_a_step_waits_for_its_gate():
+    """
+    The step goes on when the copies are queued, and the next one does not wait again.
+    """
+    gates, gate = StepGates(), Gate()
+    model, optimizer = trained()
+    gates.put(gate, [optimizer])
+    before = bits(model.state_dict())
+    thread = stepping(model, optimizer)
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert bits(model.state_dict()) == before
+    gate.open({})
+    thread.join(PATIENCE_S)
+    assert bits(model.state_dict()) != before
+    step(model, optimizer)
+    gate.open({})
+
+
+def test_each_optimizer_has_gates_of_its_own():
+    """
+    An optimizer that no save has is not held back by one that it has.
+    """
+    gates, gate = StepGates(), Gate()
+    model, held_back = trained()
+    other = trained(torch.optim.SGD)
+    gates.put(gate, [held_back])
+    step(*other)
+    gate.open({})
+    step(model, held_back)
+
+
+def test_several_saves_hold_a_step_back_until_the_last():
+    """
+    With gates of two saves before it, a step waits for both.
+    """
+    gates, first, second = StepGates(), Gate(), Gate()
+    model, optimizer = trained()
+    gates.put(first, [optimizer])
+    gates.put(second, [optimizer])
+    assert hooks_of(optimizer) == 1
+    first.open({})
+    thread = stepping(model, optimizer)
+    thread.join(0.1)
+    assert thread.is_alive()
+    second.open({})
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_the_hook_is_put_once_and_taken_away():
+    """
+    However many saves there are, there is one hook; when it is taken away nothing holds a step back.
+    """
+    gates = StepGates()
+    model, optimizer = trained()
+    for _ in range(5):
+        gate = Gate()
+        gates.put(gate, [optimizer])
+        gate.open({})
+        step(model, optimizer)
+        assert hooks_of(optimizer) == 1
+    gates.put(Gate(), [optimizer])
+    gates.remove()
+    assert hooks_of(optimizer) == 0
+    step(model, optimizer)
+    gate = Gate()
+    gates.put(gate, [optimizer])
+    assert hooks_of(optimizer) == 1
+    gate.open({})
+    step(model, optimizer)
+
+
+def test_finish_saves_takes_hooks_away():
+    """
+    After `finish_saves` an optimizer is as it was.
+    """
+    _, optimizer = trained()
+    gate = Gate()
+    gate.open({})
+    step_gates().put(gate, [optimizer])
+    assert hooks_of(optimizer) == 1
+    sk.finish_saves()
+    assert hooks_of(optimizer) == 0
+
+
+def test_a_state_in_host_memory_needs_no_hook():
+    """
+    Where all was copied in the call, optimizers are left alone.
+    """
+    model, optimizer = trained()
+    sk.async_save({"model": model, "optimizer": optimizer}, sk.MemoryStore()).result(PATIENCE_S)
+    assert hooks_of(optimizer) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_of_an_optimizer_are_free(copied):
+    """
+    An optimizer with a gate before its step is copied and pickled as ever, and the copy has neither hook nor gate.
+    """
+    gates, gate = StepGates(), Gate()
+    _, optimizer = trained()
+    plain = bits(copied(optimizer).state_dict())
+    gates.put(gate, [optimizer])
+    other = copied(optimizer)
+    assert bits(other.state_dict()) == plain
+    for group in other.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    other.step()
+    gate.open({})
+
+
+def test_closures_scalers_and_schedulers():
+    """
+    Steps with a closure, by a GradScaler and with a scheduler work with the hook, and give what they gave.
+    """
+    found = []
+    for gated in (False, True):
+        gates, gate = StepGates(), Gate()
+        model, optimizer = trained(torch.optim.SGD)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        gate.open({})
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        if gated:
+            gates.put(gate, [optimizer])
+        loss = optimizer.step(closure)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        found.append((loss.item(), bits(model.state_dict()), scheduler.get_last_lr()))
+    assert found[0] == found[1]
+
+
+def test_optimizers_are_not_kept_alive():
+    """
+    A hook and a gate hold no optimizer.
+    """
+    gates = StepGates()
+    model, optimizer = trained()
+    gates.put(Gate(), [optimizer])
+    ref = weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert ref() is None
+    gates.remove()
+
+
+def test_a_gate_may_be_opened_before_it_is_put():
+    """
+    A save that is quicker than its call holds nothing back.
+    """
+    gates, gate = StepGates(), Gate()
+    gate.open({})
+    gate.open({})
+    model, optimizer = trained()
+    gates.put(gate, [optimizer])
+    step(model, optimizer)
