@@ -44,7 +44,7 @@ from shardkeep.run.read import Source
 from shardkeep.run.sharing_boxes import Destinations, only, wants_of
 from shardkeep.run.sharing_channel import Channel, all_agree, new_tag, open_channel
 from shardkeep.run.sharing_offers import Sharing
-from shardkeep.run.sources import open_source, read_record
+from shardkeep.run.sources import Found, find, open_source
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.devices import settle
 from shardkeep.state.flatten import refill
@@ -230,6 +230,7 @@ class _Filling:
         self.record: Record
         self.communicates: bool
         self.stored: Stored | None = None
+        self.found: Found | None = None
         self.source: Source
         self.index: Index
         self.description: Description
@@ -252,7 +253,8 @@ class _Filling:
         """On rank 0: give everyone the commit record, if all ranks have the same objects."""
         seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
         insist_on_same_objects([names for names, _, _ in seen])
-        record = msgspec.json.encode(read_record(self.store))  # as it is stored: its meta may be beyond msgpack
+        self.found = find(self.store)
+        record = msgspec.json.encode(self.found.record)  # as it is stored: its meta may be beyond msgpack
         shares = all_agree([word for _, _, word in seen])
         return [_encode((record, any(talks for _, talks, _ in seen), shares))] * len(payloads)
 
@@ -264,7 +266,8 @@ class _Filling:
     def prepare(self) -> bytes:
         """Read the index, and ask those objects what they need that ask no other rank."""
         self.wishes = self.wishes.checked()
-        self.source = open_source(self.store, self.record, self.options)
+        found, self.found = self.found, None  # of rank 0, which has read it
+        self.source = found.open(self.options) if found else open_source(self.store, self.record, self.options)
         self.index = self.source.index
         if self.objects:
             self.stored = Stored(self.index, *self.wishes.names(self.index), self.wishes.renamed)

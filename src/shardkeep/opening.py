@@ -34,21 +34,17 @@ from shardkeep.format.record import Record
 from shardkeep.format.region import Box
 from shardkeep.format.tree import Node, decode_tree, leaf_keys, unflatten
 from shardkeep.format.values import decode_value
-from shardkeep.layout import native
 from shardkeep.options import Options
-from shardkeep.plan.loads import check_tensors
 from shardkeep.plan.ranges import every_block
 from shardkeep.run.read import (
     Headers,
     damage_of,
     explain_missing,
-    keys_at,
     neighbours,
     open_checked,
     read_files,
 )
-from shardkeep.run.sources import open_source, read_record
-from shardkeep.run.torch_open import TorchSource
+from shardkeep.run.sources import find
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
@@ -98,12 +94,12 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, store: Store, options: Options) -> None:
         self._store = store
         self._options = options
-        record = read_record(store)
+        found = find(store)
         try:
-            self._source = open_source(store, record, options, Headers())
+            self._source = found.open(options, Headers())
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
-                raise explain_missing(store, record.index.name) from exc
+                raise explain_missing(store, found.record.index.name) from exc
             raise
         self.record: Record = self._source.record
         self.index: Index = self._source.index
@@ -241,10 +237,10 @@ class Checkpoint(Mapping[str, Any]):
 
     def _check_unchanged(self) -> None:
         """Insist that the store still has the record and the index that were opened."""
-        record = read_record(self._store)
-        if record.save_id != self.record.save_id:
+        found = find(self._store)
+        if found.record.save_id != self.record.save_id:
             raise explain_missing(self._store, self.record.index.name)
-        opened = open_source(self._store, record, self._options).record
+        opened = found.open(self._options).record
         if opened != self.record:
             raise MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
 
@@ -253,21 +249,16 @@ class Checkpoint(Mapping[str, Any]):
             raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
 
     def _check_index(self) -> None:
-        if isinstance(self._source, TorchSource):
-            self._source.check(self._owners())
-        else:
-            check_tensors(self.index, self._owners(), native.data_sizes(self.record))
+        self._source.check_index(self._owners())
         self._check_sorted()
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
         threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
-        file, headers, key_at = self.record.files[number], Headers(), keys_at(self.index)
-        if isinstance(self._source, TorchSource):
-            headers, key_at = self._source.files.headers, self._source.keys_at
-            if not file.block_nbytes:
-                yield from self._source.bad_archives(number)
-                return
+        file, (headers, key_at) = self.record.files[number], self._source.to_verify()
+        if (damage := self._source.undigested(number)) is not None:
+            yield from damage
+            return
         # The real size first: a plan is as long as the record says the file is.
         open_checked(self._source.store, file, headers)[0].close()
         plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)

@@ -13,10 +13,10 @@ import torch
 import shardkeep
 from shardkeep import dcp
 from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.layout.torch_metadata import decode_torch_metadata
 from shardkeep.protocol import metadata, stored_items
 from shardkeep.protocol.objects import load_object
 from shardkeep.protocol.pickled_metadata import decode_metadata
-from shardkeep.run.torch_open import decode_torch_metadata
 
 KINDS = [
     metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata,

@@ -91,6 +91,20 @@ class TorchColumns:
         """Return the first row of an entry's chunks, and the one behind its last."""
         return int(self.chunk_ends[entry - 1]) if entry else 0, int(self.chunk_ends[entry])
 
+    def find_place(self, entry: int, offset: list[int], hint: int | None = None) -> int:
+        """Return the row of the place of an entry's chunk that begins there; -1 where there is none."""
+        first, end = self.chunk_rows(entry)
+        ndim = int(self.ndim[entry])
+        if len(offset) != ndim:
+            return -1
+        # Of chunks that begin at one place, all but one are empty; one of them has the place.
+        if hint is not None and 0 <= hint < end - first and self.offsets[first + hint, :ndim].tolist() == offset:
+            place = int(self.place_of_chunk[first + hint])
+            if place >= 0:
+                return place
+        there = first + np.flatnonzero((self.offsets[first:end, :ndim] == offset).all(axis=1))
+        return int(self.place_of_chunk[there].max(initial=-1))
+
     @cached_property
     def key_texts(self) -> list[str]:
         """All keys."""

@@ -256,20 +256,5 @@ class _Decoder:
         if index.offset is None:
             place = int(self._columns.place_of_entry[row])
         else:
-            place = self._place_of_chunk(row, list(index.offset), index.index)
+            place = self._columns.find_place(row, list(index.offset), index.index)
         return place if place >= 0 else None
-
-    def _place_of_chunk(self, row: int, offset: list[int], hint: int | None) -> int:
-        columns = self._columns
-        _, ndim, _, first, end = self._entries[row]
-        if len(offset) != ndim:
-            return -1
-        if hint is not None and 0 <= hint < end - first and self._chunks[first + hint][0][:ndim] == offset:
-            place = int(columns.place_of_chunk[first + hint])
-            if place >= 0:
-                return place
-        for chunk in np.flatnonzero((columns.offsets[first:end, :ndim] == offset).all(axis=1)).tolist():
-            place = int(columns.place_of_chunk[first + chunk])
-            if place >= 0:
-                return place
-        return -1

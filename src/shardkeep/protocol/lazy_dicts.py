@@ -143,7 +143,7 @@ class LazyItems(LazyDict[K, V]):
     def of(cls, count: int, find: Callable[[Any], int | None], make: Callable[[int], tuple[K, V]]) -> LazyItems[K, V]:
         """Return a dict of so many items; `find` says which one a key is of, `make` gives the n-th."""
         # One item that nobody sees: C code asks a dict itself whether it is empty.
-        made: LazyItems[K, V] = cls({None: None} if count else ())  # type: ignore[dict-item]
+        made: LazyItems[K, V] = cls({None: None} if count else {})  # type: ignore[dict-item]
         made._count, made._find, made._make, made._held = count, find, make, {}
         return made
 

@@ -9,13 +9,10 @@ import torch
 
 from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.dtypes import by_code, of_torch, to_torch
-from shardkeep.format.region import intersect, relative, slices
 from shardkeep.layout.native import data_sizes
 from shardkeep.plan.loads import Wants, plan_load
 from shardkeep.plan.ranges import FileReads, plan_reads
 from shardkeep.run.read import Source, keys_at, read_files
-from shardkeep.run.torch_fetch import Wanted, fill
-from shardkeep.run.torch_open import TorchSource
 from shardkeep.run.workers import window_for
 from shardkeep.stage.tensors import host_address, scattered
 
@@ -43,8 +40,20 @@ def fetch(
         first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
 
     """
-    if isinstance(source, TorchSource):
-        return _fetch_torch(source, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
+    return source.fill(tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes, first_file=first_file)
+
+
+def fill_native(
+    source: Source,
+    tensor: IntArray,
+    boxes: Boxes,
+    into: Sequence[torch.Tensor],
+    *,
+    threads: int,
+    budget_nbytes: int,
+    first_file: float,
+) -> int:
+    """Fill tensors from a native checkpoint, and return the bytes read."""
     index = source.index
     codes = np.asarray(index.tensors.dtype)[tensor]
     own = [of_torch(t.dtype).code for t in into]
@@ -68,31 +77,6 @@ def fetch(
         window_nbytes=window,
         headers=source.headers,
     )
-
-
-def _fetch_torch(
-    source: TorchSource,
-    tensor: IntArray,
-    boxes: Boxes,
-    into: Sequence[torch.Tensor],
-    *,
-    threads: int,
-    budget_nbytes: int,
-) -> int:
-    index = source.index
-    source.check(np.unique(tensor))
-    wanted = []
-    for want, row in enumerate(tensor.tolist()):
-        rows, ndim = index.chunk_rows(row), int(index.tensors.ndim[row])
-        box, key = boxes.box(want, ndim), index.keys.raw(row).decode()
-        stored = index.chunks.take(rows).boxes
-        for number, place in enumerate(source.places_of(rows)):
-            chunk = stored.box(number, ndim)
-            if common := intersect(chunk, box):
-                target = into[want][slices(relative(common, box))]
-                inside = relative(common, chunk)
-                wanted.append(Wanted(place, key, chunk.sizes, index.dtype(row), inside, target))
-    return fill(source.files, wanted, threads=threads, budget_nbytes=budget_nbytes)[0]
 
 
 def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
-from shardkeep.format.columns import ITEMSIZES, IntArray, concat_ranges, segment_starts
+from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, concat_ranges, segment_starts
 from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
@@ -29,6 +29,9 @@ from shardkeep.stage.memory import Scattered, copy_memory, view_memory
 from shardkeep.stage.windows import windows_for
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
+
+if TYPE_CHECKING:
+    import torch
 
 _HOT_NBYTES = 2 * MAX_BLOCK_NBYTES
 """What is in memory already is read, hashed and copied in pieces of this size, all while they are in the CPU's cache."""
@@ -69,6 +72,44 @@ class Source:
     index: Index
     headers: Headers | None = None
     """Those checked so far, where there will be more reads."""
+
+    # What is asked of a checkpoint whatever its layout; this one is native.
+
+    def check(self, tensors: IntArray) -> None:
+        """Insist that these tensors are stored, before memory is made for them."""
+        check_stored(self, tensors)
+
+    def check_index(self, tensors: IntArray) -> None:
+        """Insist that what is said of these tensors makes sense."""
+        check_tensors(self.index, tensors, data_sizes(self.record))
+
+    def to_verify(self) -> tuple[Headers, KeyAt]:
+        """Return what files are verified with: the headers to trust, which are none, and what names tensors in them."""
+        return Headers(), keys_at(self.index)
+
+    def undigested(self, file: int) -> Iterator[CheckpointError] | None:  # noqa: ARG002 - every file has digests
+        """Find damage in a file that has no digests; None for one that has."""
+        return None
+
+    def place_of(self, chunk: int) -> tuple[str, int]:
+        """Return the file of a chunk, and where in it the chunk begins."""
+        return str(int(self.index.chunks.file[chunk])), int(self.index.chunks.start[chunk])
+
+    def fill(
+        self,
+        tensor: IntArray,
+        boxes: Boxes,
+        into: Sequence[torch.Tensor],
+        *,
+        threads: int,
+        budget_nbytes: int,
+        first_file: float = 0.0,
+    ) -> int:
+        """Fill tensors, and return the bytes read; see `run.fetch`."""
+        from shardkeep.run.fetch import fill_native  # noqa: PLC0415 - only reading a tensor needs torch
+
+        limits = {"threads": threads, "budget_nbytes": budget_nbytes}
+        return fill_native(self, tensor, boxes, into, **limits, first_file=first_file)
 
 
 class _Task(NamedTuple):

@@ -12,7 +12,6 @@ from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.dtypes import to_torch
 from shardkeep.run.read import Source
 from shardkeep.run.sharing_offers import Cut, Want, apart, is_plain
-from shardkeep.run.torch_open import TorchSource
 
 
 class Destinations(NamedTuple):
@@ -65,7 +64,4 @@ def _place(source: Source, row: int, offsets: tuple[int, ...]) -> tuple[str, int
         low = np.asarray(chunks.offsets, np.int64)[:, : len(offsets)]
         high = low + np.asarray(chunks.sizes, np.int64)[:, : len(offsets)]
         at += int(np.argmax(np.all((low <= offsets) & (high > offsets), axis=1)))
-    if isinstance(source, TorchSource):
-        [place] = source.places_of(slice(at, at + 1))
-        return place.file, place.offset
-    return str(int(index.chunks.file[at])), int(index.chunks.start[at])
+    return source.place_of(at)

@@ -14,8 +14,7 @@ from shardkeep.format.picks import Pick
 from shardkeep.format.region import Ints
 from shardkeep.options import Options
 from shardkeep.run.fetch import fetch
-from shardkeep.run.read import Source, check_stored
-from shardkeep.run.torch_open import TorchSource
+from shardkeep.run.read import Source
 
 Picks = tuple[Pick, ...]
 
@@ -28,7 +27,7 @@ _MOST_PARTS = 4096
 def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torch.Tensor]:
     """Return these tensors, none of them tied to another, as new ones."""
     index = source.index
-    _check(source, tensors)
+    source.check(tensors)
     into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row)), device="cpu") for row in tensors.tolist()]
     sizes = np.asarray(index.tensors.shape[tensors], np.int64)
     boxes = Boxes(np.zeros_like(sizes), sizes)
@@ -41,7 +40,7 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
     dtype = source.index.dtype(row)
     budget = options.host_budget_bytes
     if math.prod(pick.count for pick in picks) * dtype.itemsize > budget:
-        _check(source, np.array([source.index.tensors.alias[row]], np.int64))
+        source.check(np.array([source.index.tensors.alias[row]], np.int64))
     out = torch.empty([pick.count for pick in picks], dtype=to_torch(dtype), device="cpu")
     if out.numel():
         # What is read with gaps in it is held until it has been thinned out.
@@ -51,14 +50,6 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
         for parts in _batches(_parts(picks, strides, dtype.itemsize, band), dtype.itemsize, band):
             _fill(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
-
-
-def _check(source: Source, tensors: IntArray) -> None:
-    """Insist that these tensors are stored before memory is made for them."""
-    if isinstance(source, TorchSource):
-        source.check(tensors)
-    else:
-        check_stored(source, tensors)
 
 
 def _has_gaps(picks: Picks) -> bool:

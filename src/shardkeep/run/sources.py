@@ -7,6 +7,7 @@ save that died just before that: what was written last counts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
@@ -24,9 +25,9 @@ class _Looks(Opens, Lists, Protocol):
     """What looking for commits needs of a store."""
 
 
-def read_record(store: Store) -> Record:
+def find(store: Store) -> Found:
     """
-    Read what says that a checkpoint exists.
+    Find the checkpoint of a place, to open it.
 
     Raises:
         CheckpointNotFound: there is none, of any layout.
@@ -36,10 +37,36 @@ def read_record(store: Store) -> Record:
         record = native.read_record(store)
     except CheckpointNotFound as exc:
         try:
-            return torch_open.read_torch_record(store)
+            return torch_open.find_torch(store)
         except BlobNotFound:
             raise exc from None
-    return torch_open.read_torch_record(store) if latest(store) == METADATA_NAME else record
+    return torch_open.find_torch(store) if latest(store) == METADATA_NAME else _FoundNative(store, record)
+
+
+def read_record(store: Store) -> Record:
+    """
+    Read what says that a checkpoint exists.
+
+    Raises:
+        CheckpointNotFound: there is none, of any layout.
+
+    """
+    return find(store).record
+
+
+@dataclass(frozen=True)
+class _FoundNative:
+    """A native checkpoint whose record was read."""
+
+    store: Store
+    record: Record
+
+    def open(self, _: Options, headers: Headers | None = None) -> Source:
+        return Source(self.store, self.record, native.read_index(self.store, self.record), headers)
+
+
+Found = _FoundNative | torch_open.FoundTorch
+"""A checkpoint that is there: its `record`, and how to `open` it without reading again what was read to find it."""
 
 
 def latest(store: _Looks) -> str | None:
@@ -54,7 +81,7 @@ def latest(store: _Looks) -> str | None:
 
 
 def open_source(store: Store, record: Record, options: Options, headers: Headers | None = None) -> Source:
-    """Open the checkpoint that a record is of."""
+    """Open the checkpoint that a record, which may be from another rank, is of."""
     if record.format == NATIVE:
-        return Source(store, record, native.read_index(store, record), headers)
+        return _FoundNative(store, record).open(options, headers)
     return torch_open.open_torch(store, record, options)

@@ -2,41 +2,45 @@
 A checkpoint of torch's layout, opened: what is in it, in the terms of the native index, so that everything that looks at
 a checkpoint or loads from one does not ask who wrote it.
 
-Tensors and names come from `.metadata`. Objects are read, and those that are plain data become plain values; others are
-kept as the bytes they are, which only `allow_pickle` opens. No torch is needed for any of this.
+Tensors and names come from `.metadata`, or from the columns beside it. Objects are read when they are asked for; those
+that are plain data become plain values, others are kept as the bytes they are, which only `allow_pickle` opens. No torch
+is needed for any of this.
 """
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep.codec.chain import transformed_input
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.errors import CheckpointError, MalformedFile, UnsupportedLeaf
-from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.columns import Boxes, IntArray, concat_ranges, matrix_of
-from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
-from shardkeep.format.record import IndexEntry, Record, Totals
+from shardkeep.format.columns import Boxes, IntArray, concat_ranges
+from shardkeep.format.index import Index, Strings, decode_index, encode_index
+from shardkeep.format.record import IndexEntry, Record
+from shardkeep.format.sealed import unsealed
 from shardkeep.format.torch_archive import read_object
-from shardkeep.format.tree import Container, Node, encode_tree
 from shardkeep.format.values import encode_value
 from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, writer_rank
-from shardkeep.layout.torch_metadata import Place, TorchMetadata, decode_torch_metadata
+from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.plan.loads import chunk_rows
 from shardkeep.plan.tiling import tiled
-from shardkeep.run.item_files import Files, Item, bad_archives, batches, check_inside, keys_in, read_raw
-from shardkeep.run.read import Reads, Source
+from shardkeep.run.item_files import Files, Item, bad_archives, check_inside, keys_in
+from shardkeep.run.read import Headers, KeyAt, Reads, Source
+from shardkeep.run.torch_contents import Contents, read_contents
+from shardkeep.run.torch_values import StoredObjects
 from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import BlobInfo
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "torch.distributed.checkpoint"
 
@@ -80,13 +84,40 @@ class TorchSource(Source):
         ]
         return [*chunks, *objects]
 
-    def keys_at(self, file: int, at: int, end: int) -> str:
-        """Name the tensors and objects in a range of a file."""
-        return keys_in(self.items(), file, at, end)
+    def check_index(self, tensors: IntArray) -> None:
+        """Check these tensors, and `.metadata` whole, of which columns may have been read instead."""
+        self.check(tensors)
+        unsealed(self.store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES), METADATA_NAME)
 
-    def bad_archives(self, file: int) -> Iterator[CheckpointError]:
+    def to_verify(self) -> tuple[Headers, KeyAt]:
+        """Return the digests that were read when the files were looked at, and what names tensors and objects."""
+        return self.files.headers, lambda file, at, end: keys_in(self.items(), file, at, end)
+
+    def undigested(self, file: int) -> Iterator[CheckpointError] | None:
         """Check what lies in a file that nobody took digests of; what was transformed cannot be."""
+        if self.record.files[file].block_nbytes:
+            return None
         return bad_archives(self.files, self._plain_items.get(file, []))
+
+    def place_of(self, chunk: int) -> tuple[str, int]:
+        """Return the file of a chunk, and where in it the chunk begins."""
+        [place] = self.places_of(slice(chunk, chunk + 1))
+        return place.file, place.offset
+
+    def fill(
+        self,
+        tensor: IntArray,
+        boxes: Boxes,
+        into: Sequence[torch.Tensor],
+        *,
+        threads: int,
+        budget_nbytes: int,
+        first_file: float = 0.0,  # noqa: ARG002 - a file is read by as many threads as there are
+    ) -> int:
+        """Fill tensors, and return the bytes read; see `run.fetch`."""
+        from shardkeep.run.torch_boxes import fill_boxes  # noqa: PLC0415 - only reading a tensor needs torch
+
+        return fill_boxes(self, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
 
     @cached_property
     def _plain_items(self) -> dict[int, list[Item]]:
@@ -99,28 +130,22 @@ class TorchSource(Source):
         return found
 
 
-def read_torch_record(store: Reads) -> Record:
-    """Read what there is to know of a checkpoint before it is opened; `BlobNotFound` where there is none."""
-    data = _as_foreign(store).get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
-    metadata = decode_torch_metadata(data, where=METADATA_NAME)
-    names = {place.file for place in _all_places(metadata)}
-    writers = [rank for rank in map(writer_rank, names) if rank is not None]
-    checksum = text_of(digest(data))
-    return Record(
+def find_torch(store: Reads) -> FoundTorch:
+    """Find a checkpoint of torch's layout; `BlobNotFound` where there is none."""
+    store = _as_foreign(store)
+    contents = read_contents(store)
+    writers = [rank for rank in map(writer_rank, contents.files) if rank is not None]
+    record = Record(
         format=FORMAT,
-        save_id=metadata.save_id or checksum[-20:],
+        save_id=contents.save_id or contents.checksum[-20:],
         saved_at=_when(store),
-        writer="shardkeep" if metadata.sums else "torch",
+        writer="shardkeep" if contents.sums else "torch",
         world_size=max(writers, default=0) + 1,
-        totals=Totals(
-            tensors=len(metadata.tensors),
-            chunks=sum(len(entry.chunks) for entry in metadata.tensors.values()),
-            values=len(metadata.objects),
-            tensor_bytes=sum(math.prod(e.shape) * e.dtype.itemsize for e in metadata.tensors.values()),
-        ),
-        index=IndexEntry(name=METADATA_NAME, nbytes=len(data), checksum=checksum),
+        totals=contents.totals,
+        index=IndexEntry(name=METADATA_NAME, nbytes=contents.nbytes, checksum=contents.checksum),
         files=[],
     )
+    return FoundTorch(store, record, contents)
 
 
 def _as_foreign(store: Reads) -> Reads:
@@ -135,50 +160,38 @@ def _when(store: Reads) -> str:
 
 
 def open_torch(store: Reads, record: Record, options: Options) -> TorchSource:
-    """Open the checkpoint that a record is of."""
+    """Open the checkpoint that a record, which may be from another rank, is of."""
     store = _as_foreign(store)
-    data = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
-    if text_of(digest(data)) != record.index.checksum:
-        raise CheckpointError(
-            f"{METADATA_NAME}: the checkpoint was replaced by another save meanwhile", hint="open or load it again"
+    return FoundTorch(store, record, read_contents(store)).open(options)
+
+
+@dataclass(frozen=True)
+class FoundTorch:
+    """A checkpoint of torch's layout whose metadata were read."""
+
+    store: Reads
+    record: Record
+    contents: Contents
+
+    def open(self, options: Options, _: Headers | None = None) -> TorchSource:
+        """Look at its files."""
+        contents = self.contents
+        if contents.checksum != self.record.index.checksum:
+            raise CheckpointError(
+                f"{METADATA_NAME}: the checkpoint was replaced by another save meanwhile", hint="open or load it again"
+            )
+        files = Files(self.store, contents.sums)
+        for name in contents.files:  # in this order: they are numbered as in the contents
+            files.number(name)
+        fields = {name: getattr(self.record, name) for name in self.record.__struct_fields__ if name != "files"}
+        whole = Record(**fields, files=files.entries)
+        index = _index(contents, StoredObjects(contents.objects, files, options, _value))
+        return TorchSource(
+            self.store, whole, index, files.headers, files=files, places=contents.places, objects=contents.objects
         )
-    metadata = decode_torch_metadata(data, where=METADATA_NAME)
-    files = Files(store, metadata.sums)
-    names = sorted({place.file for place in _all_places(metadata)})
-    for name in names:
-        files.number(name)
-    places: list[Place] = []
-    index = _index(metadata, files, places, _values(metadata, files, options))
-    whole = Record(
-        **{name: getattr(record, name) for name in record.__struct_fields__ if name != "files"}, files=files.entries
-    )
-    return TorchSource(store, whole, index, files.headers, files=files, places=places, objects=metadata.objects)
 
 
-def _all_places(metadata: TorchMetadata) -> list[Place]:
-    chunks = [place for entry in metadata.tensors.values() for _, place in entry.chunks]
-    return [*chunks, *metadata.objects.values()]
-
-
-def _values(metadata: TorchMetadata, files: Files, options: Options) -> list[tuple[str, bytes]]:
-    """Read all objects, as the index has values."""
-    keys = sorted(metadata.objects, key=str.encode)
-    places = [metadata.objects[key] for key in keys]
-    items = [
-        Item(files.number(place.file), place.offset, place.nbytes, key) for key, place in zip(keys, places, strict=True)
-    ]
-    check_inside(files, items)
-    values: list[tuple[str, bytes]] = []
-    for some in batches(list(zip(keys, places, items, strict=True)), lambda each: each[2].nbytes):
-        held = read_raw(
-            files, [item for _, _, item in some], threads=options.io_threads, budget_nbytes=options.host_budget_bytes
-        )
-        values += [(key, _value(key, place, data)) for (key, place, _), data in zip(some, held, strict=True)]
-    return values
-
-
-def _value(key: str, place: Place, data: bytearray) -> bytes:
-    raw = bytes(data)
+def _value(key: str, place: Place, raw: bytes) -> bytes:
     if place.descriptors:
         raw = transformed_input(ExtensionRegistry(), place.descriptors, io.BytesIO(raw)).read(-1)
     try:
@@ -204,59 +217,29 @@ def load_archive(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _index(metadata: TorchMetadata, files: Files, places: list[Place], values: list[tuple[str, bytes]]) -> Index:
-    keys = sorted(metadata.tensors, key=str.encode)
-    entries = [metadata.tensors[key] for key in keys]
-    axes = max((len(entry.shape) for entry in entries), default=0)
-    stored = [pair for entry in entries for pair in entry.chunks]
-    places.extend(place for _, place in stored)
-    for key, entry in zip(keys, entries, strict=True):
-        if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
-            raise MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
+def _index(contents: Contents, values: Strings) -> Index:
+    # Written and read again, which checks that all fits.
     encoded = encode_index(
-        keys=keys,
-        tensors=Tensors(
-            dtype=np.array([entry.dtype.code for entry in entries], np.uint8),
-            ndim=np.array([len(entry.shape) for entry in entries], np.uint8),
-            shape=matrix_of([entry.shape for entry in entries], axes, 1),
-            origin=np.zeros(len(entries), np.uint8),
-            alias=np.arange(len(entries)),
-        ),
-        chunk_ends=np.cumsum([len(entry.chunks) for entry in entries], dtype=np.int64),
-        chunks=Chunks(
-            offsets=matrix_of([box.offsets for box, _ in stored], axes, 0),
-            sizes=matrix_of([box.sizes for box, _ in stored], axes, 1),
-            file=np.array([files.number(place.file) for _, place in stored], np.int64),
-            start=np.arange(len(stored)),
-        ),
-        values=values,
-        tree=encode_tree(_tree(metadata.paths)),
+        keys=contents.keys,
+        tensors=contents.tensors,
+        chunk_ends=contents.chunk_ends,
+        chunks=contents.chunks,
+        values=[(key, b"") for key in sorted(contents.objects, key=str.encode)],
+        tree=b"",
     )
-    return decode_index(encoded, where=METADATA_NAME)
+    return _TorchIndex(decode_index(encoded, where=METADATA_NAME), values, contents)
 
 
-def _tree(paths: Mapping[str, tuple[str | int, ...]]) -> Node:
-    """Make the skeleton of the nested state; where paths contradict each other, all names stand side by side."""
-    root: dict[Any, Any] = {}
-    try:
-        for name, path in paths.items():
-            if ".".join(map(str, path)) != name:
-                raise ValueError
-            here = root
-            for part in path[:-1]:
-                here = here.setdefault(part, {})
-            if path[-1] in here:
-                raise ValueError
-            here[path[-1]] = None
-        return _container(root)
-    except (ValueError, AttributeError, TypeError):
-        return Container("dict", tuple((name, None) for name in paths))
+class _TorchIndex(Index):
+    """An index whose values and tree are made when they are asked for."""
 
+    def __init__(self, index: Index, values: Strings, contents: Contents) -> None:
+        made = {field.name: getattr(index, field.name) for field in fields(Index) if field.name != "tree"}
+        super().__init__(**{**made, "value_data": values}, tree=b"")
+        vars(self).pop("tree")
+        vars(self)["contents"] = contents
 
-def _container(held: dict[Any, Any]) -> Container:
-    numbers = [part for part in held if type(part) is int]
-    if numbers and (len(numbers) != len(held) or sorted(numbers) != list(range(len(numbers)))):
-        raise ValueError
-    parts = sorted(numbers) if numbers else list(held)
-    children = tuple((part, None if held[part] is None else _container(held[part])) for part in parts)
-    return Container("list" if numbers else "dict", children)
+    @cached_property
+    def tree(self) -> bytes:
+        """The skeleton of the nested state."""
+        return vars(self)["contents"].tree  # type: ignore[no-any-return]  # put there above
