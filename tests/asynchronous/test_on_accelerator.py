@@ -248,7 +248,6 @@ def test_budgets_smaller_than_the_state():
         assert staging_memory().windows.nbytes <= 6 * WINDOW_NBYTES
 
 
-@pytest.mark.xfail(strict=False, reason="run/staging.py: windows that were filled when a save fails are lost")
 def test_failures_do_not_use_up_the_budget():
     """
     After many saves that failed with windows filled, one with the same small budget still goes through.

@@ -136,19 +136,11 @@ def test_a_failure_ends_it(files, seed, windows, queued, read_fails, write_fails
         assert ran.staging.queued.done()
 
 
-LEAK = "run/staging.py: buffers that were filled, or being filled, when a save fails are lost to the pool"
 LARGE = [[(300, True)], [(300, True)]]
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("read", marks=pytest.mark.xfail(reason=LEAK)),
-        pytest.param("write", marks=pytest.mark.xfail(reason=LEAK)),
-        pytest.param("cancel", marks=pytest.mark.xfail(strict=False, reason=LEAK)),
-    ],
-)
+@pytest.mark.parametrize("fault", ["read", "write", "cancel"])
 def test_buffers_come_back_from_what_failed(fault, queued):
     """
     Wherever it failed, every buffer is there for the next save: with none left that would wait for ever.

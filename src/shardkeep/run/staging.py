@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 _MOST_EMPTIERS = 16
 """So many copies at a time keep up with the link to an accelerator."""
+_PART_NBYTES = 16 << 20
+"""What one of them copies."""
 _FEW_EMPTIERS = 4
 """Where nobody waits: training needs the cores."""
 
@@ -71,6 +73,7 @@ class Staging:
         self._lock = threading.Lock()
         self._queue = list(filter(ahead or _has_scattered, windows))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
+        self._last_of = {(w.job.name, w.start): list(_ending_in(w)) for w in self._queue}
         self._uncopied = len(self._queue)
         self.count = len(self._queue)
         """How many are filled ahead."""
@@ -89,17 +92,19 @@ class Staging:
             yield
             return
         emptiers = min(_MOST_EMPTIERS if self._urgent else _FEW_EMPTIERS, cores())
-        with ThreadPoolExecutor(1 + emptiers, thread_name_prefix="shardkeep-stage") as threads:
-            filling = threads.submit(self._fill_all, threads)
-            try:
-                yield
-            finally:
-                self._ending = True
-                filling.result()
-        self._fail(_ended())
-        for ahead in self._ahead.values():  # what nobody took
-            if not ahead.exception():
-                self._pool.give(ahead.result())
+        try:
+            with ThreadPoolExecutor(1 + emptiers, thread_name_prefix="shardkeep-stage") as threads:
+                filling = threads.submit(self._fill_all, threads)
+                try:
+                    yield
+                finally:
+                    self._ending = True
+                    filling.result()
+        finally:
+            self._fail(_ended())
+            for ahead in self._ahead.values():  # what nobody took
+                if not ahead.exception():
+                    self._pool.give(ahead.result())
 
     @contextlib.contextmanager
     def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
@@ -141,9 +146,17 @@ class Staging:
                     current.enter_context(stream)
                 for window in self._queue:
                     buffer, target = self._buffers(through_ring=bool(streams))
-                    gather(window, buffer.view[: window.nbytes], queued=True)
+                    try:
+                        gather(window, buffer.view[: window.nbytes], queued=True)
+                    except BaseException:
+                        for stream in streams.values():
+                            stream.synchronize()  # what was queued before it failed
+                        self._give_back(buffer, target)
+                        raise
                     last = {device: stream.record_event() for device, stream in streams.items()}
-                    threads.submit(self._empty, window, buffer, target, last)
+                    filled = _Filled(window, buffer, target, last)
+                    for part in range(filled.parts):
+                        threads.submit(self._empty, filled, part)
             self._settle(self.queued, last)
         except BaseException as error:  # noqa: BLE001 - as the first line says
             self._fail(error)
@@ -159,33 +172,37 @@ class Staging:
             raise _ended()
         return buffer, target
 
+    def _give_back(self, buffer: Buffer, target: Buffer) -> None:
+        self._pool.give(target)
+        if buffer is not target:
+            self._ring.give(buffer)
+
     def _goes_on(self) -> bool:
         return not self._ending and self._wanted()
 
-    def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
+    def _empty(self, filled: _Filled, part: int) -> None:
+        """Copy a part of a buffer out of the ring, once it is there; the last part hands the window over."""
         try:
-            for event in events.values():
+            for event in filled.events.values():
                 event.synchronize()
-            self._let_go(window)
-            if buffer is not target:
-                copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised to those who wait for a window
-            self._pool.give(target)
+            if part == 0:
+                self._note_copied(filled.window)
+            if filled.buffer is not filled.target:
+                low = part * _PART_NBYTES
+                nbytes = min(_PART_NBYTES, filled.window.nbytes - low)
+                copy_memory(filled.to + low, filled.source + low, nbytes)
+        except BaseException as error:  # noqa: BLE001 - raised to those who wait for a window, this one's too
             self._fail(error)
-        else:
-            if not self._settle(self._ahead[window.job.name, window.start], target):
-                self._pool.give(target)
-        finally:
-            if buffer is not target:
-                self._ring.give(buffer)
+        if filled.is_last():
+            if filled.buffer is not filled.target:
+                self._ring.give(filled.buffer)
+            if not self._settle(self._ahead[filled.window.job.name, filled.window.start], filled.target):
+                self._pool.give(filled.target)
 
-    def _let_go(self, window: Window) -> None:
+    def _note_copied(self, window: Window) -> None:
         """Hold a copied window's sources no longer: on an accelerator they may be copies, whose memory is precious."""
-        starts = window.job.start
-        for row in window.rows:
-            end = int(starts[row + 1]) if row + 1 < len(starts) else window.job.data_nbytes
-            if end <= window.stop:
-                window.job.scattered.pop(row, None)
+        for row in self._last_of.pop((window.job.name, window.start)):
+            window.job.scattered.pop(row, None)
         with self._lock:
             self.nbytes_copied += window.nbytes
             self._uncopied -= 1
@@ -209,6 +226,33 @@ class Staging:
             for future in waited_for:
                 if not future.done():
                     future.set_exception(error)
+
+
+class _Filled:
+    """A window whose bytes are on their way into a buffer, to be copied from there to another, in parts."""
+
+    def __init__(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
+        self.window = window
+        self.buffer = buffer
+        self.target = target
+        self.events = events
+        self.source = address_of(buffer.view)
+        self.to = address_of(target.view)
+        self.parts = -(-window.nbytes // _PART_NBYTES)
+        self._undone = list(range(self.parts))
+
+    def is_last(self) -> bool:
+        """Say, once for each part, whether it was the last one."""
+        return self._undone.pop() == 0
+
+
+def _ending_in(window: Window) -> Iterator[int]:
+    """Give the sources of which a window has the last bytes."""
+    starts = window.job.start
+    for row in window.rows:
+        end = int(starts[row + 1]) if row + 1 < len(starts) else window.job.data_nbytes
+        if end <= window.stop:
+            yield row
 
 
 def _has_scattered(window: Window) -> bool:
