@@ -1,6 +1,8 @@
 """Windows that are filled ahead, with memory that pretends to be elsewhere and next to no room: right, or ended."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -157,3 +159,34 @@ def test_buffers_come_back_from_what_failed(fault, queued):
         assert (ran.pool.out, ran.ring.out) == (0, 0), n
         assert ran.staging.copied.done()
         assert ran.staging.queued.done()
+
+
+def test_saves_that_share_memory_do_not_wait_for_each_other():
+    """
+    Two saves at a time, while training waits for their copies, through windows that are enough for either and not for
+    both: each goes through.
+    """
+    rng = random.Random(0)
+    deadline = time.monotonic() + 20
+    for seed in range(40):
+        stream = Stream(rng)
+        pool, ring = CountingPool(BLOCK, 12), CountingPool(BLOCK, 2)
+
+        def save(seed, stream=stream, pool=pool, ring=ring):
+            store = sk.MemoryStore()
+            jobs, wanted = make_jobs(random.Random(seed), [[(48, True)]] * 4, stream, [NEVER])
+            staging = Staging(
+                windows_in_turn(jobs, BLOCK, 8),
+                ring=ring,
+                pool=pool,
+                after={},
+                wanted=lambda: time.monotonic() < deadline,
+                urgent=True,
+            )
+            with staging.running():
+                write_files(store, jobs, threads=8, window_nbytes=BLOCK, sink=Hashing(store, staging.take))
+            return all(store.get(name, limit=1 << 20) == data for name, data in wanted.items())
+
+        with pretended(stream), ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(save, [seed, 100 + seed])) == [True, True]
+        assert pool.out == ring.out == 0

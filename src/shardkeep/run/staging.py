@@ -115,14 +115,14 @@ class Staging:
             gather(window, own[: window.nbytes])
             yield own[: window.nbytes]
             return
-        with self._among_writers():
-            buffer = ahead.result()
-            with self._lock:
-                del self._ahead[window.job.name, window.start]
-            try:
+        buffer = ahead.result()  # before its turn: others may have what it would wait for
+        with self._lock:
+            del self._ahead[window.job.name, window.start]
+        try:
+            with self._among_writers():
                 yield buffer.view[: window.nbytes]
-            finally:
-                self._pool.give(buffer)
+        finally:
+            self._pool.give(buffer)
 
     def _among_writers(self) -> contextlib.AbstractContextManager[Any]:
         """Let one writer work at a time while training waits for copies: they need the same cores, and memory's speed."""
