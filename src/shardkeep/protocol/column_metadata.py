@@ -5,6 +5,7 @@ Metadata into the columns that stand beside a large `.metadata`, and back: entry
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ def _metadata_of(columns: TorchColumns, where: str) -> Metadata:
     decoder = _Decoder(columns, [entry.properties for entry in made.state_dict_metadata.values()])  # type: ignore[union-attr]  # of tensors
     keys, count = columns.key_texts, len(columns.kind)
     made.state_dict_metadata = LazyValues.of(keys[:count], decoder.entry)
-    made.storage_data = LazyItems.of(len(columns.places), decoder.find, decoder.place)
+    made.storage_data = LazyItems.of(_Places(decoder, len(columns.places)))
     if columns.names.has_paths:
         made.planner_data = LazyValues.of((keys[row] for row in columns.path_key.tolist()), decoder.path)
     return made
@@ -258,3 +259,26 @@ class _Decoder:
         else:
             place = self._columns.find_place(row, list(index.offset), index.index)
         return place if place >= 0 else None
+
+
+class _Places:
+    """Makes the places of all chunks and objects."""
+
+    def __init__(self, decoder: _Decoder, count: int) -> None:
+        self._decoder = decoder
+        self._count = count
+
+    def count(self) -> int:
+        return self._count
+
+    def has(self, key: Any) -> bool:
+        return self._decoder.find(key) is not None
+
+    def one(self, key: MetadataIndex) -> _StorageInfo:
+        row = self._decoder.find(key)
+        if row is None:
+            raise KeyError(key)
+        return self._decoder.place(row)[1]
+
+    def every(self) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+        return map(self._decoder.place, range(self._count))

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 from shardkeep.format.collector import collector_paused
 
 K = TypeVar("K")
 V = TypeVar("V")
+Made_co = TypeVar("Made_co", covariant=True)
 
 
 class LazyDict(dict[K, V]):
     """
     A dict of which not everything was made yet: the base of two kinds.
 
-    Made by its own constructor it is a dict like any other.
+    Made_co by its own constructor it is a dict like any other.
     """
 
     def settle(self) -> None:
@@ -83,6 +84,22 @@ class LazyDict(dict[K, V]):
         return super().setdefault(key, default)
 
 
+class Maker(Protocol[K, Made_co]):
+    """Makes the items of a dict."""
+
+    def count(self) -> int | None:
+        """Return how many there are; None where that is not known before they are made."""
+
+    def has(self, key: Any) -> bool:
+        """Say whether there is such a key."""
+
+    def one(self, key: K) -> Made_co:
+        """Return the value of a key that is there."""
+
+    def every(self) -> Iterable[tuple[K, Made_co]]:
+        """Return all keys and values, in their order."""
+
+
 class _Row(int):
     """Stands for a value that was not made yet."""
 
@@ -136,40 +153,39 @@ class LazyValues(LazyDict[K, V]):
 class LazyItems(LazyDict[K, V]):
     """A dict whose keys, too, are made only if somebody wants to see them."""
 
-    _count: int | None = None
-    """How many there are; None once they are all made, and this is a dict like any other."""
+    _maker: Maker[K, V] | None = None
+    """None once they are all made, and this is a dict like any other."""
+    _held: dict[K, V]
 
     @classmethod
-    def of(cls, count: int, find: Callable[[Any], int | None], make: Callable[[int], tuple[K, V]]) -> LazyItems[K, V]:
-        """Return a dict of so many items; `find` says which one a key is of, `make` gives the n-th."""
+    def of(cls, maker: Maker[K, V]) -> LazyItems[K, V]:
+        """Return a dict of what a maker makes."""
         # One item that nobody sees: C code asks a dict itself whether it is empty.
-        made: LazyItems[K, V] = cls({None: None} if count else {})  # type: ignore[dict-item]
-        made._count, made._find, made._make, made._held = count, find, make, {}
+        made: LazyItems[K, V] = cls({None: None})  # type: ignore[dict-item]
+        made._maker, made._held = maker, {}
         return made
 
-    _find: Callable[[Any], int | None]
-    _make: Callable[[int], tuple[K, V]]
-    _held: dict[int, V]
-
-    def _row(self, key: object) -> int | None:
-        hash(key)  # what cannot be a key raises, as a dict does
-        return self._find(key)
-
     def __len__(self) -> int:
-        return super().__len__() if self._count is None else self._count
+        count = None if self._maker is None else self._maker.count()
+        if count is None:
+            self.settle()
+            return super().__len__()
+        return count
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) if self._count is None else self._row(key) is not None
+        if self._maker is None:
+            return super().__contains__(key)
+        hash(key)  # what cannot be a key raises, as a dict does
+        return self._maker.has(key)
 
     def __getitem__(self, key: K) -> V:
-        if self._count is None:
+        if self._maker is None:
             return super().__getitem__(key)
-        row = self._row(key)
-        if row is None:
-            raise KeyError(key)
-        if row not in self._held:
-            self._held[row] = self._make(row)[1]
-        return self._held[row]
+        if key not in self._held:
+            if not self._maker.has(key):
+                raise KeyError(key)
+            self._held[key] = self._maker.one(key)
+        return self._held[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
@@ -178,16 +194,13 @@ class LazyItems(LazyDict[K, V]):
             return default
 
     def settle(self) -> None:
-        if self._count is None:
+        if self._maker is None:
             return
         with collector_paused():
-            made = {}
-            for row in range(self._count):
-                key, value = self._make(row)
-                made[key] = self._held.get(row, value)
+            made = {key: self._held.get(key, value) for key, value in self._maker.every()}
             dict.clear(self)
             dict.update(self, made)
-        self._count = None
+        self._maker = None
 
     def __iter__(self) -> Iterator[K]:
         self.settle()

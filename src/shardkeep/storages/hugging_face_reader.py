@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shardkeep.format.region import Box
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.protocol.foreign import in_words_of_caller
+from shardkeep.protocol.lazy_dicts import LazyItems
 from shardkeep.protocol.load_planner import DefaultLoadPlanner
 from shardkeep.protocol.metadata import (
     ChunkStorageMetadata,
@@ -26,6 +27,7 @@ from shardkeep.protocol.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+    is_torchs,
 )
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
@@ -37,7 +39,7 @@ from shardkeep.state.devices import settle
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
-from shardkeep.storages.safetensors_catalog import Catalog, Chunk, read_catalog
+from shardkeep.storages.safetensors_catalog import Chunk, Stored, read_catalog
 from shardkeep.storages.safetensors_files import SafetensorsFile, read_header
 from shardkeep.storages.safetensors_handle import SafeFile
 from shardkeep.storages.safetensors_publish import look
@@ -63,8 +65,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         """
         super().__init__(path=path)
         self.thread_count = thread_count
-        self._catalog: Catalog = {}
-        self._chunks: dict[tuple[str, Ints], tuple[DType, Chunk]] = {}
+        self._catalog: Mapping[str, Stored] = {}
+        self._chunks: dict[str, dict[Ints, tuple[DType, Chunk]]] = {}
         self._headers: dict[str, SafetensorsFile] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -83,25 +85,13 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         """
         check_local(self)
+        self._chunks = {}
         self._catalog = read_catalog(look(self.path), threads=self._threads())
-        self._chunks = {
-            (key, chunk.box.offsets): (stored.dtype, chunk)
-            for key, stored in self._catalog.items()
-            for chunk in stored.chunks
-        }
-        entries: dict[str, Any] = {}
-        places: dict[MetadataIndex, _HFStorageInfo] = {}
-        for key, stored in self._catalog.items():
-            dtype = to_torch(stored.dtype)
-            chunks = [(torch.Size(c.box.offsets), torch.Size(c.box.sizes), c.path) for c in stored.chunks]
-            entries[key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype),
-                size=torch.Size(stored.shape),
-                chunks=[ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in chunks],
-            )
-            for offsets, sizes, path in chunks:
-                places[MetadataIndex(key, offsets)] = _HFStorageInfo(path, sizes, dtype)
-        metadata = Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+        metadata = Metadata(
+            LazyItems.of(_Entries(self._catalog)),
+            storage_data=LazyItems.of(_Places(self._catalog)),
+            storage_meta=StorageMeta(load_id=self.load_id),
+        )
         return in_words_of_caller(metadata)
 
     def stored_chunk(self, index: MetadataIndex) -> tuple[DType, Chunk]:
@@ -113,10 +103,14 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         """
         at: Ints = tuple(index.offset or ())
-        found = self._chunks.get((index.fqn, at))
+        found = self._chunks.get(index.fqn)
+        if found is None and index.fqn in self._catalog:
+            stored = self._catalog[index.fqn]
+            found = self._chunks[index.fqn] = {chunk.box.offsets: (stored.dtype, chunk) for chunk in stored.chunks}
+        chunk = (found or {}).get(at)
         info = self.storage_data.get(index)
-        if found is not None and (info is None or info.relative_path == found[1].path):
-            return found
+        if chunk is not None and (info is None or info.relative_path == chunk[1].path):
+            return chunk
         # Metadata that another reader read, or that were changed: the file says the rest.
         if info is None:
             raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
@@ -239,6 +233,66 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def _threads(self) -> int:
         return max(self.thread_count, Options().io_threads)
+
+
+class _Entries:
+    """Makes what the metadata say of each tensor."""
+
+    def __init__(self, catalog: Mapping[str, Stored]) -> None:
+        self._catalog = catalog
+
+    def count(self) -> None:
+        return None
+
+    def has(self, key: Any) -> bool:
+        return key in self._catalog
+
+    def one(self, key: str) -> TensorStorageMetadata:
+        stored = self._catalog[key]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=to_torch(stored.dtype)),
+            size=torch.Size(stored.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks],
+        )
+
+    def every(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        return ((key, self.one(key)) for key in self._catalog)
+
+
+class _Places:
+    """Makes where each chunk lies."""
+
+    def __init__(self, catalog: Mapping[str, Stored]) -> None:
+        self._catalog = catalog
+
+    def count(self) -> None:
+        return None
+
+    def has(self, key: Any) -> bool:
+        return self._find(key) is not None
+
+    def one(self, key: MetadataIndex) -> _HFStorageInfo:
+        found = self._find(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def every(self) -> Iterator[tuple[MetadataIndex, _HFStorageInfo]]:
+        for key, stored in self._catalog.items():
+            for chunk in stored.chunks:
+                yield MetadataIndex(key, chunk.box.offsets), _place_of(stored, chunk)
+
+    def _find(self, key: Any) -> _HFStorageInfo | None:
+        known = isinstance(key, MetadataIndex) or is_torchs(key, "MetadataIndex")
+        if not known or key.offset is None or key.fqn not in self._catalog:
+            return None
+        stored = self._catalog[key.fqn]
+        chunk = next((each for each in stored.chunks if each.box.offsets == tuple(key.offset)), None)
+        return None if chunk is None else _place_of(stored, chunk)
+
+
+def _place_of(stored: Stored, chunk: Chunk) -> _HFStorageInfo:
+    return _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
 
 
 def check_local(storage: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,14 @@ from shardkeep.storages.hugging_face_names import (
     SAVE_ID_KEY,
     SAVED_OFFSETS_KEY,
 )
-from shardkeep.storages.safetensors_files import Part, SafetensorsFile, read_headers
+from shardkeep.storages.safetensors_files import Part, SafetensorsFile, read_header, read_headers
 from shardkeep.storages.safetensors_publish import Folder
 from shardkeep.store.paths import PathStore
 
 logger = logging.getLogger("shardkeep")
 
 _MOST_NAMED = 4
+_SHARD_PREFIX = "shard-"
 _MOST_INDEX_NBYTES = 256 << 20
 
 
@@ -67,9 +68,10 @@ Catalog = dict[str, Stored]
 # -- of a directory ----------------------------------------------------------------------------------------------------
 
 
-def read_catalog(folder: Folder, *, threads: int) -> Catalog:
+def read_catalog(folder: Folder, *, threads: int) -> Mapping[str, Stored]:
     """
-    Find out what a directory holds. Its index file, where there is one, says which files count.
+    Find out what a directory holds. Its index file, where there is one, says which files count, and which of them has a
+    tensor: a file is then opened when one of its tensors is asked for.
 
     Raises:
         MalformedFile: the files are not one whole checkpoint.
@@ -89,18 +91,81 @@ def read_catalog(folder: Folder, *, threads: int) -> Catalog:
         )
     if others := sorted(folder.files.keys() - homes.keys()):
         logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
-    files = read_headers([folder.files[name] for name in homes], threads=threads)
-    held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
-    gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
+    _warn_of_gone(folder, {key: name for key, name in weight_map.items() if name not in homes})
+    return _IndexedCatalog(folder, weight_map, threads)
+
+
+def _warn_of_gone(folder: Folder, gone: Mapping[str, str]) -> None:
+    """Tell of tensors that the index file names: of a model that was downloaded in part, the rest can be loaded."""
     if gone:
-        # Of a model that was downloaded in part, or whose index is older than it, the rest can still be loaded.
         logger.warning(
             "%s: names %d tensors that are not there, which cannot be loaded: %s",
             folder.index,
             len(gone),
             _some([f"{key!r} in {name}" for key, name in gone.items()]),
         )
-    return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
+
+
+class _IndexedCatalog(Mapping[str, Stored]):
+    """What an index file speaks of; whatever it does not answer is answered by opening all files."""
+
+    def __init__(self, folder: Folder, weight_map: dict[str, str], threads: int) -> None:
+        self._folder = folder
+        self._weight_map = weight_map
+        self._threads = threads
+        self._files: dict[str, SafetensorsFile] = {}
+        self._found: dict[str, Stored] = {}
+        self._opened: Catalog | None = None
+
+    def __getitem__(self, key: str) -> Stored:
+        if self._opened is not None:
+            return self._opened[key]
+        if key not in self._found:
+            stored = self._alone(key)
+            if stored is None:
+                return self._whole()[key]
+            self._found[key] = stored
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole())
+
+    def __len__(self) -> int:
+        return len(self._whole())
+
+    def _alone(self, key: str) -> Stored | None:
+        """Return a tensor that the index gives to one file, and that is whole there; None where that is not certain."""
+        name = self._weight_map.get(key) if isinstance(key, str) else None
+        if name is None or name not in self._folder.files:
+            return None
+        if name not in self._files:
+            self._files[name] = read_header(self._folder.files[name])
+        file = self._files[name]
+        part = file.tensors.get(key)
+        # Writers cut tensors only into files that are named as shards, of which there is no index.
+        if part is None or name.startswith(_SHARD_PREFIX) or not self._of_one_save():
+            return None
+        offsets = saved_offsets(file)
+        if offsets is not None and any(_offset_of(file, key, part, offsets)):
+            return None
+        return Stored(part.dtype, part.shape, [Chunk(file.path, part.start, Box((0,) * len(part.shape), part.shape))])
+
+    def _of_one_save(self) -> bool:
+        return len({file.metadata.get(SAVE_ID_KEY) for file in self._files.values()}) == 1
+
+    def _whole(self) -> Catalog:
+        if self._opened is None:
+            self._opened = self._open_all()
+        return self._opened
+
+    def _open_all(self) -> Catalog:
+        folder, weight_map = self._folder, self._weight_map
+        homes = {name: None for name in weight_map.values() if name in folder.files}
+        files = read_headers([folder.files[name] for name in homes], threads=self._threads)
+        held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
+        gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
+        _warn_of_gone(folder, {key: name for key, name in gone.items() if name in held})  # the index is older than it
+        return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
 
 def read_weight_map(path: str) -> dict[str, str]:
