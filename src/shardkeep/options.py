@@ -50,8 +50,8 @@ class Options:
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
     """How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it."""
-    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", 512 * MIB))
-    """Most pinned memory that this process keeps for copies from and to accelerators."""
+    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", 2048 * MIB))
+    """Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most."""
     staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
     """
     Most host memory that asynchronous saves copy the state of accelerators to. 0: as much as it takes, up to a fair part

@@ -35,6 +35,7 @@ from shardkeep.store.protocol import BlobWriter
 
 log = logging.getLogger("shardkeep")
 
+_FIRST_RING_NBYTES = 512 << 20
 _FAIR_PART = 0.8
 """Of the memory that a machine has free, for all its ranks together."""
 
@@ -160,10 +161,12 @@ class Background:
 
     def _set_limits(self, staging: Staging) -> None:
         ring, pool = self._memory.ring, self._memory.windows
-        ring.most_nbytes = max(self._options.pinned_bytes, ring.buffer_nbytes)
+        wanted = staging.count * pool.buffer_nbytes
+        # Never the size of the state; and the first save, which has to wait for memory to be pinned, does with less.
+        staging.ring_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, wanted // 2))
+        ring.most_nbytes = min(staging.ring_nbytes, max(ring.nbytes, _FIRST_RING_NBYTES))
         fair = int(_FAIR_PART * free_memory() / local_ranks()) + pool.nbytes
         limit = self._options.staging_bytes or fair
-        wanted = staging.count * pool.buffer_nbytes
         pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.nbytes)))
         if wanted > pool.most_nbytes:
             log.warning(

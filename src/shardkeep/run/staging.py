@@ -78,6 +78,8 @@ class Staging:
         self.count = len(self._queue)
         """How many are filled ahead."""
         self.nbytes_copied = 0
+        self.ring_nbytes = 0
+        """What the ring grows to, for the next save, once all copies are queued."""
         self.copied: Future[None] = Future()
         """Done when nothing of the state is needed any more."""
         self.queued: Future[Events] = Future()
@@ -158,6 +160,9 @@ class Staging:
                     for part in range(filled.parts):
                         threads.submit(self._empty, filled, part)
             self._settle(self.queued, last)
+            # Pinning takes long, and nobody waits for it now.
+            self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
+            self._ring.grow(self._goes_on)
         except BaseException as error:  # noqa: BLE001 - as the first line says
             self._fail(error)
 

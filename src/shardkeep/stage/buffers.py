@@ -92,6 +92,9 @@ class BufferPool:
             if self._free:
                 return self._free.pop()
             self._made += 1
+        return self._new()
+
+    def _new(self) -> Buffer:
         try:
             return self._make(self.buffer_nbytes)
         except BaseException:
@@ -108,6 +111,15 @@ class BufferPool:
             else:
                 self._free.append(buffer)
             self._changed.notify()
+
+    def grow(self, wanted: Callable[[], bool]) -> None:
+        """Make as many buffers as there may be, while that is wanted."""
+        while wanted():
+            with self._changed:
+                if (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
+                    return
+                self._made += 1
+            self.give(self._new())
 
     def close(self) -> None:
         """Free what is not in use; the rest is freed as it is given back."""
