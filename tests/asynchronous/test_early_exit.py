@@ -51,7 +51,7 @@ def ended(tmp_path_factory):
     processes = {}
     for name, ending in ENDINGS.items():
         place = str(tmp_path_factory.mktemp("exit") / "ck")
-        program = [sys.executable, "-c", BEGINNING + textwrap.dedent(ending), place]
+        program = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + textwrap.dedent(ending), place]
         processes[name] = place, subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     found = {}
     for name, (place, process) in processes.items():

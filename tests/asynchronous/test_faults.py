@@ -22,7 +22,7 @@ def save(where, k, **options):
     ).exception(PATIENCE_S)
 
 
-@pytest.mark.parametrize("fault", ["error", "full", "short", "crash"])
+@pytest.mark.parametrize("fault", ["error", "full", "crash"])
 def test_every_operation_that_can_fail(place, fault):
     """
     Whichever operation fails, the handle says so and the checkpoint before is whole, or the new one is; the next save

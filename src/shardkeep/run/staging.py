@@ -160,9 +160,9 @@ class Staging:
                     for part in range(filled.parts):
                         threads.submit(self._empty, filled, part)
             self._settle(self.queued, last)
-            # Pinning takes long, and nobody waits for it now.
-            self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
-            self._ring.grow(self._goes_on)
+            if last:  # to pin memory takes long, and nobody waits for it now
+                self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
+                self._ring.grow(self._goes_on)
         except BaseException as error:  # noqa: BLE001 - as the first line says
             self._fail(error)
 
