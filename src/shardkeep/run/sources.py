@@ -62,6 +62,7 @@ class _FoundNative:
     record: Record
 
     def open(self, _: Options, headers: Headers | None = None) -> Source:
+        """Read its index."""
         return Source(self.store, self.record, native.read_index(self.store, self.record), headers)
 
 

@@ -174,7 +174,13 @@ class FoundTorch:
     contents: Contents
 
     def open(self, options: Options, _: Headers | None = None) -> TorchSource:
-        """Look at its files."""
+        """
+        Look at its files.
+
+        Raises:
+            CheckpointError: it is another checkpoint than the record is of.
+
+        """
         contents = self.contents
         if contents.checksum != self.record.index.checksum:
             raise CheckpointError(
@@ -183,8 +189,8 @@ class FoundTorch:
         files = Files(self.store, contents.sums)
         for name in contents.files:  # in this order: they are numbered as in the contents
             files.number(name)
-        fields = {name: getattr(self.record, name) for name in self.record.__struct_fields__ if name != "files"}
-        whole = Record(**fields, files=files.entries)
+        said = {name: getattr(self.record, name) for name in self.record.__struct_fields__ if name != "files"}
+        whole = Record(**said, files=files.entries)
         index = _index(contents, StoredObjects(contents.objects, files, options, _value))
         return TorchSource(
             self.store, whole, index, files.headers, files=files, places=contents.places, objects=contents.objects
@@ -236,7 +242,7 @@ class _TorchIndex(Index):
     def __init__(self, index: Index, values: Strings, contents: Contents) -> None:
         made = {field.name: getattr(index, field.name) for field in fields(Index) if field.name != "tree"}
         super().__init__(**{**made, "value_data": values}, tree=b"")
-        vars(self).pop("tree")
+        vars(self).pop("tree")  # which the property below then makes
         vars(self)["contents"] = contents
 
     @cached_property

@@ -264,6 +264,7 @@ class _Places:
 
     def __init__(self, catalog: Mapping[str, Stored]) -> None:
         self._catalog = catalog
+        self._found: dict[str, dict[Ints, _HFStorageInfo]] = {}
 
     def count(self) -> None:
         return None
@@ -286,9 +287,10 @@ class _Places:
         known = isinstance(key, MetadataIndex) or is_torchs(key, "MetadataIndex")
         if not known or key.offset is None or key.fqn not in self._catalog:
             return None
-        stored = self._catalog[key.fqn]
-        chunk = next((each for each in stored.chunks if each.box.offsets == tuple(key.offset)), None)
-        return None if chunk is None else _place_of(stored, chunk)
+        if key.fqn not in self._found:
+            stored = self._catalog[key.fqn]
+            self._found[key.fqn] = {chunk.box.offsets: _place_of(stored, chunk) for chunk in stored.chunks}
+        return self._found[key.fqn].get(tuple(key.offset))
 
 
 def _place_of(stored: Stored, chunk: Chunk) -> _HFStorageInfo:

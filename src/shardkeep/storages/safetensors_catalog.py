@@ -114,6 +114,7 @@ class _IndexedCatalog(Mapping[str, Stored]):
         self._weight_map = weight_map
         self._threads = threads
         self._files: dict[str, SafetensorsFile] = {}
+        self._offsets: dict[str, dict[str, Any] | None] = {}
         self._found: dict[str, Stored] = {}
         self._opened: Catalog | None = None
 
@@ -140,12 +141,12 @@ class _IndexedCatalog(Mapping[str, Stored]):
             return None
         if name not in self._files:
             self._files[name] = read_header(self._folder.files[name])
-        file = self._files[name]
+            self._offsets[name] = saved_offsets(self._files[name])
+        file, offsets = self._files[name], self._offsets[name]
         part = file.tensors.get(key)
         # Writers cut tensors only into files that are named as shards, of which there is no index.
         if part is None or name.startswith(_SHARD_PREFIX) or not self._of_one_save():
             return None
-        offsets = saved_offsets(file)
         if offsets is not None and any(_offset_of(file, key, part, offsets)):
             return None
         return Stored(part.dtype, part.shape, [Chunk(file.path, part.start, Box((0,) * len(part.shape), part.shape))])
