@@ -216,13 +216,12 @@ def test_ranks_that_save_in_different_order(rank_pool, tmp_path):
             sk.open(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_does_not_call(rank_pool, tmp_path, absent):
+def test_a_rank_that_does_not_call(rank_pool, tmp_path):
     """
-    A rank that never makes a call fails it on the other within the deadline, by name; then saves work again.
+    A rank that never makes a call fails it on the other within the deadline; then saves work again.
     """
-    found = rank_pool.run(2, ranks_differ, str(tmp_path), {1 - absent: "a", absent: ""})
-    ended, took_s, _ = found[1 - absent]
+    found = rank_pool.run(2, ranks_differ, str(tmp_path), {0: "a", 1: ""})
+    ended, took_s, _ = found[0]
     assert ended == {"a": "RanksSilent"}
     assert took_s < 20
     assert [n for *_, n in found] == [0, 0]

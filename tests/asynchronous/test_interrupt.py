@@ -40,7 +40,7 @@ def test_ctrl_c_at_any_line_of_the_call(place):
     assert count >= 100
     found = set()
     latest = 1
-    for n in range(0, count, 9):
+    for n in range(0, count, 15):
         with no_leaks():
             assert interrupted(partial(lines_of, files, partial(save, place, 2 * n + 3), stop_at=n))
             gc.collect()

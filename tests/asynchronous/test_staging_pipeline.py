@@ -77,7 +77,7 @@ def run(
     return Run(error, found, wanted, pool, ring, staging)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     files=files,
     seed=st.integers(0, 99),
@@ -106,7 +106,7 @@ def test_what_is_staged_is_what_was_there(files, seed, threads, blocks, windows,
     assert not any(job.scattered for window in ran.staging._queue for job in [window.job])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     files=files,
     seed=st.integers(0, 99),

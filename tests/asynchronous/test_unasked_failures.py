@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardkeep as sk
 from tests.asynchronous.scene import PATIENCE_S, BrokenStore, broken, full, says
 
-HASTY = sk.Options(timeout_s=6)
+HASTY = sk.Options(timeout_s=4)
 """Half of it is how long rank 0 stays for a rank that has left as well."""
 NEXT = {
     "async_save": lambda: sk.async_save(full(2), sk.MemoryStore()),
