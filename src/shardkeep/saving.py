@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkeep.errors import CheckpointError, StateError
+from shardkeep.format.collector import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
@@ -228,7 +229,8 @@ def async_save(
         outside = (
             inside.enter_context(writer_hold().writing(call.store, options.io_threads)) if writer == "process" else None
         )
-        draft = call.describer(state)()
+        with collector_paused():
+            draft = call.describer(state)()
         memory = outside.memory if outside else staging_memory()
         optimizers = call.objects.optimizers
         pieces = take_pieces(

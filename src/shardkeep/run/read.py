@@ -224,6 +224,9 @@ def read_files(
     `damaged`.
     """
     opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
+    # Each piece costs turns at the interpreter's lock, which many cores beside an accelerator would all wait for.
+    on_accelerator = any(each.accelerator is not None for each in scattered.values())
+    hot_nbytes = window_nbytes if on_accelerator else _HOT_NBYTES
 
     def tasks() -> Iterator[_Task]:
         for file in opened:
@@ -237,7 +240,7 @@ def read_files(
                 file.reader, digests = _open_explained(store, file.entry, headers)
                 file.digests = memoryview(digests)
             reader = file.reader
-        cached = _do_read(file, reader, read, buffer, scattered, key_at, damaged)
+        cached = _do_read(file, reader, read, buffer, scattered, hot_nbytes, key_at, damaged)
         with file.lock:
             file.reads_left -= 1
             if not file.reads_left:
@@ -260,13 +263,14 @@ def _do_read(
     read: Read,
     buffer: memoryview,
     scattered: Mapping[int, Scattered],
+    hot_nbytes: int,
     key_at: KeyAt,
     damaged: list[int] | None,
 ) -> bool:
     """Read, check and copy; return whether the bytes were in memory, so that no disk was waited for."""
     offset = file.entry.header_nbytes
     cached = reader.cached(offset + read.start, read.nbytes)
-    step = _HOT_NBYTES if cached else read.nbytes
+    step = hot_nbytes if cached else read.nbytes
     for at in range(0, read.nbytes, step):
         nbytes = min(step, read.nbytes - at)
         part = Read(read.start + at, nbytes, read.address + at if read.address else 0)

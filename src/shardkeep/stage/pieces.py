@@ -124,21 +124,26 @@ def _free_nbytes(device: torch.device) -> int:
 
 def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) -> None:
     """Copy tensors in host memory into one arena; those that are one and the same are copied once."""
+    keys = [_same_memory(taken.tensors[row]) for row in rows]
     places: dict[tuple[Any, ...], int] = {}
+    copies: list[tuple[int, torch.Tensor]] = []
     end = 0
-    for row in rows:
-        key = _same_memory(taken.tensors[row])
+    for row, key in zip(rows, keys, strict=True):
         if key not in places:
+            source = taken.tensors[row]
             places[key] = end
-            end = -(-(end + taken.tensors[row].nbytes) // _ALIGNMENT) * _ALIGNMENT
+            copies.append((end, source))
+            end = -(-(end + source.nbytes) // _ALIGNMENT) * _ALIGNMENT
     taken.arena = arenas.take(end)
-    sources = {_same_memory(taken.tensors[row]): taken.tensors[row] for row in rows}
-    for row in rows:
-        source = taken.tensors[row]
-        start = places[_same_memory(source)]
-        row_of_bytes = taken.arena.tensor[start : start + source.nbytes]
-        taken.tensors[row] = row_of_bytes.view(source.dtype).view(source.shape)
-    _copy_all([(places[key], source) for key, source in sources.items()], taken.arena, threads)
+    _copy_all(copies, taken.arena, threads)
+    made = {
+        start: torch.frombuffer(taken.arena.view, dtype=source.dtype, count=source.numel(), offset=start).view(
+            source.shape
+        )
+        for start, source in copies
+    }
+    for row, key in zip(rows, keys, strict=True):
+        taken.tensors[row] = made[places[key]]
 
 
 def _same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardkeep.state.training.names import EXTRA_STATE, FLAT_PARAM, FQN_MODIFIERS, names_and_keys
+from shardkeep.state.training.names import EXTRA_STATE, FLAT_PARAM, FQN_MODIFIERS, all_canonical, names_and_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,24 @@ class LiveItem:
     """The tensor itself; None for extra state, which a module makes only when asked."""
 
 
-def live_state(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> Iterator[LiveItem]:
+def live_state(
+    module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS, *, canonical: bool | None = None
+) -> Iterator[LiveItem]:
     """
     Go through all that `module.state_dict()` would hold, without calling it.
 
     What is reachable by several names comes once for each. A flat parameter of FSDP1 comes once for each parameter
-    in it, the value being the flat parameter.
+    in it, the value being the flat parameter. `canonical` is `all_canonical` of the module, where it is known.
     """
+    if canonical is None:
+        canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
     for prefix, part in module.named_modules(remove_duplicate=False):
         names: tuple[str, str] | None = None
         for own_name, value in _own(part):
             raw = f"{prefix}.{own_name}" if prefix else own_name
+            if canonical:
+                yield LiveItem(raw, raw, value)
+                continue
             if own_name == FLAT_PARAM:
                 for name, key in names_and_keys(module, raw, fqn_modifiers=fqn_modifiers):
                     yield LiveItem(name, key, value)

@@ -92,9 +92,10 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
         return {}
     with info.fsdp_context():
         state = own_method(model, "state_dict")()
-    modifiers = info.dsd_fqn_modifiers
-    names = {item.key: item.name for item in info.live}
-    state = _renamed(state, lambda key: names.get(key) or canonical_key(model, key, fqn_modifiers=modifiers))
+    if not info.canonical:
+        modifiers = info.dsd_fqn_modifiers
+        names = {item.key: item.name for item in info.live}
+        state = _renamed(state, lambda key: names.get(key) or canonical_key(model, key, fqn_modifiers=modifiers))
     if info.ignore_frozen_params:
         for parameter, found in info.param_names.items():
             if not parameter.requires_grad:

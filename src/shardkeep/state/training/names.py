@@ -7,6 +7,7 @@ in it; out come the names a plain copy of the module would give. Nothing is read
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Container, Iterator
 from typing import Any
@@ -94,6 +95,17 @@ def names_and_keys(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MOD
     return zip(names, keys, strict=True)
 
 
+def all_canonical(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> bool:
+    """Say whether every name in a module is canonical as it is: nothing in it wraps or hides anything."""
+    return all(
+        _wrapped_attribute(part) is None
+        and FLAT_PARAM not in part._parameters
+        and CHECKPOINT_MODULE not in part._modules
+        and not _hides_children(part, fqn_modifiers)
+        for part in module.modules()
+    )
+
+
 def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> dict[nn.Parameter, tuple[str, ...]]:
     """
     Return all canonical names of each parameter object, tied ones under every name they have.
@@ -101,8 +113,9 @@ def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) ->
     The first name is the one that `named_parameters()` of the plain module gives.
     """
     names: dict[nn.Parameter, dict[str, None]] = {}
+    canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found = _resolve(module, name, fqn_modifiers, (), lenient=True)
+        found = [name] if canonical else _resolve(module, name, fqn_modifiers, (), lenient=True)
         names.setdefault(parameter, {}).update(dict.fromkeys(found))
     return {parameter: tuple(found) for parameter, found in names.items()}
 
@@ -133,18 +146,27 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> dict[str, str]:
     """Return what a module says of itself: name of an attribute -> child that hides it."""
-    if not hasattr(type(module), fqn_modifiers) and fqn_modifiers not in vars(module):
-        return {}
-    return dict(getattr(module, fqn_modifiers)())
+    return dict(getattr(module, fqn_modifiers)()) if _hides_children(module, fqn_modifiers) else {}
+
+
+def _hides_children(module: nn.Module, fqn_modifiers: str) -> bool:
+    # Not of the module itself: what a module lacks it looks for long, and what it wraps may have it.
+    return hasattr(type(module), fqn_modifiers) or fqn_modifiers in vars(module)
 
 
 def _wrapped_attribute(module: Any) -> str | None:
     """Return the attribute that holds the module inside a wrapper; None for a module that wraps nothing."""
-    if isinstance(module, DistributedDataParallel):
+    kind: Any = type(module)
+    return _wrapped_attribute_of(kind)
+
+
+@functools.lru_cache(maxsize=4096)  # a class has its bases for good, and those were imported before it was made
+def _wrapped_attribute_of(kind: type) -> str | None:
+    if issubclass(kind, DistributedDataParallel):
         return DDP_MODULE
     for source, class_name, attribute in _LATE_WRAPPERS:
         wrapper = getattr(sys.modules.get(source), class_name, None)
-        if wrapper is not None and isinstance(module, wrapper):
+        if wrapper is not None and issubclass(kind, wrapper):
             return attribute
     return None
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardkeep.state.training import fsdp1
 from shardkeep.state.training.live import LiveItem, live_state, names_of_parameters
-from shardkeep.state.training.names import FQN_MODIFIERS, canonical_key
+from shardkeep.state.training.names import FQN_MODIFIERS, all_canonical, canonical_key
 from shardkeep.state.training.problems import BadOptions, BadState
 
 STATE = "state"
@@ -66,6 +66,8 @@ class StateDictInfo(StateDictOptions):
     """Each parameter to its canonical names, the usual one first."""
     live: list[LiveItem] = field(default_factory=list)
     """All that the model holds."""
+    canonical: bool = False
+    """Whether nothing in the model wraps or hides anything: keys of its state dict are names."""
 
 
 def checked_options(
@@ -99,7 +101,8 @@ def checked_options(
             hint="pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
         )
     modifiers = options.dsd_fqn_modifiers
-    live = list(live_state(model, modifiers))
+    canonical = all_canonical(model, fqn_modifiers=modifiers)
+    live = list(live_state(model, modifiers, canonical=canonical))
     named, shared = _name_tables(live)
     wrappers = fsdp1.fsdp_modules(model)
     return StateDictInfo(
@@ -120,6 +123,7 @@ def checked_options(
         fsdp_modules=wrappers,
         param_names=names_of_parameters(live),
         live=live,
+        canonical=canonical,
     )
 
 
