@@ -20,7 +20,7 @@ from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES
 ALIGNMENT = 4096
 MIN_BLOCK_NBYTES = 64 << 10
 MAX_BLOCK_NBYTES = 1 << 20
-MOST_BLOCKS = 8192
+MOST_BLOCKS = 4096
 """Blocks grow with the file until there are at most this many, or they are MAX_BLOCK_NBYTES."""
 MAX_HEADER_NBYTES = 100_000_000
 """The limit every safetensors reader has."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from shardkeep.errors import CheckpointError
-from shardkeep.options import cores
+from shardkeep.options import cores, local_ranks
 from shardkeep.store.aligned import aligned_buffer
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def run_workers(
     queue = iter(tasks)
     lock = threading.Lock()
     stop = stop or threading.Event()
-    surplus = max(0, threads - cores())
+    surplus = max(0, threads - max(1, cores() // local_ranks()))
 
     def next_task() -> Iterator[T]:
         while not stop.is_set():

@@ -95,7 +95,7 @@ class RankPool:
             *args: Passed to `fn`.
             timeout_s: When to give up, show every rank's stack and kill the processes.
             backend: What `init_process_group` is called with.
-            init: False for ranks without a process group. RANK and WORLD_SIZE are in the environment either way.
+            init: False for ranks without a process group. RANK, WORLD_SIZE and their LOCAL_ forms are in the environment either way.
             store_on: Which process hosts the group's store, and takes it along when it dies.
             expect_death: Ranks that must die; their result is None.
             **kwargs: Passed to `fn`.

@@ -144,7 +144,8 @@ def _end_with_parent() -> None:
 def _do(job: Job, kept: dict[int, Store], connection: Connection) -> Finished:
     try:
         sys.path[:] = [*job.sys_path, *(path for path in sys.path if path not in job.sys_path)]
-        os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
+        rank, size = str(job.rank), str(job.world_size)
+        os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
         # First what may take seconds, the import of a test module; ranks leave the making of the group together.
         fn, args, kwargs = pickle.loads(job.call)
         with _process_group(job, kept, connection):
