@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         StorageFull,
         UnsupportedLeaf,
         UnsupportedVersion,
+        WriterDied,
         WrongSize,
     )
     from shardkeep.loading import LoadReport, load
@@ -77,6 +78,7 @@ _HOMES = {
         "StorageFull",
         "UnsupportedLeaf",
         "UnsupportedVersion",
+        "WriterDied",
         "WrongSize",
     ),
     "loading": ("LoadReport", "load"),
@@ -127,6 +129,7 @@ __all__ = [
     "UnsupportedLeaf",
     "UnsupportedVersion",
     "VerifyReport",
+    "WriterDied",
     "WrongSize",
     "__version__",
     "async_save",

@@ -21,6 +21,7 @@ Every exception shardkeep raises, and nothing else.
     │   └── StorageFull
     ├── EarlierSaveFailed            (RuntimeError) an asynchronous save failed, and nobody had asked for its result
     ├── SaveCancelled                a save was cancelled, or ended early, before it was committed
+    ├── WriterDied                   (RuntimeError) the process that writes for this one ended before its work was done
     ├── RanksSilent                  (TimeoutError) ranks that did not answer within the deadline
     └── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
 
@@ -165,6 +166,10 @@ class EarlierSaveFailed(CheckpointError, RuntimeError):
 
 class SaveCancelled(CheckpointError):
     """A save was cancelled, or ended early, before it was committed."""
+
+
+class WriterDied(CheckpointError, RuntimeError):
+    """The process that writes for this one could not be started, or ended before its work was done."""
 
 
 class RanksSilent(CheckpointError, TimeoutError):

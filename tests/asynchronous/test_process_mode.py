@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.errors import WriterDied
 from shardkeep.run.writer_hold import writer_hold
 from shardkeep.run.writer_memory import SharedMemory
-from shardkeep.run.writer_process import WriterDied, WriterProcess
+from shardkeep.run.writer_process import WriterProcess
 from shardkeep.run.writer_wire import WriteRuns
 from shardkeep.store.aligned import address_of
 from shardkeep.store.process import started

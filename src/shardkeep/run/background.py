@@ -164,10 +164,12 @@ class Background:
         wanted = staging.count * pool.buffer_nbytes
         # Never the size of the state; and the first save, which has to wait for memory to be pinned, does with less.
         staging.ring_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, wanted // 2))
-        ring.most_nbytes = min(staging.ring_nbytes, max(ring.nbytes, _FIRST_RING_NBYTES))
+        # No less than another save in flight may be counting on.
+        now = max(ring.most_nbytes, min(staging.ring_nbytes, max(ring.nbytes, _FIRST_RING_NBYTES)))
+        ring.most_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, now))
         fair = int(_FAIR_PART * free_memory() / local_ranks()) + pool.nbytes
         limit = self._options.staging_bytes or fair
-        pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.nbytes)))
+        pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.most_nbytes)))
         if wanted > pool.most_nbytes:
             log.warning(
                 "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",

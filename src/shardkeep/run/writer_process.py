@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 import shardkeep
-from shardkeep.errors import CheckpointError, Failure, error_class
+from shardkeep.errors import CheckpointError, Failure, WriterDied, error_class
 from shardkeep.run.writer_child import IGNORED
 from shardkeep.run.writer_wire import Reply, Request
 
@@ -34,10 +34,6 @@ _subprocess: Any = subprocess
 _PROGRAM = (
     "import sys; sys.path[:] = {path}; from shardkeep.run.writer_child import main; main({pipes}, {memory}, {me})"
 )
-
-
-class WriterDied(CheckpointError, RuntimeError):
-    """The process that writes for this one could not be started, or ended before its work was done."""
 
 
 class FromWriter(CheckpointError):
