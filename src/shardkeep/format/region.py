@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Ints = tuple[int, ...]
 
@@ -94,20 +95,82 @@ def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
     """
     start = count = 0
     open_axes = True  # true until an axis with more than one index was met
-    stride = 1
-    strides: list[int] = []
-    for n in reversed(shape):
-        strides.append(stride)
-        stride *= n
-    strides.reverse()
-    for axis, (o, n, full) in enumerate(zip(box.offsets, box.sizes, shape, strict=True)):
-        start += o * strides[axis]
+    for o, n, full in zip(box.offsets, box.sizes, shape, strict=True):
+        start = start * full + o
         if not open_axes and n != full:
             return None
         if n != 1:
             open_axes = False
     count = box.volume
     return start, count
+
+
+class Stripes(NamedTuple):
+    """A box as equal runs of elements, evenly apart in each of two memories that hold it."""
+
+    number: int
+    width: int
+    """Of a run, in elements."""
+    steps: tuple[int, int]
+    """From the beginning of a run to that of the next, in elements, in one memory and in the other."""
+
+
+def stripes(sizes: Ints, one: Ints, other: Ints) -> Stripes | None:
+    """
+    See a box of these sizes as stripes of two memories, which hold its elements at these strides.
+
+    None where that takes more than two axes, after those that follow each other evenly in both were joined.
+    """
+    axes: list[tuple[int, int, int]] = []  # from the innermost: size and strides
+    for n, a, b in zip(reversed(sizes), reversed(one), reversed(other), strict=True):
+        if n == 1:
+            continue
+        if axes and (a, b) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+            axes[-1] = (axes[-1][0] * n, *axes[-1][1:])
+        else:
+            axes.append((n, a, b))
+    if not axes or axes[0][1:] != (1, 1):
+        axes.insert(0, (1, 1, 1))
+    if len(axes) > 2:
+        return None
+    width = axes[0][0]
+    number, *steps = axes[1] if len(axes) == 2 else (1, width, width)
+    return Stripes(number, width, (steps[0], steps[1]))
+
+
+def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """
+    Return which stripes, and which elements of each, lie in a range of the first memory, counted from the first stripe.
+
+    As `(first stripe, last, first element, last)`, in order, lasts not included: at most a stripe whose beginning is
+    outside, all that are whole, and one whose end is outside.
+    """
+    number, width, (step, _) = all_of
+    low, high = max(low, 0), min(high, (number - 1) * step + width)
+    if low >= high:
+        return
+    first, head = divmod(low, step)
+    last, tail = divmod(high, step)
+    tail = min(tail, width)
+    if first == last:
+        if head < tail:
+            yield first, first + 1, head, tail
+        return
+    if head:
+        if head < width:
+            yield first, first + 1, head, width
+        first += 1
+    if tail == width:
+        last, tail = last + 1, 0
+    if first < last:
+        yield first, last, 0, width
+    if tail:
+        yield last, last + 1, 0, tail
+
+
+def strides_of(shape: Ints) -> Ints:
+    """Return how many elements apart neighbours along each axis of a row-major tensor are."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def grid(cuts: list[list[tuple[int, int]]]) -> Iterator[Box]:

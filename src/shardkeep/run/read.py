@@ -20,7 +20,7 @@ from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, concat_ranges, 
 from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
-from shardkeep.format.region import contiguous_run, flat_range_to_boxes, intersect, relative
+from shardkeep.format.region import contiguous_run, flat_range_to_boxes, intersect, relative, whole
 from shardkeep.layout.native import data_sizes, save_id_of
 from shardkeep.plan.loads import Scatter, check_tensors, chunk_rows
 from shardkeep.plan.ranges import Edge, FileReads, Read
@@ -352,7 +352,9 @@ def _copy_scatters(
 
 
 def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
-    """Copy what this window holds of a scatter: at once if it is one run on both sides, else box by box."""
+    """Copy what this window holds of a scatter: as rows or one run if it is that on both sides, else box by box."""
+    if target.write_chunk(scatter.shape, scatter.source, scatter.target, window, read.start - scatter.start):
+        return
     run = contiguous_run(scatter.shape, scatter.source)
     to = target.run_of(scatter.target) if run else None
     if run is None or to is None:
@@ -368,11 +370,8 @@ def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, target: Scat
 def _copy_boxes(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
     """Copy the window's part of the chunk, as boxes, met with what is wanted."""
     size = scatter.itemsize
-    volume = 1
-    for n in scatter.shape:
-        volume *= n
     low = max(read.start, scatter.start)
-    high = min(read.start + read.nbytes, scatter.start + volume * size)
+    high = min(read.start + read.nbytes, scatter.start + whole(scatter.shape).volume * size)
     at = low - read.start
     for box in flat_range_to_boxes(scatter.shape, (low - scatter.start) // size, (high - scatter.start) // size):
         nbytes = box.volume * size

@@ -47,6 +47,13 @@ class Scattered(Protocol):
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         """Fill `box` from `part` of row-major elements of this shape."""
 
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+        """
+        Fill box `target` with what `data` holds of box `source` of a row-major chunk of this shape.
+
+        `data` begins `at` bytes after the chunk, or before it. False where nothing was done: only `write` can do it.
+        """
+
     def run_of(self, box: Box) -> int | None:
         """Return where the bytes of a box begin in its row-major form, if `write_run` can fill them at once."""
 

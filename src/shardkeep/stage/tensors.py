@@ -8,11 +8,23 @@ bytes if it lies in order on an accelerator, box by box if it is strided or of a
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, slices
+from shardkeep.format.region import (
+    Box,
+    Ints,
+    Stripes,
+    contiguous_run,
+    cut_stripes,
+    flat_range_to_boxes,
+    slices,
+    strides_of,
+    stripes,
+)
 from shardkeep.stage.memory import Scattered
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -30,6 +42,15 @@ def _accelerator_of(device: torch.device) -> int | None:
     return None if kind is None or kind.type != device.type else device.index or 0
 
 
+class _Matrix(NamedTuple):
+    """A box of host memory whose rows are the stripes of a stored chunk."""
+
+    stripes: Stripes
+    start: int
+    """Where the first of them begins in the chunk, in bytes."""
+    rows: npt.NDArray[np.generic]
+
+
 class HostScattered:
     """A strided tensor in host memory."""
 
@@ -37,6 +58,7 @@ class HostScattered:
         self._array: npt.NDArray[np.generic] = tensor.view(_RAW[tensor.element_size()]).numpy()
         self.nbytes = tensor.nbytes
         self.accelerator: int | None = None
+        self._matrices: dict[tuple[Ints, Box, Box], _Matrix | None] = {}
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:  # noqa: ARG002
         array = self._array
@@ -50,6 +72,35 @@ class HostScattered:
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         source = np.frombuffer(data, self._array.dtype).reshape(shape)
         self._array[slices(box)] = source[slices(part)]
+
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+        key = (shape, source, target)
+        if key not in self._matrices:  # a chunk comes in many windows
+            self._matrices[key] = self._matrix(shape, source, target)
+        matrix = self._matrices[key]
+        size, dtype = self._array.itemsize, self._array.dtype
+        if matrix is None or at % size or len(data) % size:
+            return False
+        step = matrix.stripes.steps[0] * size
+        low = at - matrix.start
+        for first, last, head, tail in cut_stripes(matrix.stripes, low // size, (low + len(data)) // size):
+            shape = (last - first, tail - head)
+            start = first * step + head * size - low
+            matrix.rows[first:last, head:tail] = np.ndarray(shape, dtype, data, start, (step, size))
+        return True
+
+    def _matrix(self, shape: Ints, source: Box, target: Box) -> _Matrix | None:
+        index: tuple[Any, ...] = (*slices(target), ...)  # without the dots, no axes would give a copy
+        array, strides = self._array[index], strides_of(shape)
+        size = array.itemsize
+        if array.shape != source.sizes:  # what is strided freely below must all be there
+            return None
+        found = stripes(source.sizes, strides, tuple(n // size for n in array.strides))
+        if found is None:
+            return None
+        start = sum(o * n for o, n in zip(source.offsets, strides, strict=True)) * size
+        sides = (found.number, found.width), (found.steps[1] * size, size)
+        return _Matrix(found, start, np.lib.stride_tricks.as_strided(array, *sides))
 
     def run_of(self, box: Box) -> None:  # noqa: ARG002
         return None
@@ -89,6 +140,9 @@ class TorchScattered:
         source = torch.frombuffer(data, dtype=self._stored).view(shape)
         with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
             self._tensor[slices(box)].copy_(source[slices(part)])
+
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:  # noqa: ARG002
+        return False
 
     def run_of(self, box: Box) -> int | None:
         run = None if self._flat is None else contiguous_run(tuple(self._tensor.shape), box)

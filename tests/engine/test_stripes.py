@@ -1,0 +1,139 @@
+"""Chunks that are filled into host memory by strided copies, against the box-by-box way and against numpy's own."""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkeep.format.region import Box, Stripes, contiguous_run, cut_stripes, slices, strides_of, stripes, whole
+from shardkeep.plan.loads import Scatter
+from shardkeep.plan.ranges import Read
+from shardkeep.run import read as reading
+from shardkeep.stage.tensors import HostScattered
+from tests.engine.samples import bits, random_tensor, raw_view
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+BLANK = 0xEE
+
+
+@st.composite
+def boxes_in(draw, shape, sizes=None):
+    """A box of a tensor of this shape, of these sizes if they are given."""
+    sizes = sizes or tuple(draw(st.one_of(st.just(n), st.integers(1, n))) for n in shape)
+    return Box(tuple(draw(st.integers(0, full - n)) for full, n in zip(shape, sizes, strict=True)), sizes)
+
+
+@st.composite
+def targets(draw, sizes, dtype):
+    """Blank memory that has room for a box of these sizes: in order, or with its axes in any order and with gaps."""
+    shape = tuple(n + draw(st.integers(0, 2)) for n in sizes)
+    order = draw(st.one_of(st.just(tuple(range(len(shape)))), st.permutations(range(len(shape)))))
+    gaps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in shape]
+    made = torch.full([shape[axis] * gap for axis, gap in zip(order, gaps, strict=True)], 0, dtype=dtype)
+    raw_view(made).view(-1).view(torch.uint8).fill_(BLANK)
+    cut = made[tuple(slice(None, None, gap) for gap in gaps)]
+    return made, cut.permute([order.index(axis) for axis in range(len(shape))])
+
+
+def pieces_of(data, nbytes, before, size):
+    """Ranges of a file that hold all its bytes, cut anywhere between two elements of the chunk."""
+    total = before + nbytes
+    places = st.integers(0, total // size).map(lambda n: n * size)
+    cuts = sorted({0, total, *data.draw(st.lists(places, max_size=6))})
+    return list(itertools.pairwise(cuts))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_strided_copies_fill_what_boxes_fill(data):
+    """
+    Whatever the chunk, the box wanted of it, the memory it goes to and the pieces it comes in, every byte is the same.
+    """
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    chunk = random_tensor(shape, dtype, seed=data.draw(st.integers(0, 9)))
+    size = chunk.element_size()
+    source = data.draw(boxes_in(shape))
+    made, tensor = data.draw(targets(source.sizes, dtype))
+    target = data.draw(boxes_in(tuple(tensor.shape), source.sizes))
+    other = raw_view(made).clone().view(dtype)
+    boxed = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    before, after = (data.draw(st.integers(0, 5)) * size for _ in range(2))
+    file = bytes(before) + bits(chunk)[3] + bytes(after)
+    scatter = Scatter(0, before, shape, size, source, 0, target)
+
+    striped, plain = HostScattered(tensor), HostScattered(boxed)
+    done = set()
+    for low, high in pieces_of(data, chunk.nbytes + after, before, size):
+        window, part = memoryview(file)[low:high], Read(low, high - low, 0)
+        done.add(striped.write_chunk(shape, source, target, window, low - before))
+        reading._copy_boxes(scatter, part, window, plain)
+    assert len(done) == 1
+    if done == {False}:
+        assert stripes(source.sizes, strides_of(shape), tuple(tensor.stride())) is None
+        reading._copy_scatter(scatter, Read(0, len(file), 0), memoryview(file), striped)
+    expected = raw_view(chunk)[slices(source)]
+    assert bits(raw_view(tensor)[slices(target)]) == bits(expected)
+    assert bits(made) == bits(other)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_stripes_are_where_the_elements_are(data):
+    """
+    Counted out, the runs of stripes are the elements of the box in both memories, and none are found only if axes stay.
+    """
+    shape, into = (tuple(data.draw(st.lists(st.integers(1, 5), min_size=3, max_size=3))) for _ in range(2))
+    sizes = tuple(data.draw(st.integers(1, min(a, b))) for a, b in zip(shape, into, strict=True))
+    found = stripes(sizes, strides_of(shape), strides_of(into))
+    where = [np.arange(math.prod(s)).reshape(s)[slices(whole(sizes))].reshape(-1).tolist() for s in (shape, into)]
+    joined = [axis for axis in range(1, 3) if all(s[axis] == sizes[axis] for s in (shape, into))]
+    if found is None:
+        assert len(joined) < 1
+        assert contiguous_run(shape, whole(sizes)) is None
+    else:
+        for places, step in zip(where, found.steps, strict=True):
+            assert places == [row * step + at for row in range(found.number) for at in range(found.width)]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 4), st.integers(-5, 60), st.integers(0, 60))
+def test_a_range_of_stripes_is_cut_into_at_most_three(number, width, gap, low, length):
+    """
+    The parts of a range are exactly the wanted elements in it, in order, the cut ones at its ends.
+    """
+    step = width + gap
+    every = Stripes(number, width, (step, width))
+    parts = list(cut_stripes(every, low, low + length))
+    found = [(row, at) for a, b, head, tail in parts for row in range(a, b) for at in range(head, tail)]
+    places = [(row, at) for row in range(number) for at in range(width)]
+    assert found == [(row, at) for row, at in places if low <= row * step + at < low + length]
+    assert len(parts) <= 3
+
+
+def test_a_matrix_of_whole_columns_is_found_in_any_number_of_axes():
+    """
+    Columns of a matrix, heads of attention and whole blocks of channels are stripes; a box cut along three axes is not.
+    """
+    row_major = strides_of
+    assert stripes((8, 3), row_major((8, 6)), row_major((8, 3))) == Stripes(8, 3, (6, 3))
+    assert stripes((2, 4, 3, 5), row_major((2, 4, 6, 5)), row_major((2, 4, 3, 5))) == Stripes(8, 15, (30, 15))
+    assert stripes((4, 1), row_major((4, 6)), row_major((4, 1))) == Stripes(4, 1, (6, 1))
+    assert stripes((2, 2, 2), row_major((3, 3, 3)), row_major((2, 2, 2))) is None
+    assert stripes((), (), ()) == Stripes(1, 1, (1, 1))
+
+
+def test_pieces_that_cut_elements_and_boxes_that_do_not_fit_are_left_alone():
+    """
+    Where strided copies would be wrong nothing is written, and the caller is told so.
+    """
+    tensor = torch.zeros(4, 6)[:, :3]
+    memory = HostScattered(tensor)
+    box = Box((0, 0), (4, 3))
+    data = memoryview(bytes([1]) * 64)
+    assert not memory.write_chunk((4, 6), box, box, data, 2)
+    assert not memory.write_chunk((4, 6), box, box, data[:62], 0)
+    assert not memory.write_chunk((4, 6), box, Box((2, 0), (4, 3)), data, 0)
+    assert not tensor.any()
