@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.region import Box, Stripes, contiguous_run, cut_stripes, slices, strides_of, stripes, whole
+from shardkeep.format.region import Box, Stripes, cut_stripes, slices, strides_of, stripes, whole
 from shardkeep.plan.loads import Scatter
-from shardkeep.plan.ranges import Read
-from shardkeep.run import read as reading
-from shardkeep.stage.tensors import HostScattered
+from shardkeep.plan.ranges import FileReads, Intervals, Read
+from shardkeep.run.copies import Copies
+from shardkeep.stage.tensors import HostScattered, TorchScattered
 from tests.engine.samples import bits, random_tensor, raw_view
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -46,7 +46,7 @@ def pieces_of(data, nbytes, before, size):
     return list(itertools.pairwise(cuts))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_strided_copies_fill_what_boxes_fill(data):
     """
@@ -66,18 +66,43 @@ def test_strided_copies_fill_what_boxes_fill(data):
     scatter = Scatter(0, before, shape, size, source, 0, target)
 
     striped, plain = HostScattered(tensor), HostScattered(boxed)
+    copies = Copies({0: plain})
     done = set()
     for low, high in pieces_of(data, chunk.nbytes + after, before, size):
         window, part = memoryview(file)[low:high], Read(low, high - low, 0)
         done.add(striped.write_chunk(shape, source, target, window, low - before))
-        reading._copy_boxes(scatter, part, window, plain)
+        copies.copy_boxes(scatter, part, window, plain)
     assert len(done) == 1
     if done == {False}:
         assert stripes(source.sizes, strides_of(shape), tuple(tensor.stride())) is None
-        reading._copy_scatter(scatter, Read(0, len(file), 0), memoryview(file), striped)
+        copies.copy_boxes(scatter, Read(0, len(file), 0), memoryview(file), striped)
     expected = raw_view(chunk)[slices(source)]
     assert bits(raw_view(tensor)[slices(target)]) == bits(expected)
     assert bits(made) == bits(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_elements_that_windows_cut_are_put_together(data):
+    """
+    A chunk that begins anywhere in its file, in windows that end anywhere and come in any order, is copied bit for bit.
+    """
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    chunk = random_tensor(shape, dtype, seed=1)
+    source = data.draw(boxes_in(shape))
+    _, tensor = data.draw(targets(source.sizes, dtype))
+    target = data.draw(boxes_in(tuple(tensor.shape), source.sizes))
+    before, after = (data.draw(st.integers(0, 9)) for _ in range(2))
+    file = bytes(before) + bits(chunk)[3] + bytes(after)
+    into = data.draw(st.sampled_from([HostScattered(tensor), TorchScattered(tensor, dtype)]))
+    scatter = Scatter(0, before, shape, chunk.element_size(), source, 0, target)
+    copies = Copies({0: into})
+    reads = FileReads(0, [], Intervals([], [], []), Intervals([0], [len(file)], [scatter]))
+    for low, high in data.draw(st.permutations(pieces_of(data, chunk.nbytes + after, before, 1))):
+        copies.copy(reads, Read(low, high - low, 0), memoryview(bytearray(file[low:high])))
+    assert bits(raw_view(tensor)[slices(target)]) == bits(raw_view(chunk)[slices(source)])
+    assert not copies._cut
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,8 +117,7 @@ def test_stripes_are_where_the_elements_are(data):
     where = [np.arange(math.prod(s)).reshape(s)[slices(whole(sizes))].reshape(-1).tolist() for s in (shape, into)]
     joined = [axis for axis in range(1, 3) if all(s[axis] == sizes[axis] for s in (shape, into))]
     if found is None:
-        assert len(joined) < 1
-        assert contiguous_run(shape, whole(sizes)) is None
+        assert not joined
     else:
         for places, step in zip(where, found.steps, strict=True):
             assert places == [row * step + at for row in range(found.number) for at in range(found.width)]
@@ -123,6 +147,17 @@ def test_a_matrix_of_whole_columns_is_found_in_any_number_of_axes():
     assert stripes((4, 1), row_major((4, 6)), row_major((4, 1))) == Stripes(4, 1, (6, 1))
     assert stripes((2, 2, 2), row_major((3, 3, 3)), row_major((2, 2, 2))) is None
     assert stripes((), (), ()) == Stripes(1, 1, (1, 1))
+
+
+def test_a_single_element_is_a_run_whatever_its_stride():
+    """
+    One element of a column is one run of bytes, though its stride says that the next would be far away.
+    """
+    column = torch.zeros(4, 3)[:1, 1]
+    memory = TorchScattered(column, torch.float32)
+    assert memory.run_of(Box((0,), (1,))) == 0
+    memory.write_run(0, memoryview(bytearray(bits(torch.ones(1))[3])))
+    assert column.tolist() == [1]
 
 
 def test_pieces_that_cut_elements_and_boxes_that_do_not_fit_are_left_alone():

@@ -20,14 +20,13 @@ from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, concat_ranges, 
 from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
-from shardkeep.format.region import contiguous_run, flat_range_to_boxes, intersect, relative, whole
 from shardkeep.layout.native import data_sizes, save_id_of
-from shardkeep.plan.loads import Scatter, check_tensors, chunk_rows
-from shardkeep.plan.ranges import Edge, FileReads, Read
+from shardkeep.plan.loads import check_tensors, chunk_rows
+from shardkeep.plan.ranges import FileReads, Read
+from shardkeep.run.copies import Copies
 from shardkeep.run.workers import run_workers
-from shardkeep.stage.memory import Scattered, copy_memory, view_memory
+from shardkeep.stage.memory import Scattered, view_memory
 from shardkeep.stage.windows import windows_for
-from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
 if TYPE_CHECKING:
@@ -223,6 +222,7 @@ def read_files(
     `scattered` gives the memory of scatters by want. Damaged blocks are an error, or their numbers are added to
     `damaged`.
     """
+    copies = Copies(scattered)
     opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
     # Each piece costs turns at the interpreter's lock, which many cores beside an accelerator would all wait for.
     on_accelerator = any(each.accelerator is not None for each in scattered.values())
@@ -240,7 +240,7 @@ def read_files(
                 file.reader, digests = _open_explained(store, file.entry, headers)
                 file.digests = memoryview(digests)
             reader = file.reader
-        cached = _do_read(file, reader, read, buffer, scattered, hot_nbytes, key_at, damaged)
+        cached = _do_read(file, reader, read, buffer, copies, hot_nbytes, key_at, damaged)
         with file.lock:
             file.reads_left -= 1
             if not file.reads_left:
@@ -262,7 +262,7 @@ def _do_read(
     reader: BlobReader,
     read: Read,
     buffer: memoryview,
-    scattered: Mapping[int, Scattered],
+    copies: Copies,
     hot_nbytes: int,
     key_at: KeyAt,
     damaged: list[int] | None,
@@ -281,9 +281,7 @@ def _do_read(
                 raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
             damaged.extend(bad)
         if not part.address:
-            stop = part.start + nbytes
-            _copy_edges(file.reads.edges.touching(part.start, stop), part, window)
-            _copy_scatters(file.reads.scatters.touching(part.start, stop), part, window, scattered)
+            copies.copy(file.reads, part, window)
     return cached
 
 
@@ -324,62 +322,6 @@ def damage_of(entry: FileEntry, file: int, blocks: range, key_at: KeyAt) -> Chec
         offset=entry.header_nbytes + start,
         key=keys,
     )
-
-
-def _copy_edges(edges: Iterable[Edge], read: Read, window: memoryview) -> None:
-    source = address_of(window) - read.start
-    stop = read.start + read.nbytes
-    for start, nbytes, address in edges:
-        low = max(start, read.start)
-        high = min(start + nbytes, stop)
-        if high > low:
-            copy_memory(address + low - start, source + low, high - low)
-
-
-def _copy_scatters(
-    scatters: Iterable[Scatter], read: Read, window: memoryview, scattered: Mapping[int, Scattered]
-) -> None:
-    on_accelerators: dict[int, Scattered] = {}
-    try:
-        for scatter in scatters:
-            target = scattered[scatter.want]
-            if target.accelerator is not None:
-                on_accelerators[target.accelerator] = target
-            _copy_scatter(scatter, read, window, target)
-    finally:
-        for target in on_accelerators.values():
-            target.wait()  # the window is needed again
-
-
-def _copy_scatter(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
-    """Copy what this window holds of a scatter: as rows or one run if it is that on both sides, else box by box."""
-    if target.write_chunk(scatter.shape, scatter.source, scatter.target, window, read.start - scatter.start):
-        return
-    run = contiguous_run(scatter.shape, scatter.source)
-    to = target.run_of(scatter.target) if run else None
-    if run is None or to is None:
-        _copy_boxes(scatter, read, window, target)
-        return
-    first = scatter.start + run[0] * scatter.itemsize
-    low = max(read.start, first)
-    high = min(read.start + read.nbytes, first + run[1] * scatter.itemsize)
-    if high > low:
-        target.write_run(to + low - first, window[low - read.start : high - read.start])
-
-
-def _copy_boxes(scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
-    """Copy the window's part of the chunk, as boxes, met with what is wanted."""
-    size = scatter.itemsize
-    low = max(read.start, scatter.start)
-    high = min(read.start + read.nbytes, scatter.start + whole(scatter.shape).volume * size)
-    at = low - read.start
-    for box in flat_range_to_boxes(scatter.shape, (low - scatter.start) // size, (high - scatter.start) // size):
-        nbytes = box.volume * size
-        if common := intersect(box, scatter.source):
-            inside = relative(common, scatter.source)
-            offsets = tuple(t + i for t, i in zip(scatter.target.offsets, inside.offsets, strict=True))
-            target.write(type(box)(offsets, common.sizes), window[at : at + nbytes], box.sizes, relative(common, box))
-        at += nbytes
 
 
 def keys_at(index: Index) -> KeyAt:

@@ -26,6 +26,7 @@ from shardkeep.format.region import (
     stripes,
 )
 from shardkeep.stage.memory import Scattered
+from shardkeep.store.aligned import address_of
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types of each element size that both torch and numpy have: bytes are moved as these, whatever they mean."""
@@ -119,7 +120,10 @@ class TorchScattered:
         same = tensor.dtype == stored
         self._tensor = tensor.view(_RAW[tensor.element_size()]) if same else tensor
         self._stored = self._tensor.dtype if same else stored
-        self._flat = self._tensor.view(-1).view(torch.uint8) if same and tensor.is_contiguous() else None
+        self._flat: torch.Tensor | None = None
+        if same and tensor.is_contiguous():
+            # Not `view(-1)`: of a single element it keeps the stride, whatever that is, and then there are no bytes.
+            self._flat = self._tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._device = tensor.device
         self.nbytes = tensor.nbytes
         self.accelerator = _accelerator_of(tensor.device)
@@ -137,6 +141,8 @@ class TorchScattered:
             at += box.volume
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
+        if address_of(data) % self._stored.itemsize:  # torch may crash on elements that lie askew
+            data = np.frombuffer(data, np.uint8).copy().data
         source = torch.frombuffer(data, dtype=self._stored).view(shape)
         with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
             self._tensor[slices(box)].copy_(source[slices(part)])
