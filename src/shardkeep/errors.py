@@ -161,7 +161,7 @@ class EarlierSaveFailed(CheckpointError, RuntimeError):
     """
 
     response: Any = None
-    """From `dcp.async_save`, which has begun the next one all the same: what it would have returned."""
+    """What the call that raises this would have returned: it has made its save, or begun it, all the same."""
 
 
 class SaveCancelled(CheckpointError):

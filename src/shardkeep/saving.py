@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkeep.errors import CheckpointError, StateError
+from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError
 from shardkeep.format.collector import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
@@ -109,6 +110,8 @@ def save(
         CheckpointExists: a checkpoint is there, and `overwrite` was not given.
         StorageError: the store failed.
         RanksSilent: ranks did not answer in time; names them.
+        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one has been
+            made all the same: its report is the error's `response`.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -138,12 +141,13 @@ def save(
         return [entry_of(job) for job in jobs]
 
     with call.made():
-        _raise_earlier_failure()
         orders = call.plan(call.describer(state))
         call.write(write)
         outcome = call.commit()
         seconds = time.perf_counter() - began
-    return _report(call, outcome, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    report = _report(call, outcome, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    _raise_earlier_failure(report)
+    return report
 
 
 def async_save(
@@ -193,8 +197,8 @@ def async_save(
         A handle: `staged`, `result`, `progress`, `cancel`.
 
     Raises:
-        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one was not
-            begun.
+        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one has been
+            begun all the same: its handle is the error's `response`.
         StateError: the state cannot be saved. The save fails on the other ranks too.
 
     Example:
@@ -224,11 +228,12 @@ def async_save(
     flights().make_room(max_in_flight)
     with ExitStack() as inside:
         inside.enter_context(call.made())
-        _raise_earlier_failure()
         # Before the state is described: it starts meanwhile.
-        outside = (
-            inside.enter_context(writer_hold().writing(call.store, options.io_threads)) if writer == "process" else None
-        )
+        outside = None
+        if writer == "process":
+            outside = inside.enter_context(
+                writer_hold().writing(call.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s)
+            )
         with collector_paused():
             draft = call.describer(state)()
         memory = outside.memory if outside else staging_memory()
@@ -251,14 +256,19 @@ def async_save(
             call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=blocked_s + background.seconds_until_copied
         )
 
+    box = [carry_out]
     try:
-        flights().begin(handle, carry_out)
-        del state, pieces
+        flights().begin(handle, box)
+        del state, pieces, carry_out
         if background.must_wait:
             handle.staged.wait_either_way()
     except BaseException:  # Ctrl-C: nobody will have the handle, and the state may change before it is copied
         handle.cancel()
+        if box:  # no thread has it, nor will: the other ranks are told here
+            box.clear()
+            made.__exit__(*sys.exc_info())
         raise
+    _raise_earlier_failure(handle)
     return handle
 
 
@@ -270,12 +280,17 @@ def finish_saves() -> None:
         EarlierSaveFailed: one failed, and nobody has asked for its result.
 
     """
+    failed: EarlierSaveFailed | None = None
     try:
         flights().finish()
-    finally:
-        step_gates().remove()
-        staging_memory().release()
-        writer_hold().end()
+    except EarlierSaveFailed as error:
+        failed = error
+    # Not where it was interrupted: a save that goes on needs all of these.
+    step_gates().remove()
+    staging_memory().release()
+    writer_hold().end()
+    if failed is not None:
+        raise failed
 
 
 def _opened(where: str | os.PathLike[str] | Store, world: World, options: Options) -> Store:
@@ -286,9 +301,15 @@ def _opened(where: str | os.PathLike[str] | Store, world: World, options: Option
             raise
 
 
-def _raise_earlier_failure() -> None:
-    """Raise inside a call, so that ranks who know of no failure, or have asked for it, do not wait for this one."""
-    if (earlier := flights().earlier_failure()) is not None:
+def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:
+    """
+    Raise what nobody has asked for.
+
+    At the end of a call: other ranks may not know of it yet, or have asked, and must not miss this rank's part.
+    """
+    than = made if isinstance(made, SaveHandle) else None
+    if (earlier := flights().earlier_failure(than)) is not None:
+        earlier.response = made
         raise earlier
 
 

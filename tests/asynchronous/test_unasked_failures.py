@@ -47,19 +47,28 @@ def test_the_next_call_raises_it(then, caplog):
 
 
 @pytest.mark.parametrize("then", ["async_save", "save"])
-def test_the_call_that_raises_saves_nothing(then):
+def test_the_call_that_raises_saves_all_the_same(then):
     """
-    The call that raises has not begun, and made nothing; the same call again works.
+    The call that raises has made its save, or begun it, and hands it out with the error.
     """
     fail_unasked()
     where = sk.MemoryStore()
     call = {"save": sk.save, "async_save": sk.async_save}[then]
-    with pytest.raises(sk.EarlierSaveFailed):
+    with pytest.raises(sk.EarlierSaveFailed) as raised:
         call(full(2), where)
-    assert list(where.list()) == []
-    call(full(2), where)
-    sk.finish_saves()
+    response = raised.value.response
+    report = response.result(PATIENCE_S) if then == "async_save" else response
+    assert report.where == where.url
     assert says(where) == {2}
+    sk.finish_saves()
+
+
+def test_a_save_that_fails_at_once_is_not_an_earlier_one():
+    """
+    A call never raises the failure of the save that it has begun itself.
+    """
+    for _ in range(20):
+        sk.async_save(full(1), broken()).exception(PATIENCE_S)
 
 
 @pytest.mark.parametrize("ask", ["result", "exception", "context", "cancel"])
@@ -145,9 +154,11 @@ def rank_1_fails(folder, asking, then):
         first = told_by(lambda: sk.save(state, f"{folder}/next", options=HASTY))
     else:
         first = told_by(lambda: sk.async_save(state, f"{folder}/next", options=HASTY).result(PATIENCE_S))
-    dist.barrier()
-    sk.async_save(state, f"{folder}/next").result(PATIENCE_S)
     sk.finish_saves()
+    dist.barrier()
+    if then != "finish_saves":
+        assert sk.open(f"{folder}/next").keys()
+    sk.async_save(state, f"{folder}/after").result(PATIENCE_S)
     return first
 
 
@@ -161,14 +172,35 @@ def test_every_rank_is_told(rank_pool, tmp_path, then):
     assert told[0][1] == "StorageError"
 
 
-@pytest.mark.parametrize("asking", [(0,), (1,)])
+@pytest.mark.parametrize("asking", [0, 1])
 @pytest.mark.parametrize("then", ["async_save", "save"])
-def test_every_rank_is_told_when_one_has_asked(rank_pool, tmp_path, then, asking):
+def test_a_rank_that_has_asked_is_not_told_again(rank_pool, tmp_path, then, asking):
     """
-    Where one rank has asked and the other has not, the next save is called off on both, and the one after works.
+    Where one rank has asked and the other has not, only the other is told; the save is made by both, and so is the next.
     """
-    told = rank_pool.run(2, rank_1_fails, str(tmp_path), asking, then)
-    assert [kind for kind, *_ in told] == ["EarlierSaveFailed"] * 2
+    told = rank_pool.run(2, rank_1_fails, str(tmp_path), (asking,), then)
+    assert told[asking] == "ok"
+    assert told[1 - asking][0] == "EarlierSaveFailed"
+
+
+def cancelled_by_rank_0(folder):
+    """Cancel on rank 0 alone; return whether the next saves of all ranks are made."""
+    state = {"w": torch.ones(4)}
+    sk.async_save(state, f"{folder}/0").result(PATIENCE_S)
+    handle = sk.async_save(state, f"{folder}/1")
+    if dist.get_rank() == 0:
+        handle.cancel()
+    handle.wait_for_end()
+    sk.async_save(state, f"{folder}/2").result(PATIENCE_S)
+    sk.finish_saves()
+    return True
+
+
+def test_what_one_rank_cancels_is_no_failure_on_another(rank_pool, tmp_path):
+    """
+    The next save of a rank whose save another rank cancelled is made, and raises nothing.
+    """
+    assert rank_pool.run(2, cancelled_by_rank_0, str(tmp_path)) == [True, True]
 
 
 def test_finish_saves_is_each_ranks_own(rank_pool, tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.random import default_rng  # not when first used: a process that forks meanwhile has half a module
 
 from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, StateError
 from shardkeep.format import dtypes
@@ -287,7 +288,7 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
     where each group begins among those.
     """
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
-    rng = np.random.default_rng()
+    rng = default_rng()
     while True:
         hashes = fingerprint.of_rows(columns, fingerprint.multipliers(len(columns) + 1, rng))
         order = np.argsort(hashes, kind="stable")

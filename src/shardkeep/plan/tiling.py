@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng  # not when first used: see plan/saves.py
 
 from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.region import Box, intersect
@@ -29,7 +30,7 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
 
     `tensor` gives each box's tensor and is sorted; boxes lie inside their tensors and are not empty.
     """
-    rng = np.random.default_rng()
+    rng = default_rng()
     sums = np.ones(len(boxes), np.uint64)
     expected = np.ones(len(shapes), np.uint64)
     for d in range(boxes.axes):

@@ -2,7 +2,8 @@
 The asynchronous saves of this process that have not ended, and the failures that nobody has asked for.
 
 Each save runs on a thread of its own. So many at a time are allowed as the caller says; the next one waits in its call.
-A failure that nobody asks for is logged, and raised by the next save, by `finish`, or told at exit.
+A failure that nobody asks for is logged, and raised by the next save, by `finish`, or told at exit. The next save is made
+all the same: other ranks may not know of the failure yet, or have asked for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from shardkeep.errors import CheckpointError, EarlierSaveFailed
+from shardkeep.errors import CheckpointError, EarlierSaveFailed, SaveCancelled
 from shardkeep.protocol.failures import CheckpointException
 from shardkeep.run.handles import SaveHandle
 
@@ -45,23 +46,24 @@ class Flights:
         while len(under_way := self._still_under_way()) >= most:
             under_way[0].wait_for_end()
 
-    def begin(self, handle: SaveHandle[T], work: Callable[[], T]) -> None:
-        """Carry a save out on a thread."""
-        self._threads.submit(self._carry_out, handle, [work])
+    def begin(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
+        """Carry a save out on a thread; what is to be done is taken out of its box when it begins."""
+        self._threads.submit(self._carry_out, handle, box)
         # After that: a Ctrl-C in between must not leave one to be waited for that never ends.
         self._under_way.append(handle)
 
-    def earlier_failure(self) -> EarlierSaveFailed | None:
-        """Return the failure of a save that has ended and that nobody has asked for, once."""
+    def earlier_failure(self, than: SaveHandle[Any] | None = None) -> EarlierSaveFailed | None:
+        """Return the failure of a save that has ended and that nobody has asked for, once; not of one just begun."""
         ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves add to them meanwhile
-        failed = [each for each in ended if not each.asked]
+        failed = [each for each in ended if not each.asked and each is not than]
+        self._failed += [each for each in ended if each is than]
         if not failed:
             return None
         error = failed[0].exception()
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         earlier = EarlierSaveFailed(
             f"an earlier asynchronous save, to {failed[0].where}, failed{more}: {_text(error)}",
-            hint="ask each handle for its result before the next save, which has not been begun",
+            hint="ask each handle for its result before the next save; what this call saves is not affected",
         )
         earlier.__cause__ = error
         for each in failed:
@@ -88,16 +90,19 @@ class Flights:
 
     def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
         _stand_back()
+        if not box:  # given up by a call that was interrupted
+            return
         try:
             # Taken out of its box: nothing here may hold the state when the handle is done.
             result = box.pop()()
         except BaseException as error:  # read by whoever asks, or raised by the next save
-            if not handle.asked:
+            cancelled = isinstance(error, SaveCancelled)  # on whichever rank: somebody wanted it so
+            if cancelled:
+                log.info("an asynchronous save, to %s, was cancelled", handle.where)
+            elif not handle.asked:
                 log.error("an asynchronous save, to %s, failed", handle.where, exc_info=error)  # noqa: TRY400
             let_go(error)
-            # Called off by a rank that had not been told of a failure this one knows of: to raise that here would call
-            # off that rank's next save, whose end would call off this one's, and so on.
-            if not isinstance(error, EarlierSaveFailed):
+            if not cancelled:
                 self._failed.append(handle)
             handle.end(error=error)
         else:
@@ -110,6 +115,9 @@ class Flights:
             self.finish()
         except CheckpointError as error:  # nobody is left to catch it
             traceback.print_exception(type(error), error, error.__traceback__)
+        except KeyboardInterrupt:
+            places = ", ".join(each.where for each in self._still_under_way())
+            log.error("interrupted at exit: given up before they were complete: saves to %s", places)  # noqa: TRY400
 
 
 def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:

@@ -8,6 +8,8 @@ optimizer waits, or the caller does).
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ from shardkeep.stage.memory import copy_memory
 from shardkeep.stage.tensors import host_address, scattered
 from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.store.aligned import address_of
+
+log = logging.getLogger("shardkeep")
 
 _ALIGNMENT = 64
 _PART_NBYTES = 16 << 20
@@ -57,8 +61,6 @@ def take_pieces(
     taken = Pieces(list(tensors))
     on_host = [at for at, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
     on_device = [at for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
-    if on_host:
-        _copy_on_host(taken, on_host, arenas, threads)
     chosen, guarded = _chosen_for_copy(tensors, on_device, staging, optimizers)
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     for at in chosen:
@@ -70,6 +72,8 @@ def take_pieces(
     taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
     taken.guarded = guarded
     taken.live_nbytes = sum(tensors[at].nbytes for at in on_device if taken.tensors[at] is tensors[at])
+    if on_host:  # last: what is queued on a device goes on meanwhile
+        _copy_on_host(taken, on_host, arenas, threads)
     return taken
 
 
@@ -82,6 +86,8 @@ def _chosen_for_copy(
     if staging == "device" or (staging == "auto" and not _without_room(tensors, on_device)):
         return on_device, True
     if staging == "overlap" and not optimizers:
+        if on_device:
+            _say_that_nothing_guards()
         return [], True
     guarded = _guarded_memory(optimizers)
     chosen = [at for at in on_device if tensors[at].untyped_storage().data_ptr() not in guarded]
@@ -89,6 +95,13 @@ def _chosen_for_copy(
         return chosen, True
     full = _without_room(tensors, chosen)
     return [at for at in chosen if tensors[at].device not in full], not full
+
+
+@functools.cache  # once is enough
+def _say_that_nothing_guards() -> None:
+    log.warning(
+        'staging="overlap" without an optimizer in the state: wait for handle.staged before anything of it changes'
+    )
 
 
 def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch.device]:

@@ -32,6 +32,10 @@ class Gate:
         if not self._queued.done():
             self._queued.set_result(after)
 
+    def is_passed(self) -> bool:
+        """Say whether nothing is left to wait for."""
+        return self._queued.done() and all(event.query() for event in self._queued.result().values())
+
     def wait(self) -> None:
         """Come after the copies, on the current streams."""
         for device, event in self._queued.result().items():
@@ -52,15 +56,18 @@ class StepGates:
             for optimizer in optimizers:
                 if optimizer not in self._gates:
                     self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-                self._gates.setdefault(optimizer, []).append(gate)
+                # Those of an optimizer that never steps must not pile up.
+                standing = [each for each in self._gates.get(optimizer, ()) if not each.is_passed()]
+                self._gates[optimizer] = [*standing, gate]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         with self._lock:
-            gates = self._gates.get(optimizer, [])
-            waiting, gates[:] = list(gates), []
-        for gate in waiting:
+            gates = list(self._gates.get(optimizer, ()))
+        for gate in gates:
             gate.wait()
+            with self._lock:  # not before: a wait that is interrupted is still to be made
+                self._gates[optimizer].remove(gate)
 
     def remove(self) -> None:
         """Take all hooks away; called between steps."""

@@ -13,7 +13,7 @@ def host() -> str:
     """Name machine, boot and process namespace: equal only where process numbers mean the same."""
     boot = namespace = ""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -34,7 +34,7 @@ def started(pid: int) -> str:
 def free_memory() -> int:
     """Return how many bytes of memory the machine could still give; a cautious guess where it does not say."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             found = dict(line.split(":", 1) for line in file)
         return int(found["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
