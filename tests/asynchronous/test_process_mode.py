@@ -189,8 +189,8 @@ def test_killed_with_a_file_half_written(place, monkeypatch):
     before = names(place)
     ask, half_written = WriterProcess.ask, []
 
-    def ask_and_kill(self, request):
-        reply = ask(self, request)
+    def ask_and_kill(self, request, *more, **named):
+        reply = ask(self, request, *more, **named)
         if isinstance(request, WriteRuns) and not half_written:
             half_written.extend(name for name in names(place) if name.endswith(".safetensors") and name not in before)
             os.kill(self.pid, signal.SIGKILL)
@@ -381,8 +381,8 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
             time.sleep(60)
             os._exit(0)
         ask, asked = process.ask, []
-        def ask_and_die(request):
-            reply = ask(request)
+        def ask_and_die(request, *more, **named):
+            reply = ask(request, *more, **named)
             asked.append(request)
             if len(asked) == 2:
                 print(process.pid, fork, flush=True)

@@ -13,10 +13,10 @@ import itertools
 import os
 import select
 import signal
+import socket
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import msgspec
@@ -25,6 +25,7 @@ import numpy as np
 from shardkeep.ranks.verdict import describe
 from shardkeep.run.write import hash_and_write
 from shardkeep.run.writer_mapping import map_shared
+from shardkeep.run.writer_pipe import receive, send
 from shardkeep.run.writer_wire import Abandon, Create, Finish, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import aligned_buffer, copy
 from shardkeep.store.protocol import BlobWriter
@@ -47,7 +48,7 @@ def main(pipes: Sequence[int], memory: int, parent: int) -> NoReturn:
     files = _Files(memory)
     threads = ThreadPoolExecutor(len(pipes))
     for pipe in pipes:
-        threads.submit(_serve, Connection(pipe), files)
+        threads.submit(_serve, socket.socket(fileno=pipe), files)
     _wait_for_end_of(parent)
     os._exit(0)
 
@@ -62,12 +63,12 @@ def _wait_for_end_of(parent: int) -> None:
             return
 
 
-def _serve(pipe: Connection, files: _Files) -> None:
+def _serve(pipe: socket.socket, files: _Files) -> None:
     decoder = msgspec.msgpack.Decoder(Request)
     own = _Own()
     try:
         while True:
-            pipe.send_bytes(msgspec.msgpack.encode(_tried(decoder.decode(pipe.recv_bytes()), files, own)))
+            send(pipe, msgspec.msgpack.encode(_tried(decoder.decode(receive(pipe)), files, own)))
     except (EOFError, OSError):
         os._exit(0)  # the training process has closed the pipe
     except BaseException:  # noqa: BLE001 - or that process would wait for an answer

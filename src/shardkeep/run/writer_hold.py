@@ -10,20 +10,28 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from shardkeep.errors import SaveCancelled, WriterDied
 from shardkeep.run.staging import Staging
 from shardkeep.run.write import Sink, Window
 from shardkeep.run.writer_memory import SharedMemory
+from shardkeep.run.writer_pipe import Patience
 from shardkeep.run.writer_process import WriterProcess
 from shardkeep.run.writer_sink import OutsideSink, shared_runs
-from shardkeep.run.writer_wire import Place, place_of
+from shardkeep.run.writer_wire import Place, Reply, Request, place_of
 from shardkeep.stage.buffers import Arenas, BufferPool
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory, staging_memory
 from shardkeep.store.protocol import Store
 
 log = logging.getLogger("shardkeep")
+
+_SLOWEST = 4 << 20
+"""Bytes a second that any disk makes durable; a request to do so has a whole file to wait for."""
+
+Wanted = Callable[[], bool]
+"""Says whether a save has not been cancelled."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,29 @@ class Outside:
     process: WriterProcess
     shared: SharedMemory
     place: Place
+    patience: Patience
+    wanted: Wanted
+
+    def ask(self, request: Request, *, nbytes: int = 0) -> Reply:
+        """
+        Have the other process do something, to a file that has so many bytes.
+
+        Raises:
+            WriterDied: it has ended, or does not answer.
+            SaveCancelled: so was the save, and the process has ended, or does not answer.
+            CheckpointError: what the request raised there.
+
+        """
+        try:
+            return self.process.ask(request, self.patience, more_s=nbytes / _SLOWEST)
+        except WriterDied as error:
+            if self.wanted():
+                raise
+            raise SaveCancelled("the save was cancelled before its files were written") from error
 
     def sink(self, staging: Staging) -> Sink:
         """Return where windows go."""
-        return OutsideSink(self.process, self.shared, self.place, staging)
+        return OutsideSink(self.ask, self.shared, self.place, staging)
 
     def filled_ahead(self, window: Window) -> bool:
         """Say whether a window must be filled before the other process sees its bytes."""
@@ -54,14 +81,20 @@ class WriterHold:
         self._shared: SharedMemory | None = None
         self._memory: StagingMemory | None = None
         self._process: WriterProcess | None = None
-        self._saves = 0
+        self._saves: list[Wanted] = []
         self._ending = False
         atexit.register(self.end)
 
     @contextlib.contextmanager
-    def writing(self, store: Store, pipes: int) -> Iterator[Outside]:
+    def writing(self, store: Store, pipes: int, *, wanted: Wanted, timeout_s: float) -> Iterator[Outside]:
         """
         Have a process that writes to a store, while inside; it is started if there is none.
+
+        Args:
+            store: where to.
+            pipes: how many threads may ask it at a time, if it is started.
+            wanted: says whether the save has not been cancelled.
+            timeout_s: how long the process may take for one answer.
 
         Raises:
             CheckpointError: the store cannot be opened in another process.
@@ -70,14 +103,15 @@ class WriterHold:
         """
         place = place_of(store)
         with self._lock:
-            outside = self._outside(place, pipes)
+            process, memory, shared = self._ready(pipes)
             self._ending = False
-            self._saves += 1
+            self._saves.append(wanted)
+        patience = Patience(timeout_s, lambda: self._given_up(process))
         try:
-            yield outside
+            yield Outside(memory, process, shared, place, patience, wanted)
         finally:
             with self._lock:
-                self._saves -= 1
+                self._saves.remove(wanted)
                 if self._ending:
                     self._end()
 
@@ -94,7 +128,16 @@ class WriterHold:
         """The process's id, if there is one."""
         return None if self._process is None else self._process.pid
 
-    def _outside(self, place: Place, pipes: int) -> Outside:
+    def _given_up(self, process: WriterProcess) -> bool:
+        """Drop a process that has been told to write only what was cancelled since; say whether it was."""
+        with self._lock:
+            if any(wanted() for wanted in self._saves):
+                return False  # to end it would end that save too, which has a deadline of its own
+            if self._process is process:
+                self._process = None  # the next save starts another one
+            return True
+
+    def _ready(self, pipes: int) -> tuple[WriterProcess, StagingMemory, SharedMemory]:
         if self._shared is None or self._memory is None:
             self._shared = SharedMemory()
             self._memory = StagingMemory(
@@ -107,7 +150,7 @@ class WriterHold:
             self._process = None
         if self._process is None:
             self._process = WriterProcess(self._shared.fd, pipes)
-        return Outside(self._memory, self._process, self._shared, place)
+        return self._process, self._memory, self._shared
 
     def _end(self) -> None:
         if self._saves:

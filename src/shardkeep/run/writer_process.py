@@ -11,13 +11,14 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing import spawn
-from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import msgspec
@@ -25,10 +26,19 @@ import msgspec
 import shardkeep
 from shardkeep.errors import CheckpointError, Failure, WriterDied, error_class
 from shardkeep.run.writer_child import IGNORED
+from shardkeep.run.writer_pipe import SLICE_S, Patience, TooLong, Waiting, ready_within, receive, send
 from shardkeep.run.writer_wire import Reply, Request
 
 _GRACE_S = 5.0
 """Between the end of a process's pipes and its own."""
+_IF_DEAD = (
+    "this save is lost, and the next one starts a new process; if memory ran out, the kernel's log tells of it;"
+    ' writer="thread" needs no process'
+)
+_IF_SILENT = (
+    "this save is lost, and the next one starts a new process; a disk that hangs looks the same, and one that is only"
+    " slow needs a larger Options.timeout_s"
+)
 _multiprocessing: Any = spawn
 _subprocess: Any = subprocess
 _PROGRAM = (
@@ -58,11 +68,17 @@ class WriterProcess:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._died: WriterDied | None = None
-        pairs: list[tuple[Connection, Connection]] = []
+        self._answered = time.monotonic()
+        pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
-            pairs.extend(Pipe() for _ in range(pipes))
+            pairs.extend(socket.socketpair() for _ in range(pipes))
+            for ours, theirs in pairs:
+                ours.setblocking(False)
+                theirs.setblocking(True)  # whatever this program has made the default
             self._process = _spawn([theirs.fileno() for _, theirs in pairs], memory)
         except OSError as error:
+            for ours, _ in pairs:
+                ours.close()
             raise WriterDied(
                 f"the process that writes checkpoints could not be started: {error}",
                 hint='free memory, processes or file descriptors, or pass writer="thread"',
@@ -71,14 +87,14 @@ class WriterProcess:
             for _, theirs in pairs:
                 theirs.close()  # so that a pipe ends with the process
         self._pipes = [ours for ours, _ in pairs]
-        self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for pipe in self._pipes:
             self._free.put(pipe)
         # A process that was forked from here meanwhile may hold a pipe open: watched by itself, where that is possible.
         self._watch: list[int] = []
         with contextlib.suppress(AttributeError, OSError):
             self._watch.append(os.pidfd_open(self.pid))
-        self._unwatch = weakref.finalize(self, _close_all, self._watch.copy())
+        self._let_go = weakref.finalize(self, _close_all, self._pipes.copy(), self._watch.copy())
 
     @property
     def pid(self) -> int:
@@ -90,50 +106,83 @@ class WriterProcess:
         with self._lock:
             return self._died is None and self._process.poll() is None
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: Request, patience: Patience, *, more_s: float = 0.0) -> Reply:
         """
         Have a request carried out.
 
+        Args:
+            request: what.
+            patience: for how long.
+            more_s: how much longer than that this request may take.
+
         Raises:
-            WriterDied: the process ended; told as soon as it happens.
+            WriterDied: the process ended, told as soon as it happens; or did not answer, and was ended.
             CheckpointError: what the request raised there.
 
         """
-        pipe = self._free.get()
+        message = msgspec.msgpack.encode(request)
+        pipe = self._free_pipe(patience)
+        waiting = Waiting(patience, more_s=more_s)
+        ready = ready_within(pipe, self._watch, waiting)
         try:
-            pipe.send_bytes(msgspec.msgpack.encode(request))
-            wait([pipe, *self._watch])
-            if not pipe.poll():
-                raise EOFError
-            reply = msgspec.msgpack.decode(pipe.recv_bytes(), type=Reply)
+            send(pipe, message, ready)
+            reply = msgspec.msgpack.decode(receive(pipe, ready), type=Reply)
         except (EOFError, OSError) as error:
             raise self._how_it_died() from error
-        finally:
-            self._free.put(pipe)
+        except TooLong as error:
+            raise self._ended(str(error)) from None
+        except BaseException as error:
+            # The answer may still come, and must not be taken for that to another request.
+            self._ended(f"was ended, as a request to it broke off ({type(error).__name__})")
+            raise
+        # Only now: a pipe that may hold half a message, or an answer nobody took, is not used again.
+        self._free.put(pipe)
+        self._answered = time.monotonic()
         if reply.failure is not None:
             raise _error_of(reply.failure) from FromWriter(reply.failure.trace)
         return reply
 
+    def _free_pipe(self, patience: Patience) -> socket.socket:
+        """Wait for a pipe that nobody uses."""
+        waiting, answered = Waiting(patience), self._answered
+        while self._died is None:
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=SLICE_S)
+            if answered != self._answered:
+                answered = self._answered
+                waiting.begin_again()
+            try:
+                waiting.look()
+            except TooLong as error:
+                raise self._ended(str(error)) from None
+        raise self._how_it_died()
+
     def close(self) -> None:
         """End the process. Nobody may be asking it anything: then it has nothing left to do."""
-        for pipe in self._pipes:
-            pipe.close()
+        self._let_go()
         if self._owner == os.getpid():  # not a fork's
             with self._lock:
                 self._reap(0)
-        self._unwatch()
 
     def _how_it_died(self) -> WriterDied:
         """Make sure that it is gone, as it must not touch memory or files any more, and say why."""
         with self._lock:
-            if self._died is None:
-                code = self._reap(_GRACE_S)
-                self._died = WriterDied(
-                    f"the process that writes checkpoints (pid {self.pid}) {_ending(code)}",
-                    hint="this save is lost, and the next one starts a new process; if memory ran out, the kernel's log"
-                    ' tells of it; writer="thread" needs no process',
-                )
-            return WriterDied(self._died.message, hint=self._died.hint)
+            died = self._died or self._note(_ending(self._reap(_GRACE_S)), _IF_DEAD)
+            return WriterDied(died.message, hint=died.hint)
+
+    def _ended(self, why: str) -> WriterDied:
+        """End it, if it has not ended yet."""
+        with self._lock:
+            died = self._died
+            if died is None:
+                died = self._note(why, _IF_SILENT)  # first: whatever happens here, nobody uses it again
+                if self._reap(0) is None:
+                    died = self._note(f"{why}, but cannot be killed", _IF_SILENT)
+            return WriterDied(died.message, hint=died.hint)
+
+    def _note(self, how: str, hint: str) -> WriterDied:
+        self._died = WriterDied(f"the process that writes checkpoints (pid {self.pid}) {how}", hint=hint)
+        return self._died
 
     def _reap(self, patience_s: float) -> int | None:
         """Wait for it to end, then kill it; return its exit code, or None if not even that ends it."""
@@ -173,7 +222,9 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _close_all(descriptors: list[int]) -> None:
+def _close_all(pipes: list[socket.socket], descriptors: list[int]) -> None:
+    for pipe in pipes:
+        pipe.close()
     for each in descriptors:
         os.close(each)
 

@@ -8,7 +8,7 @@ or does not lie in order) is filled into shared windows ahead.
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,10 +17,15 @@ from shardkeep.format.columns import IntArray
 from shardkeep.run.staging import Staging
 from shardkeep.run.write import FileJob, Window
 from shardkeep.run.writer_memory import Region, SharedMemory
-from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_wire import Abandon, Create, Finish, Place, WriteBytes, WriteRuns
+from shardkeep.run.writer_wire import Abandon, Create, Finish, Place, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobWriter
+
+
+class Ask(Protocol):
+    """Has the other process do something, to a file that has so many bytes."""
+
+    def __call__(self, request: Request, *, nbytes: int = 0) -> Reply: ...
 
 
 class Runs(NamedTuple):
@@ -35,15 +40,21 @@ class Runs(NamedTuple):
 class OutsideSink:
     """A sink: another process hashes and writes."""
 
-    def __init__(self, process: WriterProcess, memory: SharedMemory, place: Place, staging: Staging) -> None:
-        self._process = process
+    def __init__(self, ask: Ask, memory: SharedMemory, place: Place, staging: Staging) -> None:
+        self._ask = ask
         self._memory = memory
         self._place = place
         self._staging = staging
 
     def begin(self, job: FileJob) -> BlobWriter:
         """Begin a file."""
-        return _OutsideFile(self._process, self._place, job)
+        try:
+            return _OutsideFile(self._ask, self._place, job)
+        except BaseException:
+            # Nobody knows how far it came, and nobody else knows of the file.
+            with contextlib.suppress(CheckpointError):
+                self._place.opened().delete(job.name)
+            raise
 
     def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
         """Have a window written, and return the digests of its blocks."""
@@ -70,29 +81,30 @@ class OutsideSink:
             (runs.starts - runs.region.address).astype(np.int64).tobytes(),
             runs.sizes.astype(np.int64).tobytes(),
         )
-        return self._process.ask(request).digests
+        return self._ask(request).digests
 
 
 class _OutsideFile:
     """A file that another process writes."""
 
-    def __init__(self, process: WriterProcess, place: Place, job: FileJob) -> None:
-        self._process = process
-        self.number = process.ask(Create(place, job.name, job.nbytes)).file
+    def __init__(self, ask: Ask, place: Place, job: FileJob) -> None:
+        self._ask = ask
+        self._nbytes = job.nbytes
+        self.number = ask(Create(place, job.name, job.nbytes), nbytes=job.nbytes).file
         self._over = False
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        self._process.ask(WriteBytes(self.number, offset, bytes(data)))
+        self._ask(WriteBytes(self.number, offset, bytes(data)))
 
     def finish(self) -> None:
-        self._process.ask(Finish(self.number))
+        self._ask(Finish(self.number), nbytes=self._nbytes)
         self._over = True
 
     def abandon(self) -> None:
         if not self._over:
             self._over = True
             with contextlib.suppress(CheckpointError):  # of a process that is gone, the files are deleted by others
-                self._process.ask(Abandon(self.number))
+                self._ask(Abandon(self.number))
 
 
 def shared_runs(window: Window, memory: SharedMemory) -> Runs | None:
