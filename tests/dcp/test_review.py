@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as theirs
 
 import shardkeep as sk
 from shardkeep import dcp
+from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.errors import CheckpointError, CheckpointExists
 
 pytestmark = [
@@ -213,3 +215,59 @@ def test_damage_to_the_seal_is_noticed(tmp_path):
             sk.open(tmp_path)
         with pytest.raises(dcp.CheckpointException):
             loaded(tmp_path, torch.zeros(3))
+
+
+def load_unreadable(folder):
+    """Load where each rank's own metadata of an older save stand beside those of all ranks, which time out."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, use_collectives=False)
+    own = Path(folder, f"__{dist.get_rank()}.metadata")
+    old = own.read_bytes()
+    dist.barrier()
+    dcp.save({"w": torch.full((2,), 2.0)}, checkpoint_id=folder)
+    own.write_bytes(old)
+    reader = FsspecReader(f"file://{folder}")
+    real = reader.fs.create_stream
+
+    @contextmanager
+    def failing(path, mode):
+        if str(path).endswith("/.metadata"):
+            raise TimeoutError("read timed out")
+        with real(path, mode) as stream:
+            yield stream
+
+    reader.fs.create_stream = failing
+    into = {"w": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException, match="read timed out") as caught:
+        dcp.load(into, storage_reader=reader)
+    assert all(isinstance(error, AssertionError) for error, _ in caught.value.failures.values())
+    return into["w"].tolist()
+
+
+def test_metadata_that_cannot_be_read_are_not_replaced_by_older_ones(rank_pool, tmp_path):
+    """
+    Where the metadata of all ranks are there and cannot be read, no rank loads what an older save left beside them.
+    """
+    assert rank_pool.run(2, load_unreadable, str(tmp_path / "ck")) == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("start", ["memory://{}", "file://{}"])
+def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
+    """
+    On any file system that lists its files, a save of all ranks removes ranks' own metadata, their data, and columns.
+    """
+    where = start.format(tmp_path)
+    dcp.save({"w": torch.ones(2)}, storage_writer=FsspecWriter(where), use_collectives=False)
+    writer = FsspecWriter(where)
+    left = [".metadata." + "0" * 32 + ".columns", "__0.metadata." + "1" * 32 + ".columns"]
+    for name in (*left, "notes.txt", "x.columns"):
+        with writer.fs.create_stream(f"{where}/{name}", "wb") as stream:
+            stream.write(b"of others")
+    dcp.save({"w": torch.zeros(2)}, storage_writer=writer)
+    into = {"w": torch.ones(2)}
+    reader = FsspecReader(where)
+    dcp.load(into, storage_reader=reader)
+    assert into["w"].tolist() == [0, 0]
+    places = reader.read_metadata().storage_data.values()
+    data = {end for place in places for end in (place.relative_path, f"{place.relative_path}.sums")}
+    found = {os.path.basename(each) for each in reader.fs.ls(where)}
+    assert found == data | {".metadata", "notes.txt", "x.columns"}

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardkeep")
 
 _READER_METHODS = ("prepare_local_plan", "prepare_global_plan", "read_data")
+_NOT_THERE = (FileNotFoundError, KeyError)
+"""What readers raise where there is nothing: those of files, and those that keep checkpoints in a dict."""
 _HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_files_from_queue")
 
 
@@ -252,19 +254,27 @@ class _Load:
             self._sharing.exchange()
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
-        """Return the checkpoint's metadata, or else those that this rank alone wrote; and which of them it is."""
+        """
+        Return the checkpoint's metadata, or else those that this rank alone wrote; and which of them it is.
+
+        Those of this rank count only where there are no others: beside metadata that cannot be read just now, they are
+        what an older save left.
+        """
         said = ["metadata is None"]
         try:
             if (metadata := self._reader.read_metadata()) is not None:
                 return metadata, True
-        except Exception as error:  # noqa: BLE001 - the storage is foreign code; told below
+        except Exception as error:  # the storage is foreign code
             said.append(f"global metadata read failed: {error}")
+            if not isinstance(error, _NOT_THERE):
+                hint = "the checkpoint may be sound: try again, or see what is wrong with its metadata"
+                raise NoMetadata("; ".join(said), hint=hint) from error
         if takes(self._reader.read_metadata, "rank"):
             try:
                 if (metadata := self._reader.read_metadata(rank=self._ranks.rank)) is not None:
                     logger.warning("there are no metadata of the whole checkpoint; this rank's own are used")
                     return metadata, False
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # noqa: BLE001 - the storage is foreign code; told below
                 said.append(f"rank local metadata read failed: {error}")
         raise NoMetadata("; ".join(said), hint="is there a complete checkpoint at this place?")
 

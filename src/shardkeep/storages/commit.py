@@ -92,16 +92,33 @@ class Commit:
         # By their names, whatever old metadata say: those may be somebody else's, and name anything.
         self.remove(filter(is_data, old - keep))
         if name == METADATA_NAME:
-            self._supersede_others()
+            self._supersede_others(keep)
         if is_local(self._fs):
             self.remove(self._abandoned(name, keep, began_s))
+        else:
+            # Nobody knows how old data files are there. Columns may go whoever wrote them: the pickle says the same.
+            columns = (each for each in self._listed() if is_data(each) and each.endswith(".columns"))
+            mine = "" if name == METADATA_NAME else f"{name}."
+            self.remove(each for each in columns if each.startswith(mine) and each not in keep)
 
-    def _supersede_others(self) -> None:
+    def _supersede_others(self, keep: set[str]) -> None:
         """Take away what says that another checkpoint exists here: ranks' own metadata, and a native record."""
-        if is_local(self._fs):
-            with suppress(OSError):
-                self.remove(each for each in os.listdir(self._path) if is_metadata(each) and each != METADATA_NAME)
+        others = [each for each in self._listed() if is_metadata(each) and each != METADATA_NAME]
+        # On this machine, their data are found by their age.
+        data: set[str] = set() if is_local(self._fs) else set().union(*map(self._files_of_old, others))
+        self.remove(others)
+        self.remove(filter(is_data, data - keep))
         self._supersede_native()
+
+    def _listed(self) -> list[str]:
+        """Return the names of the files that are here; none where the file system does not tell."""
+        ls = getattr(self._fs, "ls", None)
+        try:
+            found = ls(self._path) if callable(ls) else []
+            return [os.path.basename(os.fspath(each).rstrip("/")) for each in found]
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
+            log.warning("%s cannot be listed, so files of older saves stay: %s", self._path, exc)
+            return []
 
     def supersede_common(self) -> None:
         """Take away the metadata of all ranks together, and a native record."""
@@ -154,7 +171,7 @@ class Commit:
             if not self._fs.exists(path):
                 return set()
             return read_file_names(StreamStore(self._fs, self._path), name, where=str(path))
-        except (CheckpointError, OSError) as exc:
+        except Exception as exc:  # noqa: BLE001 - as above
             log.warning("%s cannot be read, so the files it names stay: %s", path, exc)
             return set()
 
