@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 from typing import Any
 from unittest import mock
@@ -282,3 +283,28 @@ def test_who_reads_in_other_ways_reads_alone(rank_pool: Any, tmp_path: Any, kind
     line = [f"reads are not shared: rank 0: {said}"] if said else []
     assert heard[0][1] == line
     assert heard[1][1] == (line if kind == "no_dist" else [])
+
+
+def load_own(folder: str) -> tuple[int, list[float]]:
+    into = {"w": torch.zeros(300, 70)}
+    with sharing() as received:
+        quietly(side("ours").load, into, checkpoint_id=f"{folder}/{dist.get_rank()}")
+    return sum(received), into["w"].unique().tolist()
+
+
+def test_checkpoints_without_an_id_are_not_taken_for_each_other(rank_pool: Any, tmp_path: Any) -> None:
+    """
+    Ranks that load from places of their own what an older torch saved, without ids, each get what is at theirs.
+    """
+    for rank in range(2):
+        quietly(
+            side("torch").save,
+            {"w": torch.full((300, 70), rank + 1.0)},
+            checkpoint_id=tmp_path / str(rank),
+            no_dist=True,
+        )
+        file = tmp_path / str(rank) / ".metadata"
+        metadata = pickle.loads(file.read_bytes())
+        metadata.storage_meta = None
+        file.write_bytes(pickle.dumps(metadata))
+    assert rank_pool.run(2, load_own, str(tmp_path)) == [(0, [1.0]), (0, [2.0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -38,7 +39,7 @@ def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) ->
     """Describe what the items of a plan ask for."""
     targets = _Targets(plan.items, planner)
     places: Any = metadata.storage_data or {}
-    save = str(getattr(metadata.storage_meta, "save_id", None))
+    save = getattr(metadata.storage_meta, "save_id", None)
     wants = []
     for item, target, alone in zip(plan.items, targets.found, targets.alone, strict=True):
         entry: Any = metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -46,8 +47,10 @@ def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) ->
         file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", 0)
         known = is_tensor_entry(entry) and place is not None and type(start) is int and 0 <= start < _FAR
         fits = known and tuple(target.shape) == tuple(item.lengths)
-        can_share = alone and fits and is_plain(target, entry.properties.dtype)
-        what = repr((save, file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
+        # Each rank may load from a place of its own. Without an id, files of one name may be of different checkpoints.
+        told_apart = bool(save) or os.path.isabs(file)
+        can_share = alone and fits and told_apart and is_plain(target, entry.properties.dtype)
+        what = repr((str(save), file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
         wants.append(Want(what, target, file, start if known else 0, can_share))
     return wants
 
