@@ -6,11 +6,13 @@ import copy
 import json
 import operator
 import pickle
+import threading
 from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.utils._pytree as pytree
 
 from shardkeep.protocol.lazy_dicts import LazyItems, LazyValues
 
@@ -153,3 +155,67 @@ def test_keys_that_are_known_make_no_values() -> None:
     assert made == []
     assert subject == {"a": [0], "": [3], "é": [4]}
     assert sorted(made) == [2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_is_there_while_another_thread_makes_all(kind: str) -> None:
+    """
+    Whoever is in the midst of making a value when another thread makes all of them gets the one that all see.
+    """
+    subject = lazy(kind)
+    inside, settled = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def waits(make: Any) -> Any:
+        def made(key: Any) -> Any:
+            if threading.current_thread() is reader:
+                inside.set()
+                assert settled.wait(60)
+            return make(key)
+
+        return made
+
+    def read() -> None:
+        found.append(subject["a"])
+
+    reader = threading.Thread(target=read)
+    if kind == "values":
+        subject._make = waits(subject._make)
+    else:
+        subject._maker.one = waits(subject._maker.one)
+    reader.start()
+    assert inside.wait(60)
+    everything = dict(subject)
+    settled.set()
+    reader.join()
+    assert everything == PLAIN
+    assert [each is subject["a"] for each in found] == [True]
+
+
+def test_a_row_seen_before_all_was_made_is_no_missing_key() -> None:
+    """
+    A thread that saw that a value is not made, and goes on once another has made all, finds it.
+    """
+    subject = lazy("values")
+    row = dict.__getitem__(subject, "a")
+    subject.settle()
+    assert subject._made("a", row) is subject["a"]
+
+
+def test_what_is_put_there_while_a_value_is_made_stays() -> None:
+    """
+    A value that was set while another thread made the old one is not replaced by it.
+    """
+    subject = LazyValues.of(["a"], lambda row: (subject.__setitem__("a", "new"), row)[1])
+    assert subject["a"] == subject["a"] == "new"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_trees_take_it_for_a_dict(kind: str) -> None:
+    """
+    Torch's functions for nested containers see its values, with their keys, and give a plain dict back.
+    """
+    doubled = pytree.tree_map(lambda n: n * 2, lazy(kind))
+    assert (type(doubled), doubled) == (dict, {key: [value * 2] for key, [value] in PLAIN.items()})
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(lazy(kind))[0]]
+    assert paths == [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(PLAIN)[0]]

@@ -8,8 +8,11 @@ Whoever has one may do with it what can be done with a dict, and finds what the 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, SupportsIndex, TypeVar
+
+from torch.utils import _pytree
 
 from shardkeep.format.collector import collector_paused
 
@@ -121,11 +124,14 @@ class LazyValues(LazyDict[K, V]):
         return self._made(key, value) if type(value) is _Row else value
 
     def _made(self, key: K, row: Any) -> V:
-        if self._make is None:
-            raise KeyError(key)
-        value = self._make(row)
-        self[key] = value
-        return value
+        make = self._make
+        if make is None:  # another thread has made all since the row was seen
+            return super().__getitem__(key)
+        value = make(row)
+        current: Any = super().get(key, value)
+        if current is row:
+            self[key] = current = value
+        return current  # type: ignore[no-any-return]  # made by another thread, or put there, meanwhile
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
@@ -147,7 +153,7 @@ class LazyValues(LazyDict[K, V]):
                 for key, value in list(dict.items(self)):
                     if type(value) is _Row:
                         self._made(key, value)
-            self._make = None
+            self._make = None  # last: until then, others make what they need themselves
 
 
 class LazyItems(LazyDict[K, V]):
@@ -156,36 +162,43 @@ class LazyItems(LazyDict[K, V]):
     _maker: Maker[K, V] | None = None
     """None once they are all made, and this is a dict like any other."""
     _held: dict[K, V]
+    _lock: threading.RLock
 
     @classmethod
     def of(cls, maker: Maker[K, V]) -> LazyItems[K, V]:
         """Return a dict of what a maker makes."""
         # One item that nobody sees: C code asks a dict itself whether it is empty.
         made: LazyItems[K, V] = cls({None: None})  # type: ignore[dict-item]
-        made._maker, made._held = maker, {}
+        made._maker, made._held, made._lock = maker, {}, threading.RLock()
         return made
 
+    # The maker is read once in each method: another thread may make all at any moment.
+
     def __len__(self) -> int:
-        count = None if self._maker is None else self._maker.count()
+        maker = self._maker
+        count = None if maker is None else maker.count()
         if count is None:
             self.settle()
             return super().__len__()
         return count
 
     def __contains__(self, key: object) -> bool:
-        if self._maker is None:
+        maker = self._maker
+        if maker is None:
             return super().__contains__(key)
         hash(key)  # what cannot be a key raises, as a dict does
-        return self._maker.has(key)
+        return maker.has(key)
 
     def __getitem__(self, key: K) -> V:
-        if self._maker is None:
+        maker = self._maker
+        if maker is None:
             return super().__getitem__(key)
         if key not in self._held:
-            if not self._maker.has(key):
+            if not maker.has(key):
                 raise KeyError(key)
-            self._held[key] = self._maker.one(key)
-        return self._held[key]
+            self._held.setdefault(key, maker.one(key))
+        # By now, what all threads see may be another object.
+        return self._held[key] if self._maker is not None else super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
@@ -194,13 +207,17 @@ class LazyItems(LazyDict[K, V]):
             return default
 
     def settle(self) -> None:
-        if self._maker is None:
+        if self._maker is not None:
+            with self._lock, collector_paused():
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._maker is None:  # another thread was first
             return
-        with collector_paused():
-            made = {key: self._held.get(key, value) for key, value in self._maker.every()}
-            dict.clear(self)
-            dict.update(self, made)
-        self._maker = None
+        made = {key: self._held.get(key, value) for key, value in self._maker.every()}
+        dict.clear(self)
+        dict.update(self, made)
+        self._maker = None  # last: until then, others make what they need themselves
 
     def __iter__(self) -> Iterator[K]:
         self.settle()
@@ -233,3 +250,20 @@ class LazyItems(LazyDict[K, V]):
     def clear(self) -> None:
         self.settle()
         super().clear()
+
+
+def _flatten(lazy: Any) -> tuple[list[Any], list[Any]]:
+    return list(lazy.values()), list(lazy)
+
+
+def _flatten_with_keys(lazy: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    return [(_pytree.MappingKey(key), value) for key, value in lazy.items()], list(lazy)
+
+
+def _unflatten(values: Iterable[Any], keys: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, values, strict=True))
+
+
+# Torch goes by the exact class, and would take them for leaves.
+for _kind in (LazyValues, LazyItems):
+    _pytree.register_pytree_node(_kind, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
