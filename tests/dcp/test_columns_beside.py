@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from shardkeep import dcp
 from shardkeep.dcp import state_dict_loader
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.errors import ChecksumMismatch
+from shardkeep.protocol.column_metadata import columns_of
 from shardkeep.protocol.lazy_dicts import LazyDict
+from shardkeep.protocol.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from shardkeep.protocol.stored_items import _StorageInfo
+from shardkeep.storages.file_systems import FileSystem
 from tests.dcp.sides import failure_of, quietly
 from tests.faults.calls import CHANGING, strike_at
 
@@ -286,3 +292,122 @@ def test_columns_on_other_file_systems(tmp_path: Path, scheme: str) -> None:
     assert isinstance(read(), LazyDict)
     fs.rm(columns)
     assert not isinstance(read(), LazyDict)
+
+
+class Changing(dcp.DefaultSavePlanner):
+    """Changes the metadata of a save."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, self.change(metadata) or metadata
+
+
+class OwnMetadata(Metadata):
+    """Metadata of somebody's own class."""
+
+
+def add_notes(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.layer.3.weight"]
+    entry.note = entry.chunks[0].note = "mine"
+
+
+def of_own_class(metadata: Any) -> Any:
+    return OwnMetadata(**vars(metadata))
+
+
+def without_offsets(metadata: Any) -> None:
+    metadata.state_dict_metadata["extra"] = dataclasses.replace(
+        metadata.state_dict_metadata["model.layer.3.weight"], size=None
+    )
+
+
+def saved_with(where: Any, change: Any, count: int) -> Any:
+    """Save with such a planner; gives `.metadata` as Python reads it."""
+    writer = dcp.FileSystemWriter(where)
+    quietly(dcp.save, state_of(1, count), storage_writer=writer, planner=Changing(change), no_dist=True)
+    with open(os.path.join(where, ".metadata"), "rb") as file:
+        return pickle.load(file)
+
+
+@pytest.mark.parametrize("count", [10, COUNT])
+def test_what_a_planner_adds_to_entries_is_kept(tmp_path: Path, count: int) -> None:
+    """
+    Attributes that a planner gave an entry and a chunk are read again, as from torch, in small and large checkpoints.
+    """
+    said = saved_with(tmp_path, add_notes, count).state_dict_metadata
+    read = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    for found in (said, read):
+        entry = found["model.layer.3.weight"]
+        assert entry.note == entry.chunks[0].note == "mine"
+        assert entry.size == (2,)
+    assert columns_in(tmp_path) == []
+    into: dict[str, Any] = {"model": {"layer.3.weight": torch.zeros(2)}}
+    quietly(theirs.load, into, checkpoint_id=str(tmp_path), no_dist=True)
+    assert into["model"]["layer.3.weight"].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("change", [of_own_class, without_offsets])
+def test_odd_metadata_are_saved_without_columns(tmp_path: Path, change: Any) -> None:
+    """
+    Metadata of a class of somebody's own, or with odd entries, are saved as they are: a save does not fail for columns.
+    """
+    said = saved_with(tmp_path, change, COUNT)
+    assert isinstance(said, OwnMetadata) == (change is of_own_class)
+    assert columns_in(tmp_path) == []
+    assert len(said.storage_data) == COUNT + 1
+
+
+def test_whatever_goes_wrong_with_columns_the_save_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """
+    An error of any kind while columns are made is logged, and there are none.
+    """
+
+    metadata = Metadata({}, storage_data={MetadataIndex("w"): _StorageInfo("f", 0, 1)})
+    metadata.state_dict_metadata["w"] = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
+    metadata.state_dict_metadata["w"].properties.memory_format = "none"  # type: ignore[assignment]
+    with caplog.at_level("WARNING", "shardkeep"):
+        assert columns_of(metadata) is None
+    assert "no columns" in caplog.text
+
+
+def test_paths_beside_other_planner_data(tmp_path: Path) -> None:
+    """
+    One more thing among the planner data neither gets lost nor flattens what `sk.open` shows.
+    """
+
+    def add(metadata: Any) -> None:
+        metadata.planner_data["format"] = 3
+
+    saved_with(tmp_path, add, COUNT)
+    assert len(columns_in(tmp_path)) == 1
+    assert sorted(sk.open(tmp_path).to_dict()) == ["model", "step"]
+    assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data["format"] == 3
+
+
+class Refusing(FileSystem):
+    """Raises an error of its own for columns."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Any:
+        if str(path).endswith(".columns"):
+            raise RuntimeError("AccessDenied")
+        with super().create_stream(path, mode) as stream:
+            yield stream
+
+
+def test_any_error_of_a_file_system_leaves_the_pickle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """
+    Where a file system refuses the columns with an error of its own, `.metadata` is read, with a warning.
+    """
+    save(tmp_path, 1)
+    reader = dcp.FileSystemReader(tmp_path)
+    reader.fs = Refusing()
+    into: dict[str, Any] = {"step": None}
+    with caplog.at_level("WARNING", "shardkeep"):
+        quietly(dcp.load, into, storage_reader=reader, no_dist=True)
+    assert into["step"] == [1]
+    assert "AccessDenied" in caplog.text

@@ -5,6 +5,7 @@ Metadata into the columns that stand beside a large `.metadata`, and back: entry
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +26,14 @@ from shardkeep.protocol.metadata import (
     TensorStorageMetadata,
     is_torchs,
 )
-from shardkeep.protocol.pickled_metadata import decode_metadata, encode_metadata
+from shardkeep.protocol.pickled_metadata import decode_metadata, encode_metadata, has_only_its_fields, is_plain_index
 from shardkeep.protocol.stored_items import _StorageInfo
 
+log = logging.getLogger("shardkeep")
+
 MOST_AXES = 64
+_DICTS = (dict, LazyItems, LazyValues)
+"""Dicts of another class may hold more than their items."""
 _FIELDS = {"relative_path", "offset", "length", "transform_descriptors", "shardkeep_data_start"}
 
 
@@ -41,6 +46,13 @@ def columns_of(value: Metadata) -> TorchColumns | None:
     try:
         return _Encoder(value).columns()
     except (_NoColumns, OverflowError, UnicodeEncodeError):
+        return None
+    except Exception as exc:  # noqa: BLE001 - whatever somebody put into them: a save must not fail for its columns
+        log.warning(
+            "the checkpoint gets no columns beside its metadata, so reading these takes longer: %s: %s",
+            type(exc).__name__,
+            exc,
+        )
         return None
 
 
@@ -57,16 +69,17 @@ class _Encoder:
         self._begins: dict[int, dict[torch.Size, int]] = {}
 
     def columns(self) -> TorchColumns:
+        _insist(type(self._value) is Metadata and type(self._value.state_dict_metadata) in _DICTS)
         entries = self._value.state_dict_metadata
         self._rows = {key: row for row, key in enumerate(entries)}
         kind, size, sizes = [], [], []
         for key, entry in entries.items():
             _insist(type(key) is str)
             if type(entry) is TensorStorageMetadata:
+                _insist(has_only_its_fields(entry))
                 kind.append(self._kind(entry.properties) + 1)
                 size.append(_size(entry.size, len(entry.size)))
                 for chunk in entry.chunks:
-                    _insist(type(chunk) is ChunkStorageMetadata)
                     self._offsets.append(_size(chunk.offsets, len(entry.size)))
                     sizes.append(_size(chunk.sizes, len(entry.size)))
             else:
@@ -75,7 +88,7 @@ class _Encoder:
                 size.append(torch.Size())
             self._chunk_ends.append(len(sizes))
         places, files, ways = self._places()
-        path_key, paths = self._paths()
+        path_key, paths, only_paths = self._paths()
         axes = max(map(len, size), default=0)
         _insist(axes <= MOST_AXES)
         return TorchColumns(
@@ -89,12 +102,11 @@ class _Encoder:
             places=places,
             path_key=path_key,
             paths=paths,
-            names=Names(files, ways, len(self._prototypes), has_paths=bool(len(path_key))),
-            rest=self._rest(keeps_paths=not len(path_key)),
+            names=Names(files, ways, len(self._prototypes), has_paths=only_paths),
+            rest=self._rest(keeps_planner_data=not only_paths),
         )
 
     def _kind(self, properties: TensorProperties) -> int:
-        _insist(type(properties) is TensorProperties)
         state = properties.__getstate__()
         found = self._kinds.get(state)
         if found is None:
@@ -103,17 +115,18 @@ class _Encoder:
         return found
 
     def _places(self) -> tuple[PlaceColumns, list[str], list[list[str]]]:
-        _insist(isinstance(self._value.storage_data, dict))
+        _insist(type(self._value.storage_data) in _DICTS)
         files: dict[str, int] = {}
         ways: dict[tuple[str, ...], int] = {}
         rows: list[tuple[int, ...]] = []
         for index, info in self._value.storage_data.items():
-            _insist(type(index) is MetadataIndex and type(info) is _StorageInfo and index.fqn in self._rows)
+            _insist(is_plain_index(index) and type(info) is _StorageInfo and index.fqn in self._rows)
             row, start, way = self._rows[index.fqn], info.data_start, 0
             _insist(vars(info).keys() <= _FIELDS and type(info.relative_path) is str)
-            _insist({type(index.index), type(info.offset), type(info.length), type(start)} <= {int, type(None)})
+            _insist(type(info.offset) is type(info.length) is int and type(start) in (int, type(None)))
             if info.transform_descriptors is not None:
                 _insist(type(info.transform_descriptors) is list)
+                _insist({*map(type, info.transform_descriptors)} <= {str})
                 way = ways.setdefault(tuple(info.transform_descriptors), len(ways)) + 1
             rows.append(
                 (
@@ -141,19 +154,19 @@ class _Encoder:
         _insist(offset in self._begins[row])
         return self._begins[row][offset]
 
-    def _paths(self) -> tuple[IntArray, Strings]:
-        """Return the paths of the default planners; none where the planner data are something else."""
+    def _paths(self) -> tuple[IntArray, Strings, bool]:
+        """Return the paths that the planner data hold, and whether these hold nothing else: else they are kept too."""
         said = self._value.planner_data
         found: list[bytes] = []
         keys: list[int] = []
         for key, path in said.items() if isinstance(said, dict) else ():
-            if type(key) is not str or type(path) is not tuple or not {*map(type, path)} <= {str, int}:
-                return _numbers([]), _strings([])
-            found.append(encode_path(path, key))
-            keys.append(self._rows.setdefault(key, len(self._rows)))
-        return _numbers(keys), _strings(found)
+            if type(key) is str and type(path) is tuple and {*map(type, path)} <= {str, int}:
+                found.append(encode_path(path, key))
+                keys.append(self._rows.setdefault(key, len(self._rows)))
+        whole = bool(keys) and type(said) in _DICTS and len(keys) == len(said)
+        return _numbers(keys), _strings(found), whole
 
-    def _rest(self, *, keeps_paths: bool) -> bytes:
+    def _rest(self, *, keeps_planner_data: bool) -> bytes:
         """Return all that is no column as metadata of their own."""
         kinds: dict[str, Any] = {
             str(row): TensorStorageMetadata(properties, torch.Size(), [])
@@ -163,7 +176,7 @@ class _Encoder:
             self._value,
             state_dict_metadata=kinds,
             storage_data={},
-            planner_data=self._value.planner_data if keeps_paths else None,
+            planner_data=self._value.planner_data if keeps_planner_data else None,
         )
         vars(made).update({key: each for key, each in vars(self._value).items() if key not in vars(made)})
         return encode_metadata(made, warns=False)

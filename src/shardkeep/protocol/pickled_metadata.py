@@ -234,7 +234,14 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     dispatch[torch.Size] = _save_size
 
+    def _save_plainly(self, obj: Any) -> None:
+        """Pickle an object as any other: somebody put more into it than its class has."""
+        self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
+
     def _save_tensor(self, obj: metadata.TensorStorageMetadata) -> None:
+        if not has_only_its_fields(obj):
+            self._save_plainly(obj)
+            return
         state = obj.properties.__getstate__()
         properties = self._properties.get(state)
         if properties is None:
@@ -256,6 +263,9 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         return self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
 
     def _save_index(self, obj: MetadataIndex) -> None:
+        if not is_plain_index(obj):
+            self._save_plainly(obj)
+            return
         offset = b"N" if obj.offset is None else self._size(obj.offset)
         index = b"N" if obj.index is None else _int(obj.index)
         self.write(self._fields(MetadataIndex, fqn=self._ref(obj.fqn), offset=offset, index=index))
@@ -268,11 +278,48 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
             for key, value in obj.__getstate__().items()
         }
         if None in fields.values():
-            self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
+            self._save_plainly(obj)
         else:
             self.write(self._fields(_StorageInfo, **fields))  # type: ignore[arg-type]  # none is None
 
     dispatch[_StorageInfo] = _save_place
+
+
+_ENTRY = {"properties", "size", "chunks"}
+_CHUNK = {"offsets", "sizes"}
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}
+_INDEX = {"fqn", "offset", "index"}
+
+
+def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
+    """Say whether an entry of a tensor, and all in it, is what our planners make: nobody's class, nothing added."""
+    if type(entry) is not metadata.TensorStorageMetadata or vars(entry).keys() != _ENTRY:
+        return False
+    properties, chunks = entry.properties, entry.chunks
+    return (
+        type(properties) is metadata.TensorProperties
+        and vars(properties).keys() == _PROPERTIES
+        and type(properties.requires_grad) is type(properties.pin_memory) is bool
+        and type(entry.size) is torch.Size
+        and type(chunks) is list
+        and all(
+            type(chunk) is metadata.ChunkStorageMetadata
+            and vars(chunk).keys() == _CHUNK
+            and type(chunk.offsets) is type(chunk.sizes) is torch.Size
+            for chunk in chunks
+        )
+    )
+
+
+def is_plain_index(index: Any) -> bool:
+    """Say whether an index is what our planners make: nobody's class, nothing added."""
+    return (
+        type(index) is MetadataIndex
+        and vars(index).keys() <= _INDEX
+        and type(index.fqn) is str
+        and (index.offset is None or type(index.offset) is torch.Size)
+        and (index.index is None or type(index.index) is int)
+    )
 
 
 class _GetLayout:
