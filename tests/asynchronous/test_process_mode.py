@@ -16,16 +16,19 @@ import torch.distributed as dist
 
 import shardkeep as sk
 from shardkeep.errors import WriterDied
+from shardkeep.run import writer_pipe, writer_process
 from shardkeep.run.writer_hold import writer_hold
 from shardkeep.run.writer_memory import SharedMemory
+from shardkeep.run.writer_pipe import Patience, Waiting
 from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_wire import WriteRuns
+from shardkeep.run.writer_wire import Create, Place, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
 from shardkeep.store.process import started
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
 from tests.engine.samples import random_tensor
 
 QUICK = sk.Options(io_threads=2, timeout_s=20)
+HASTY = sk.Options(io_threads=2, timeout_s=0.5)
 MIB = 1 << 20
 FORKS_MAY_WARN = "ignore:This process:DeprecationWarning"
 
@@ -264,6 +267,145 @@ def test_a_cancelled_save_leaves_nothing(place):
     assert names(f"{place}-2") == []
 
 
+def test_one_that_hangs_is_ended_at_the_deadline(place):
+    """
+    The save says that nobody answered, and leaves nothing; the next one starts a new process.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WriterDied, match=rf"pid {pid}\) did not answer within") as raised:
+        save(full(2), f"{place}-2", options=HASTY).result(PATIENCE_S)
+    assert "Options.timeout_s" in raised.value.hint
+    assert names(f"{place}-2") == []
+    assert not started(pid)
+    save(full(3), f"{place}-2").result(PATIENCE_S)
+    assert says(f"{place}-2") == {3}
+    assert writer_hold().pid != pid
+
+
+def test_one_that_hangs_is_ended_by_a_cancel(place):
+    """
+    Long before the deadline: the save was cancelled, leaves nothing, and the next one starts a new process.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    handle = save(large(), f"{place}-2", options=sk.Options(io_threads=2, timeout_s=10 * PATIENCE_S))
+    until_asked(handle)
+    assert handle.cancel()
+    assert isinstance(handle.exception(PATIENCE_S), sk.SaveCancelled)
+    assert names(f"{place}-2") == []
+    assert not started(pid)
+    save(full(3), f"{place}-2").result(PATIENCE_S)
+    assert says(f"{place}-2") == {3}
+    assert writer_hold().pid != pid
+
+
+def test_a_cancel_does_not_end_what_another_save_needs(place):
+    """
+    Two saves share a process that is slow: one is cancelled, the other has its checkpoint.
+    """
+    pid = started_child(place)
+    os.kill(pid, signal.SIGSTOP)
+    cancelled, other = (save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2))
+    until_asked(cancelled)
+    assert cancelled.cancel()
+    time.sleep(1.5 * writer_pipe._CANCELLED_S)
+    os.kill(pid, signal.SIGCONT)
+    assert isinstance(cancelled.exception(PATIENCE_S), sk.SaveCancelled)
+    other.result(PATIENCE_S)
+    assert names(f"{place}-0") == []
+    assert says(f"{place}-1") == {1}
+    assert writer_hold().pid == pid
+
+
+@pytest.fixture
+def alone():
+    """A process with one pipe."""
+    memory = SharedMemory()
+    process = WriterProcess(memory.fd, 1)
+    yield process
+    process.close()
+    memory.close()
+
+
+def place_in(folder):
+    return Place(os.fsencode(folder), direct=False, durable=False)
+
+
+@pytest.mark.parametrize("broken", ["send", "receive"])
+def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, alone, monkeypatch, broken):
+    """
+    A request breaks off before its answer was received whole: the process is ended, and nobody asks it again.
+    """
+    patience = Patience(PATIENCE_S)
+    assert alone.ask(Create(place_in(tmp_path), "first", 10), patience).file == 1
+
+    def breaks_off(pipe, *more):
+        if broken == "send":
+            writer_pipe.send(pipe, *more)
+        else:
+            writer_pipe.receive(pipe, *more)
+        raise MemoryError
+
+    monkeypatch.setattr(writer_process, broken, breaks_off)
+    with pytest.raises(MemoryError):
+        alone.ask(Create(place_in(tmp_path), "second", 10), patience)
+    monkeypatch.undo()
+    assert not alone.alive()
+    assert not started(alone.pid)
+    with pytest.raises(WriterDied, match=r"broke off \(MemoryError\)"):
+        alone.ask(Create(place_in(tmp_path), "third", 10), patience)
+
+
+def test_a_save_that_broke_off_does_not_harm_the_next(place, monkeypatch):
+    """
+    Memory runs out between a request and its answer: that save fails and leaves nothing, the next one has its bits.
+    """
+    pid = started_child(place)
+
+    def breaks_off(pipe, ready):
+        ready(1)
+        raise MemoryError
+
+    monkeypatch.setattr(writer_process, "receive", breaks_off)
+    assert isinstance(save(large(), f"{place}-2").exception(PATIENCE_S), (MemoryError, sk.CheckpointError))
+    monkeypatch.undo()
+    assert names(f"{place}-2") == []
+    save(large(seed=7), f"{place}-2").result(PATIENCE_S)
+    assert same(saved_in(f"{place}-2"), large(seed=7))
+    assert writer_hold().pid != pid
+
+
+def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
+    """
+    Such a request arrives whole; a process that hangs takes no more than a part of it, and is ended.
+    """
+    data = os.urandom(5 * MIB)
+    file = alone.ask(Create(place_in(tmp_path), "blob", len(data)), Patience(PATIENCE_S)).file
+    alone.ask(WriteBytes(file, 0, data), Patience(PATIENCE_S))
+    assert (tmp_path / "blob").read_bytes() == data
+    os.kill(alone.pid, signal.SIGSTOP)
+    with pytest.raises(WriterDied, match="did not answer"):
+        alone.ask(WriteBytes(file, 0, data), Patience(0.3))
+    assert not started(alone.pid)
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
+    """
+    A job that goes on after hours, with all its processes, ends none of them for not having answered.
+    """
+    waiting, now = Waiting(Patience(1.0)), [time.monotonic()]
+    monkeypatch.setattr(writer_pipe.time, "monotonic", lambda: now[0])
+    now[0] += 10_000
+    waiting.look()
+    for _ in range(7):
+        now[0] += writer_pipe.SLICE_S
+        waiting.look()
+    now[0] += 10_000
+    with pytest.raises(writer_pipe.TooLong, match="within 1 s"):
+        waiting.look()
+
+
 def test_what_cannot_be_written_there_is_refused_in_the_call(place):
     """
     A store that only this process has, and a writer that nobody knows, are errors that say what to do.
@@ -363,6 +505,33 @@ def test_a_script_that_ends_early_has_its_checkpoint(place):
     assert once == "ran"
     assert says(place) == {4}
     until(lambda: not started(int(pid)))
+
+
+def test_a_script_ends_though_its_writer_hangs(place):
+    """
+    It cancels its last save, or gives it a deadline, and does not wait: the process is ended, and so is the script.
+    """
+    ran = run_script(
+        """
+        import os, signal, sys, torch, shardkeep as sk
+        from shardkeep.run.writer_hold import writer_hold
+        for n, timeout_s in enumerate((600, 0.5)):
+            sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-{n}", writer="process").result()
+            pid = writer_hold().pid
+            os.kill(pid, signal.SIGSTOP)
+            options = sk.Options(timeout_s=timeout_s)
+            handle = sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-late-{n}", writer="process", options=options)
+            print(pid)
+            if n == 0:
+                handle.cancel()
+                handle.wait_for_end()
+        """,
+        place,
+    )
+    assert ran.returncode == 0
+    assert "did not answer within" in ran.stderr
+    assert not any(started(int(pid)) for pid in ran.stdout.split())
+    assert names(f"{place}-late-0") == names(f"{place}-late-1") == []
 
 
 def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):

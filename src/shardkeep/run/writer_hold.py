@@ -27,8 +27,8 @@ from shardkeep.store.protocol import Store
 
 log = logging.getLogger("shardkeep")
 
-_SLOWEST = 4 << 20
-"""Bytes a second that any disk makes durable; a request to do so has a whole file to wait for."""
+_SLOWEST = 16 << 20
+"""Bytes of a file that a slow disk makes durable in a second, of which a request to do so may have many to wait for."""
 
 Wanted = Callable[[], bool]
 """Says whether a save has not been cancelled."""
@@ -48,7 +48,7 @@ class Outside:
 
     def ask(self, request: Request, *, nbytes: int = 0) -> Reply:
         """
-        Have the other process do something, to a file that has so many bytes.
+        Have the other process do something, for which it may have to wait for so many bytes to be durable.
 
         Raises:
             WriterDied: it has ended, or does not answer.

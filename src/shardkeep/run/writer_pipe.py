@@ -66,7 +66,7 @@ class Waiting:
         self._waited_s += min(now - self._looked, 2 * SLICE_S)
         self._looked = now
         if self._waited_s >= self._most_s:
-            raise TooLong(f"did not answer within {self._most_s:g} s, and was ended")
+            raise TooLong(f"did not answer within {self._most_s:.3g} s, and was ended")
         if self._waited_s >= _CANCELLED_S and self._patience.given_up():
             raise TooLong("was ended, as it did not answer when its save was cancelled")
 

@@ -69,6 +69,7 @@ class WriterProcess:
         self._lock = threading.Lock()
         self._died: WriterDied | None = None
         self._answered = time.monotonic()
+        self._longest_more_s = 0.0
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs.extend(socket.socketpair() for _ in range(pipes))
@@ -122,6 +123,7 @@ class WriterProcess:
         """
         message = msgspec.msgpack.encode(request)
         pipe = self._free_pipe(patience)
+        self._longest_more_s = max(self._longest_more_s, more_s)
         waiting = Waiting(patience, more_s=more_s)
         ready = ready_within(pipe, self._watch, waiting)
         try:
@@ -133,7 +135,7 @@ class WriterProcess:
             raise self._ended(str(error)) from None
         except BaseException as error:
             # The answer may still come, and must not be taken for that to another request.
-            self._ended(f"was ended, as a request to it broke off ({type(error).__name__})")
+            self._ended(f"was ended, as a request to it broke off ({type(error).__name__})", _IF_DEAD)
             raise
         # Only now: a pipe that may hold half a message, or an answer nobody took, is not used again.
         self._free.put(pipe)
@@ -144,7 +146,8 @@ class WriterProcess:
 
     def _free_pipe(self, patience: Patience) -> socket.socket:
         """Wait for a pipe that nobody uses."""
-        waiting, answered = Waiting(patience), self._answered
+        # Whoever has one may be at a long request.
+        waiting, answered = Waiting(patience, more_s=self._longest_more_s), self._answered
         while self._died is None:
             with contextlib.suppress(queue.Empty):
                 return self._free.get(timeout=SLICE_S)
@@ -170,14 +173,14 @@ class WriterProcess:
             died = self._died or self._note(_ending(self._reap(_GRACE_S)), _IF_DEAD)
             return WriterDied(died.message, hint=died.hint)
 
-    def _ended(self, why: str) -> WriterDied:
+    def _ended(self, why: str, hint: str = _IF_SILENT) -> WriterDied:
         """End it, if it has not ended yet."""
         with self._lock:
             died = self._died
             if died is None:
-                died = self._note(why, _IF_SILENT)  # first: whatever happens here, nobody uses it again
+                died = self._note(why, hint)  # first: whatever happens here, nobody uses it again
                 if self._reap(0) is None:
-                    died = self._note(f"{why}, but cannot be killed", _IF_SILENT)
+                    died = self._note(f"{why}, but cannot be killed", hint)
             return WriterDied(died.message, hint=died.hint)
 
     def _note(self, how: str, hint: str) -> WriterDied:

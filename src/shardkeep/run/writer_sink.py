@@ -23,7 +23,7 @@ from shardkeep.store.protocol import BlobWriter
 
 
 class Ask(Protocol):
-    """Has the other process do something, to a file that has so many bytes."""
+    """Has the other process do something, for which it may have to wait for so many bytes to be durable."""
 
     def __call__(self, request: Request, *, nbytes: int = 0) -> Reply: ...
 
@@ -90,7 +90,7 @@ class _OutsideFile:
     def __init__(self, ask: Ask, place: Place, job: FileJob) -> None:
         self._ask = ask
         self._nbytes = job.nbytes
-        self.number = ask(Create(place, job.name, job.nbytes), nbytes=job.nbytes).file
+        self.number = ask(Create(place, job.name, job.nbytes)).file
         self._over = False
 
     def write_at(self, offset: int, data: memoryview) -> None:
