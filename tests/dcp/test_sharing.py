@@ -217,7 +217,7 @@ def test_elements_that_are_filled_twice_are_not_shared(second: int, apart: bool)
     entry = metadata.TensorStorageMetadata(properties, torch.Size([10]), chunks)
     info = part("ours", "filesystem")._StorageInfo("__0_0.distcp", 0, 100)
     places = {metadata.MetadataIndex("w", torch.Size([at])): info for at in sizes}
-    said = metadata.Metadata({"w": entry}, storage_data=places)
+    said = metadata.Metadata({"w": entry}, storage_data=places, storage_meta=metadata.StorageMeta(save_id="a"))
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner({"w": torch.zeros(10)}, said, True)
     plan = planner.create_local_plan()
