@@ -9,6 +9,7 @@ a budget smaller than the state makes staging wait for the disk, and never for i
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from shardkeep.store.aligned import address_of
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
 _MOST_EMPTIERS = 16
@@ -160,11 +162,19 @@ class Staging:
                     for part in range(filled.parts):
                         threads.submit(self._empty, filled, part)
             self._settle(self.queued, last)
-            if last:  # to pin memory takes long, and nobody waits for it now
-                self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
-                self._ring.grow(self._goes_on)
         except BaseException as error:  # noqa: BLE001 - as the first line says
             self._fail(error)
+            return
+        if last:
+            self._grow_ring()
+
+    def _grow_ring(self) -> None:
+        """Pin memory for the next save: it takes long, and nobody waits for it now."""
+        self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
+        try:
+            self._ring.grow(self._goes_on)
+        except Exception as error:  # noqa: BLE001 - this save does not need it
+            log.warning("no more memory is pinned for staging: %s", error)
 
     def _buffers(self, *, through_ring: bool) -> tuple[Buffer, Buffer]:
         """Return a buffer to copy to, and the one to keep the bytes in."""
