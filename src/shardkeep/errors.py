@@ -169,7 +169,7 @@ class SaveCancelled(CheckpointError):
 
 
 class WriterDied(CheckpointError, RuntimeError):
-    """The process that writes for this one could not be started, or ended before its work was done."""
+    """The process that writes for this one could not be started, did not answer, or ended before its work was done."""
 
 
 class RanksSilent(CheckpointError, TimeoutError):

@@ -50,7 +50,10 @@ class Options:
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
-    """How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it."""
+    """
+    How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it. Also how long the
+    process that writes may take for one answer.
+    """
     pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", 2048 * MIB))
     """Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most."""
     staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
