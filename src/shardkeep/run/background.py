@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkeep.format.record import FileEntry
-from shardkeep.options import Options, local_ranks
+from shardkeep.options import Options, cores, local_ranks
 from shardkeep.run.coordinating import Outcome
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.orders import make_jobs
@@ -129,7 +129,9 @@ class Background:
         return call.commit()
 
     def _write(self, jobs: list[FileJob]) -> list[FileEntry]:
-        threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
+        # No more than there are cores for: training needs them, and the interpreter's lock.
+        threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
+        threads, window = window_for(threads, self._options.host_budget_bytes)
         outside = self._outside
         if self._pieces.events or outside:
             window = WINDOW_NBYTES
