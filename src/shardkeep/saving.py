@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -264,8 +264,8 @@ def async_save(
             handle.staged.wait_either_way()
     except BaseException:  # Ctrl-C: nobody will have the handle, and the state may change before it is copied
         handle.cancel()
-        if box:  # no thread has it, nor will: the other ranks are told here
-            box.clear()
+        with suppress(IndexError):  # a thread has it, and ends it
+            box.pop()
             made.__exit__(*sys.exc_info())
         raise
     _raise_earlier_failure(handle)

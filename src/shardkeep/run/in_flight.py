@@ -90,11 +90,13 @@ class Flights:
 
     def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
         _stand_back()
-        if not box:  # given up by a call that was interrupted
-            return
         try:
             # Taken out of its box: nothing here may hold the state when the handle is done.
-            result = box.pop()()
+            held = [box.pop()]
+        except IndexError:  # given up by a call that was interrupted
+            return
+        try:
+            result = held.pop()()
         except BaseException as error:  # read by whoever asks, or raised by the next save
             cancelled = isinstance(error, SaveCancelled)  # on whichever rank: somebody wanted it so
             if cancelled:
