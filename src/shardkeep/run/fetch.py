@@ -13,7 +13,7 @@ from shardkeep.layout.native import data_sizes
 from shardkeep.plan.loads import Wants, plan_load
 from shardkeep.plan.ranges import FileReads, plan_reads
 from shardkeep.run.read import Source, keys_at, read_files
-from shardkeep.run.workers import window_for
+from shardkeep.run.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, window_for
 from shardkeep.stage.tensors import host_address, scattered
 
 
@@ -63,7 +63,8 @@ def fill_native(
     )
     axes = index.tensors.shape.shape[1]
     wants = Wants(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
-    threads, window = window_for(threads, budget_nbytes)
+    on_host = all(each.device.type == "cpu" for each in into)
+    threads, window = window_for(threads, budget_nbytes, WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES)
     plans, needs = _plan(source, wants, window)
     others = {want: scattered(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
     start = int(first_file * len(plans))

@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 _MOST_EMPTIERS = 16
 """So many copies at a time keep up with the link to an accelerator."""
-_PART_NBYTES = 16 << 20
-"""What one of them copies."""
 _FEW_EMPTIERS = 4
 """Where nobody waits: training needs the cores."""
 
@@ -76,16 +74,22 @@ class Staging:
         self._queue = list(filter(ahead or _has_scattered, windows))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
         self._last_of = {(w.job.name, w.start): list(_ending_in(w)) for w in self._queue}
-        self._uncopied = len(self._queue)
+        self._noted_nbytes = 0
         self.count = len(self._queue)
         """How many are filled ahead."""
-        self.nbytes_copied = 0
         self.ring_nbytes = 0
         """What the ring grows to, for the next save, once all copies are queued."""
         self.copied: Future[None] = Future()
         """Done when nothing of the state is needed any more."""
         self.queued: Future[Events] = Future()
         """Done when all copies are queued: what comes after these events may change the state."""
+
+    @property
+    def nbytes_copied(self) -> int:
+        """How much is no longer needed of the state."""
+        if self.copied.done() and self.copied.exception() is None:  # though threads may not have noted it yet
+            return sum(window.nbytes for window in self._queue)
+        return self._noted_nbytes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -158,10 +162,11 @@ class Staging:
                         self._give_back(buffer, target)
                         raise
                     last = {device: stream.record_event() for device, stream in streams.items()}
-                    filled = _Filled(window, buffer, target, last)
-                    for part in range(filled.parts):
-                        threads.submit(self._empty, filled, part)
+                    threads.submit(self._empty, window, buffer, target, last)
             self._settle(self.queued, last)
+            for event in last.values():
+                event.synchronize()  # before the ring is emptied: what is in it is safe
+            self._settle(self.copied, None)
         except BaseException as error:  # noqa: BLE001 - as the first line says
             self._fail(error)
             return
@@ -195,35 +200,27 @@ class Staging:
     def _goes_on(self) -> bool:
         return not self._ending and self._wanted()
 
-    def _empty(self, filled: _Filled, part: int) -> None:
-        """Copy a part of a buffer out of the ring, once it is there; the last part hands the window over."""
+    def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
+        """Copy a window out of the ring, once it is there, and hand it over."""
         try:
-            for event in filled.events.values():
+            for event in events.values():
                 event.synchronize()
-            if part == 0:
-                self._note_copied(filled.window)
-            if filled.buffer is not filled.target:
-                low = part * _PART_NBYTES
-                nbytes = min(_PART_NBYTES, filled.window.nbytes - low)
-                copy_memory(filled.to + low, filled.source + low, nbytes)
+            self._note_copied(window)
+            if buffer is not target:
+                copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
         except BaseException as error:  # noqa: BLE001 - raised to those who wait for a window, this one's too
             self._fail(error)
-        if filled.is_last():
-            if filled.buffer is not filled.target:
-                self._ring.give(filled.buffer)
-            if not self._settle(self._ahead[filled.window.job.name, filled.window.start], filled.target):
-                self._pool.give(filled.target)
+        if buffer is not target:
+            self._ring.give(buffer)
+        if not self._settle(self._ahead[window.job.name, window.start], target):
+            self._pool.give(target)
 
     def _note_copied(self, window: Window) -> None:
         """Hold a copied window's sources no longer: on an accelerator they may be copies, whose memory is precious."""
         for row in self._last_of.pop((window.job.name, window.start)):
             window.job.scattered.pop(row, None)
         with self._lock:
-            self.nbytes_copied += window.nbytes
-            self._uncopied -= 1
-            done = not self._uncopied
-        if done:
-            self._settle(self.copied, None)
+            self._noted_nbytes += window.nbytes
 
     def _settle(self, future: Future[T], result: T) -> bool:
         """Give a future its result, if nothing has failed."""
@@ -241,24 +238,6 @@ class Staging:
             for future in waited_for:
                 if not future.done():
                     future.set_exception(error)
-
-
-class _Filled:
-    """A window whose bytes are on their way into a buffer, to be copied from there to another, in parts."""
-
-    def __init__(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
-        self.window = window
-        self.buffer = buffer
-        self.target = target
-        self.events = events
-        self.source = address_of(buffer.view)
-        self.to = address_of(target.view)
-        self.parts = -(-window.nbytes // _PART_NBYTES)
-        self._undone = list(range(self.parts))
-
-    def is_last(self) -> bool:
-        """Say, once for each part, whether it was the last one."""
-        return self._undone.pop() == 0
 
 
 def _ending_in(window: Window) -> Iterator[int]:

@@ -18,15 +18,16 @@ T = TypeVar("T")
 WINDOW_NBYTES = 8 << 20
 """One request to a disk: large enough for its full speed."""
 MIN_WINDOW_NBYTES = 1 << 20
+ACCELERATOR_WINDOW_NBYTES = 16 << 20
+"""One copy to an accelerator: twice as large, as each also costs turns at the interpreter's lock."""
 
 
-def window_for(threads: int, budget_nbytes: int) -> tuple[int, int]:
+def window_for(threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES) -> tuple[int, int]:
     """
-    Return how many threads to use, and how large a window each may have, within a budget.
+    Return how many threads to use, and how large a window each may have, up to `window`, within a budget.
 
     Each thread may hold two windows: its own buffer, and one the store reads or writes through.
     """
-    window = WINDOW_NBYTES
     while window > MIN_WINDOW_NBYTES and 2 * window * threads > budget_nbytes:
         window //= 2
     return max(1, min(threads, budget_nbytes // (2 * window))), window
