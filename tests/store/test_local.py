@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from shardkeep.store import local
 from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
 from shardkeep.store.files import Descriptors, open_files
 from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import BlobWriter
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
 from tests.store.system import MIB, drop_cached, failing, is_direct, linux_only
 
@@ -31,6 +32,14 @@ def tiny(tmp_path: Path) -> Iterator[LocalStore]:
         pytest.skip("may not mount a tmpfs here")
     yield LocalStore(path)
     subprocess.run(["umount", path], check=True)
+
+
+@contextmanager
+def closing_abandoned(writer: BlobWriter) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        writer.abandon()
 
 
 # -- a hostile directory
@@ -114,6 +123,12 @@ def test_a_full_disk_is_known_at_create(tiny: LocalStore) -> None:
     assert "free some space" in caught.value.hint
     assert list(tiny.list()) == []
     write_blob(tiny, "fits", bytes(4 * MIB))
+
+
+def test_memory_is_not_taken_before_it_is_written(tiny: LocalStore) -> None:
+    """On a file system in memory, taking space would write every page twice: it is only checked that there is enough."""
+    with closing_abandoned(tiny.create("fits", 4 * MIB)):
+        assert os.stat(Path(tiny.url) / "fits").st_blocks == 0
 
 
 def test_a_full_disk_stops_a_write(tiny: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

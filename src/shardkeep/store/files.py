@@ -28,6 +28,8 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 # O_NOFOLLOW and O_NONBLOCK: a symbolic link is refused, a FIFO does not hang. O_BINARY: Windows changes no newline.
 _O_PLAIN: int = sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""How tmpfs and ramfs are called."""
 _CACHESTAT = 451
 """Linux 6.5; the same number on every architecture that has torch."""
 _seek_lock = threading.Lock()
@@ -202,12 +204,23 @@ def reserve(fd: int, nbytes: int) -> None:
     """
     if not nbytes or not sys.platform.startswith("linux"):
         return
+    if _lies_in_memory(fd):  # there every page would be zeroed now, and written later all the same
+        room = os.fstatvfs(fd)
+        if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return
     while _libc().fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
         if code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
             raise OSError(code, os.strerror(code))
         if code != errno.EINTR:
             return
+
+
+def _lies_in_memory(fd: int) -> bool:
+    """Tell whether a file is on a file system that has no disk."""
+    found = (ctypes.c_long * 32)()  # longer than the kernel's answer, which begins with the kind of file system
+    return not _libc().fstatfs(fd, found) and found[0] in _IN_MEMORY
 
 
 def cached_bytes(fd: int, offset: int, nbytes: int) -> int | None:
