@@ -7,7 +7,8 @@ views of each other; the others are copied alone, each with its own bytes and no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,14 +41,33 @@ class Run:
         return self.stop - self.start if self.whole else self.tensors[0].nbytes
 
 
+Form = tuple[Any, ...]
 Geometry = tuple[Any, ...]
+
+
+def form(tensor: torch.Tensor) -> Form:
+    """Return how a tensor sees the memory it begins at."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
     """Return what two tensors have in common that are one and the same view of a storage."""
-    storage = tensor.untyped_storage()
-    bits = (tensor.is_conj(), tensor.is_neg())
-    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, bits
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), form(tensor)
+
+
+def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
+    """
+    Return a key for each tensor: equal for two that see the same memory in the same way, whatever storages these have.
+
+    All of them have memory.
+    """
+    starts = [tensor.data_ptr() for tensor in tensors]
+    # Nearly all are alone where they begin, and that is all that is asked of them.
+    shared = {start for start, times in Counter(starts).items() if times > 1}
+    return [
+        (tensor.device, start, form(tensor)) if start in shared else start
+        for tensor, start in zip(tensors, starts, strict=True)
+    ]
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[Run]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardkeep.format.region import strides_of
+from shardkeep.stage.aliases import memory_keys
 from shardkeep.stage.buffers import Arenas, Buffer
 from shardkeep.stage.memory import copy_memory
-from shardkeep.stage.tensors import host_address, scattered
+from shardkeep.stage.tensors import scattered
 from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.store.aligned import address_of
 
@@ -37,7 +39,8 @@ _ROOM = 0.5
 class Pieces:
     """The pieces of a state, some of them by now copies."""
 
-    tensors: list[torch.Tensor]
+    found: list[torch.Tensor]
+    """As they came, or copies on the device; what lies in the arena is put in by `tensors`."""
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
     """On each accelerator: after all that the caller had queued, the copies on the device included."""
     live_nbytes: int = 0
@@ -46,6 +49,41 @@ class Pieces:
     """Whether the caller or an optimizer keeps that from changing; else the call must wait until it is copied."""
     arena: Buffer | None = None
     """The host memory that copies lie in."""
+    in_arena: list[tuple[int, int, torch.dtype, torch.Size]] = field(default_factory=list)
+    """Which of the pieces do, and where, as what they were at the call."""
+
+    @functools.cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """
+        All pieces; to be emptied by whoever asks, so that nothing else holds them.
+
+        What was copied to the arena becomes tensors when this is first asked for, which need not be in the call: of a
+        small tensor the bytes are copied faster than a view of them is made.
+        """
+        if self.arena is not None:
+            views = _Views(self.arena)
+            for row, start, dtype, shape in self.in_arena:
+                self.found[row] = views.at(start, dtype, shape)
+        return self.found
+
+
+class _Views:
+    """Tensors over an arena; one for all that are the same."""
+
+    def __init__(self, arena: Buffer) -> None:
+        self._whole = arena.tensor[: arena.tensor.numel() // _ALIGNMENT * _ALIGNMENT]
+        self._as: dict[torch.dtype, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def at(self, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """View what begins at a byte, in order; each place is seen in one way."""
+        if start not in self._made:
+            if dtype not in self._as:
+                self._as[dtype] = self._whole.view(dtype)
+            whole = self._as[dtype]
+            first = whole.storage_offset() + start // dtype.itemsize
+            self._made[start] = whole.as_strided(shape, strides_of(shape), first)
+        return self._made[start]
 
 
 def take_pieces(
@@ -59,22 +97,27 @@ def take_pieces(
     device, else those that no optimizer guards if there is room for these, else none.
     """
     taken = Pieces(list(tensors))
-    on_host = [at for at, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
-    on_device = [at for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
-    chosen, guarded = _chosen_for_copy(tensors, on_device, staging, optimizers)
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    for at in chosen:
-        key = (tensors[at].device, *_same_memory(tensors[at]))
-        if key not in copies:
-            copies[key] = tensors[at].clone()
-        taken.tensors[at] = copies[key]
-    devices = {tensors[at].device for at in on_device}
-    taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
-    taken.guarded = guarded
-    taken.live_nbytes = sum(tensors[at].nbytes for at in on_device if taken.tensors[at] is tensors[at])
+    on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
+    if len(on_host) < len(tensors):
+        on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+        _copy_on_device(taken, on_device, staging, optimizers)
     if on_host:  # last: what is queued on a device goes on meanwhile
         _copy_on_host(taken, on_host, arenas, threads)
     return taken
+
+
+def _copy_on_device(taken: Pieces, rows: list[int], staging: str, optimizers: Sequence[Optimizer]) -> None:
+    """Queue copies of what is to be copied there; those that are one and the same are copied once."""
+    tensors = taken.found
+    chosen, taken.guarded = _chosen_for_copy(tensors, rows, staging, optimizers)
+    taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
+    devices = {tensors[at].device for at in rows}
+    copies: dict[Hashable, torch.Tensor] = {}
+    for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
+        if key not in copies:
+            copies[key] = tensors[at].clone()
+        tensors[at] = copies[key]
+    taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
 
 
 def _chosen_for_copy(
@@ -108,7 +151,8 @@ def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch
     """Return the devices on which copies of these tensors would take too much."""
     wanted: dict[torch.device, int] = {}
     for row in rows:
-        wanted[tensors[row].device] = wanted.get(tensors[row].device, 0) + tensors[row].nbytes
+        device = tensors[row].device
+        wanted[device] = wanted.get(device, 0) + tensors[row].nbytes
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 
@@ -137,42 +181,31 @@ def _free_nbytes(device: torch.device) -> int:
 
 def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) -> None:
     """Copy tensors in host memory into one arena; those that are one and the same are copied once."""
-    keys = [_same_memory(taken.tensors[row]) for row in rows]
-    places: dict[tuple[Any, ...], int] = {}
-    copies: list[tuple[int, torch.Tensor]] = []
+    sources = [taken.found[row] for row in rows]
+    places: dict[Hashable, int] = {}
+    copies: list[tuple[int, int, torch.Tensor]] = []
     end = 0
-    for row, key in zip(rows, keys, strict=True):
-        if key not in places:
-            source = taken.tensors[row]
-            places[key] = end
-            copies.append((end, source))
-            end = -(-(end + source.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
+        start = places.setdefault(key, end)
+        if start == end:
+            nbytes = source.nbytes
+            copies.append((start, nbytes, source))
+            end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        taken.in_arena.append((row, start, source.dtype, source.shape))
     taken.arena = arenas.take(end)
     _copy_all(copies, taken.arena, threads)
-    made = {
-        start: torch.frombuffer(taken.arena.view, dtype=source.dtype, count=source.numel(), offset=start).view(
-            source.shape
-        )
-        for start, source in copies
-    }
-    for row, key in zip(rows, keys, strict=True):
-        taken.tensors[row] = made[places[key]]
 
 
-def _same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _copy_all(copies: list[tuple[int, torch.Tensor]], arena: Buffer, threads: int) -> None:
+def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, threads: int) -> None:
     base = address_of(arena.view)
     large: list[tuple[int, int, int]] = []
-    for start, source in copies:
-        target, address, nbytes = base + start, host_address(source), source.nbytes
-        if not address:
+    for start, nbytes, source in copies:
+        if not source.is_contiguous():
             scattered(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
         elif nbytes < _PART_NBYTES:
-            copy_memory(target, address, nbytes)
+            copy_memory(base + start, source.data_ptr(), nbytes)
         else:
+            address, target = source.data_ptr(), base + start
             large += [
                 (target + at, address + at, min(_PART_NBYTES, nbytes - at)) for at in range(0, nbytes, _PART_NBYTES)
             ]
