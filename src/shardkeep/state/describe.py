@@ -6,7 +6,8 @@ Saving sends the columns to rank 0; loading compares them with the index. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 
 from shardkeep.format.columns import Boxes, IntArray, matrix_of
 from shardkeep.format.dtypes import of_torch
+from shardkeep.format.region import Ints
 from shardkeep.format.tree import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
-from shardkeep.state.leaves import describe_leaf, is_tensor
+from shardkeep.state.leaves import Ordinary, TensorLeaf, describe_leaf, is_tensor, ordinary
 from shardkeep.state.objects.find import is_tensor_or_object
 
 
@@ -61,8 +63,8 @@ def describe(
     flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
-    tensors = {key: leaf for key, leaf in flat.items() if is_tensor(leaf)}
-    values = {key: leaf for key, leaf in flat.items() if key not in tensors}
+    tensors = {key: leaf for key, leaf in flat.items() if type(leaf) is torch.Tensor or is_tensor(leaf)}
+    values = {key: leaf for key, leaf in flat.items() if key not in tensors} if len(tensors) < len(flat) else {}
     return describe_leaves(tensors, tree=tree, values=values, filling=filling)
 
 
@@ -70,39 +72,71 @@ def describe_leaves(
     tensors: dict[str, Any], *, tree: Node = None, values: dict[str, Any] | None = None, filling: bool = False
 ) -> Description:
     """Describe tensor leaves alone."""
-    dtype, shapes, alias, origin = bytearray(), [], [], bytearray()
-    row_tensor, offsets, sizes, pieces = [], [], [], []
-    first: dict[Any, int] = {}
-    codes: dict[torch.dtype, int] = {}
-    for at, (key, obj) in enumerate(tensors.items()):
-        leaf = describe_leaf(key, obj, allow_meta=filling, writable=filling)
-        code = codes.get(leaf.dtype)
-        if code is None:
-            code = codes[leaf.dtype] = of_torch(leaf.dtype).code
-        dtype.append(code)
-        shapes.append(leaf.shape)
-        origin.append(isinstance(obj, np.ndarray))
-        alias.append(at if leaf.alias is None else first.setdefault(leaf.alias, at))
-        for piece in leaf.pieces:
-            row_tensor.append(at)
-            offsets.append(piece.offsets)
-            sizes.append(tuple(piece.tensor.shape))
-            pieces.append(piece.tensor)
+    leaves = list(tensors.values())
+    found = [
+        ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
+        for key, leaf in tensors.items()
+    ]
+    # Those that needed a closer look: in most states none.
+    closer = {at: each for at, each in enumerate(found) if isinstance(each, TensorLeaf)}
+    dtypes, shapes = [each[0] for each in found], [each[1] for each in found]
+    codes = {dtype: of_torch(dtype).code for dtype in set(dtypes)}
     axes = max(map(len, shapes), default=0)
+    shape = matrix_of(shapes, axes, 1)
+    origin = np.zeros(len(leaves), np.uint8)
+    origin[[at for at in closer if isinstance(leaves[at], np.ndarray)]] = 1
+    row_tensor, boxes, pieces = _rows(found, shape)
     return Description(
         tree=tree,
         values=values or {},
         leaves=tensors,
         keys=list(tensors),
-        dtype=np.frombuffer(dtype, np.uint8),
-        ndim=np.array([len(shape) for shape in shapes], np.uint8),
-        shape=matrix_of(shapes, axes, 1),
-        origin=np.frombuffer(origin, np.uint8),
-        alias=np.array(alias, np.int64),
-        row_tensor=np.array(row_tensor, np.int64),
-        boxes=Boxes(matrix_of(offsets, axes, 0), matrix_of(sizes, axes, 1)),
+        dtype=np.array([codes[dtype] for dtype in dtypes], np.uint8),
+        ndim=np.array(list(map(len, shapes)), np.uint8),
+        shape=shape,
+        origin=origin,
+        alias=_aliases(leaves, found, closer),
+        row_tensor=row_tensor,
+        boxes=boxes,
         pieces=pieces,
     )
+
+
+_Found = Ordinary | TensorLeaf
+
+
+def _rows(found: Sequence[_Found], shape: IntArray) -> tuple[IntArray, Boxes, list[torch.Tensor]]:
+    """Return the rows of all tensors: which tensor, which box of it, which memory."""
+    whole = [each[3] for each in found if not isinstance(each, TensorLeaf)]
+    if len(whole) == len(found):  # as in most states; the rest says the same of any
+        return np.arange(len(found), dtype=np.int64), Boxes(np.zeros_like(shape), shape.copy()), whole
+    axes = shape.shape[1]
+    rows: list[tuple[int, Ints, Ints, torch.Tensor]] = []
+    for at, each in enumerate(found):
+        if isinstance(each, TensorLeaf):
+            rows += [(at, offsets, tuple(tensor.shape), tensor) for offsets, tensor in each.pieces]
+        else:
+            rows.append((at, (0,) * len(each[1]), each[1], each[3]))
+    boxes = Boxes(matrix_of([row[1] for row in rows], axes, 0), matrix_of([row[2] for row in rows], axes, 1))
+    return np.array([row[0] for row in rows], np.int64), boxes, [row[3] for row in rows]
+
+
+def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int, TensorLeaf]) -> IntArray:
+    """Return, for each tensor, the position of the first one that is the same memory."""
+    # Most tensors begin where no other does, and are not compared with any.
+    starts = Counter([each[2] for each in found if not isinstance(each, TensorLeaf)])
+    often = {start for start, times in starts.items() if times > 1}
+    often.update([piece.tensor.data_ptr() for leaf in closer.values() for piece in leaf.pieces])
+    aliases = np.arange(len(found), dtype=np.int64)
+    first: dict[Any, int] = {}
+    for at, each in enumerate(found) if often else ():
+        if isinstance(each, TensorLeaf):
+            alias = each.alias
+        else:
+            alias = describe_leaf("", leaves[at]).alias if each[2] in often else None
+        if alias is not None:
+            aliases[at] = first.setdefault(alias, at)
+    return aliases
 
 
 def file_groups(description: Description) -> list[str]:
@@ -111,10 +145,16 @@ def file_groups(description: Description) -> list[str]:
 
     So model and optimizer go to separate files, and either can be dropped. Tensors at the top level are "state".
     """
+    tree = description.tree
+    if not isinstance(tree, Container):
+        return ["state"] * len(description.keys)
+    tops = [(part_name(tree.kind, part), node) for part, node in tree.children]
     groups: dict[str, str] = {}
-    if isinstance(description.tree, Container):
-        for part, node in description.tree.children:
+    if any("." in name for name, _ in tops):  # then the first part of a key need not be all of the container's name
+        for name, node in tops:
             if isinstance(node, Container):
-                name = part_name(description.tree.kind, part)
                 groups.update((f"{name}.{key}", name) for key in leaf_keys(node))
-    return [groups.get(key, "state") for key in description.keys]
+        return [groups.get(key, "state") for key in description.keys]
+    groups = {name: name for name, node in tops if isinstance(node, Container)}
+    heads = [key.partition(".") for key in description.keys]
+    return [groups.get(head, "state") if dot else "state" for head, dot, _ in heads]

@@ -23,6 +23,8 @@ from shardkeep.state.overlap import overlaps_itself
 from shardkeep.state.placement import dtensor_boxes
 from shardkeep.state.toolkit.recognise import is_dtensor, is_pending, is_sharded_tensor
 
+# Looked up for every leaf otherwise, and there are many.
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: a masked or a record array is more than its elements
 
 
@@ -45,6 +47,10 @@ class TensorLeaf(NamedTuple):
     """What this rank holds; none where that is nothing."""
     alias: tuple[Any, ...] | None
     """Equal for two leaves that are the same memory seen the same way; None where there is no memory."""
+
+
+Ordinary = tuple[torch.dtype, torch.Size, int, torch.Tensor]
+"""The same of a tensor that is all here, in order: dtype, shape, the address of its first byte, the piece."""
 
 
 class _Ask(NamedTuple):
@@ -80,12 +86,15 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
         InvalidShards: its pieces are not what it says they are.
 
     """
-    kind = type(obj)
-    plain = kind is torch.Tensor or kind is torch.nn.Parameter
-    if plain and (leaf := _describe_ordinary(obj)):
-        return leaf
+    found = ordinary(obj)
+    if found is not None:
+        dtype, size, pointer, plain = found
+        shape, origin = tuple(size), (0,) * len(size)
+        alias = (dtype, shape, origin, pointer, shape, obj.stride(), obj.device)
+        return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
     ask = _Ask(key, allow_meta, writable)
-    if plain:
+    kind = type(obj)
+    if kind is _TENSOR or kind is _PARAMETER:
         return _describe_plain(ask, obj)
     if kind in _ARRAYS:
         return _describe_plain(ask, _from_numpy(ask, obj))
@@ -96,6 +105,25 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
     if is_sharded_tensor(obj):
         return _describe_sharded_tensor(ask, obj)
     return _describe_plain(ask, _unwrap(ask, obj))
+
+
+def ordinary(obj: Any) -> Ordinary | None:
+    """
+    Describe a tensor about which there is nothing special; None for whatever needs the closer look of `describe_leaf`.
+
+    Almost every leaf of every state comes this way, and only this way, so it is spelt out in the fewest calls.
+    """
+    kind = type(obj)
+    if kind is not _TENSOR and kind is not _PARAMETER:
+        return None
+    if obj.is_nested or obj.layout is not _STRIDED or obj.is_neg() or not obj.is_contiguous():
+        return None
+    dtype, shape, pointer = obj.dtype, obj.shape, obj.data_ptr()
+    if pointer == 0 or obj.storage_offset() or 0 in shape or dtype not in known_to_torch():
+        return None
+    if dtype.is_complex and obj.is_conj():
+        return None
+    return dtype, shape, pointer, obj.detach() if obj.requires_grad or kind is not _TENSOR else obj
 
 
 def materialize(key: str, obj: Any) -> Any:
@@ -155,25 +183,6 @@ def dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     fresh.__dict__.update({name: value for name, value in model.__dict__.items() if name not in fresh.__dict__})
     with torch._C.DisableTorchFunctionSubclass():
         return fresh.requires_grad_(model.requires_grad)
-
-
-def _describe_ordinary(tensor: torch.Tensor) -> TensorLeaf | None:
-    """
-    Describe a tensor about which there is nothing special; None for one that needs a closer look.
-
-    Almost every leaf of every state comes this way, and only this way, so it is spelt out in the fewest calls.
-    """
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
-    if not tensor.is_contiguous():
-        return None
-    dtype, shape, stride, pointer = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
-    if dtype not in known_to_torch() or 0 in shape or 0 in stride or pointer == 0 or tensor.storage_offset():
-        return None
-    origin = (0,) * len(shape)
-    alias = (dtype, shape, origin, pointer, shape, stride, tensor.device)
-    plain = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
-    return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
 
 
 def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
