@@ -1,0 +1,151 @@
+"""
+How commands speak: tables, sizes and ages for people, one JSON document for programs.
+
+Text goes to stdout, remarks to stderr. Colours only on a terminal, and not where NO_COLOR is set. Names that come from
+a checkpoint are shown with control characters spelt out: a hostile key cannot steer the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
+_CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_NARROWEST = 12
+"""A column that gives way keeps this much."""
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Say whether somebody looks at it: stdout, unless another stream is given."""
+    stream = stream or sys.stdout
+    return stream.isatty()
+
+
+def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
+    """Colour a text where that is welcome."""
+    if not text or not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+
+
+def line_width() -> int | None:
+    """Return how many letters a line may have; None where nobody looks, and lines are for programs such as grep."""
+    return shutil.get_terminal_size().columns if is_terminal() else None
+
+
+def say(text: str = "") -> None:
+    """Print to stdout."""
+    print(text)
+
+
+def remark(text: str, style: Style | None = None) -> None:
+    """Print to stderr, where it is in no program's way."""
+    print(styled(text, style, sys.stderr) if style else text, file=sys.stderr)
+
+
+def print_json(document: Any) -> None:
+    """Print the one document of `--json`: indented on a terminal, a line elsewhere; NaN and infinities as text."""
+    print(json.dumps(_finite(document), indent=2 if is_terminal() else None, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def shown(text: str) -> str:
+    """Return a name as it may be printed: what would move the cursor is spelt out."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes with three digits, in powers of ten, as disks are sold: 1.23 GB."""
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    for unit in units:
+        if nbytes < 999.5 or unit == units[-1]:
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 100 else f"{nbytes:.0f} {unit}"
+
+
+def span_text(seconds: float) -> str:
+    """Return a length of time in its largest unit: 3 h."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (seconds >= length and unit != "d"):
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def count_text(count: int, noun: str, plural: str = "") -> str:
+    """Return a count and its noun: 1 file, 2 files."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as torch writes it: [1024, 4096]."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def shortened(text: str, width: int) -> str:
+    """Cut the middle out of a text that is too long: both ends of a key tell more than its middle."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    tail = width - 1 - head
+    return text[:head] + "…" + text[len(text) - tail :] if tail > 0 else text[:width]
+
+
+@dataclass
+class Table:
+    """
+    Rows under headings. On a terminal the column that `gives_way` is shortened so that lines fit; elsewhere nothing is.
+    """
+
+    headings: Sequence[str]
+    right: str = ""
+    """Headings of the columns that are aligned to the right, separated by spaces."""
+    gives_way: str = ""
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    styles: list[Style | None] = field(default_factory=list)
+
+    def add(self, *cells: str, style: Style | None = None) -> None:
+        """Add a row."""
+        self.rows.append(cells)
+        self.styles.append(style)
+
+    def print(self) -> None:
+        """Print all of it; columns that are empty in every row are left out."""
+        used = [at for at in range(len(self.headings)) if any(row[at] for row in self.rows)]
+        widths = {at: max(len(self.headings[at]), *(len(row[at]) for row in self.rows)) for at in used}
+        room = line_width()
+        if room is not None and self.gives_way:
+            at = list(self.headings).index(self.gives_way)
+            others = sum(widths.values()) + 2 * (len(used) - 1) - widths.get(at, 0)
+            widths[at] = min(widths.get(at, 0), max(_NARROWEST, room - others))
+        if not self.rows:
+            return
+        print(styled(self._line(tuple(self.headings), used, widths), "dim"))
+        for row, style in zip(self.rows, self.styles, strict=True):
+            line = self._line(row, used, widths)
+            print(styled(line, style) if style else line)
+
+    def _line(self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int]) -> str:
+        right = self.right.split()
+        texts = (shortened(cells[at], widths[at]) for at in used)
+        aligned = (
+            text.rjust(widths[at]) if self.headings[at] in right else text.ljust(widths[at])
+            for at, text in zip(used, texts, strict=True)
+        )
+        return "  ".join(aligned).rstrip()
