@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.errors import ChecksumMismatch, MalformedFile
+from shardkeep.errors import MalformedFile
 from shardkeep.format import dtypes
 from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, Rows, segment_starts
-from shardkeep.format.sections import Shapes, pack_sections, unpack_sections
+from shardkeep.format.sections import Shapes, decoding, pack_sections, unpack_sections
 
 MAGIC = b"SKINDEX1"
 _MAX_AXES = 64
@@ -180,7 +179,7 @@ def encode_index(
 
 def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     """Open an index and check that its columns fit each other; `where` is named in errors."""
-    try:
+    with decoding(where):
         section = unpack_sections(MAGIC, memoryview(data), _SHAPES, where=where)
         index = Index(
             keys=Strings(section["key_ends"], section["keys"].data),
@@ -192,10 +191,6 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
             tree=section["tree"].tobytes(),
         )
         sound = _fits(index)
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError, msgspec.MsgspecError, RecursionError) as exc:
-        if isinstance(exc, (MalformedFile, ChecksumMismatch)):
-            raise
-        raise MalformedFile(f"{where}: not a readable index: {exc}", file=where) from exc
     if not sound:
         raise MalformedFile(f"{where}: the columns of the index contradict each other", file=where)
     return index

@@ -10,7 +10,8 @@ the others. Whole numbers that are not negative are stored in the narrowest type
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -48,9 +49,20 @@ def pack_sections(magic: bytes, sections: Mapping[str, npt.NDArray[Any]]) -> byt
     return b"".join((magic, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
 
 
+@contextmanager
+def decoding(where: str) -> Iterator[None]:
+    """Whatever bytes that were not written by us make go wrong inside is a `MalformedFile` that names the file."""
+    try:
+        yield
+    except (MalformedFile, ChecksumMismatch):
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, msgspec.MsgspecError, RecursionError) as exc:
+        raise MalformedFile(f"{where}: not a readable index: {exc}", file=where) from exc
+
+
 def unpack_sections(magic: bytes, data: memoryview, shapes: Shapes, *, where: str) -> dict[str, npt.NDArray[Any]]:
     """
-    Read the sections that are known, as views of the data.
+    Read the sections that are known, as views of the data; to be called inside `decoding`.
 
     Raises:
         ChecksumMismatch: a section is damaged.

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.errors import ChecksumMismatch, MalformedFile
+from shardkeep.errors import MalformedFile
 from shardkeep.format.columns import IntArray, Rows, segment_starts
 from shardkeep.format.index import Strings, are_text, ends_fit
-from shardkeep.format.sections import Shapes, pack_sections, unpack_sections
+from shardkeep.format.sections import Shapes, decoding, pack_sections, unpack_sections
 
 MAGIC = b"SKTORCH1"
 _PLACES = ("place_key", "place_chunk", "place_hint", "place_file", "place_start", "place_nbytes", "place_data",
@@ -167,7 +167,7 @@ def decode_columns(data: bytes | memoryview, *, where: str) -> TorchColumns:
         DamagedCheckpoint: they are not what was written.
 
     """
-    try:
+    with decoding(where):
         section = unpack_sections(MAGIC, memoryview(data), _SHAPES, where=where)
         columns = TorchColumns(
             keys=Strings(section["key_ends"], section["keys"].data),
@@ -179,10 +179,6 @@ def decode_columns(data: bytes | memoryview, *, where: str) -> TorchColumns:
             rest=section["rest"].tobytes(),
         )
         sound = _fits(columns)
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError, msgspec.MsgspecError, RecursionError) as exc:
-        if isinstance(exc, (MalformedFile, ChecksumMismatch)):
-            raise
-        raise MalformedFile(f"{where}: no readable columns of a checkpoint: {exc}", file=where) from exc
     if not sound:
         raise MalformedFile(f"{where}: the columns contradict each other", file=where)
     return columns

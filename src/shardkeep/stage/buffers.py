@@ -105,9 +105,6 @@ class BufferPool:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
-        self._put_back(buffer)
-
-    def _put_back(self, buffer: Buffer) -> None:
         with self._changed:
             if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
                 self._made -= 1  # closed, or allowed less by now
@@ -122,7 +119,7 @@ class BufferPool:
                 if (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
                     return
                 self._made += 1
-            self._put_back(self._new())
+            self.give(self._new())
 
     def close(self) -> None:
         """Free what is not in use; the rest is freed as it is given back."""

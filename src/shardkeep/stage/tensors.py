@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardkeep.errors import CheckpointError
 from shardkeep.format.region import (
     Box,
     Ints,
@@ -41,6 +42,10 @@ def _accelerator_of(device: torch.device) -> int | None:
     """Return the index of a device whose streams torch lets us wait for."""
     kind = None if device.type == "cpu" else torch.accelerator.current_accelerator()
     return None if kind is None or kind.type != device.type else device.index or 0
+
+
+def _no_run() -> CheckpointError:
+    return CheckpointError("a run of bytes was to be written to memory whose `run_of` has none: a defect of shardkeep")
 
 
 class _Matrix(NamedTuple):
@@ -106,8 +111,8 @@ class HostScattered:
     def run_of(self, box: Box) -> None:  # noqa: ARG002
         return None
 
-    def write_run(self, start: int, data: memoryview) -> None:
-        raise NotImplementedError  # `run_of` has none
+    def write_run(self, start: int, data: memoryview) -> None:  # noqa: ARG002
+        raise _no_run()
 
     def wait(self) -> None:
         """Nothing is queued."""
@@ -156,7 +161,7 @@ class TorchScattered:
 
     def write_run(self, start: int, data: memoryview) -> None:
         if self._flat is None:
-            raise NotImplementedError  # `run_of` has none
+            raise _no_run()
         source = torch.frombuffer(data, dtype=torch.uint8)
         with torch.inference_mode():
             self._flat[start : start + len(data)].copy_(source, non_blocking=self.accelerator is not None)
