@@ -70,17 +70,18 @@ class Objects:
         found = {name: leaf for name, leaf in leaves.items() if is_object(leaf)}
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]
+        self._flattened = {name: module for name, module in modules.items() if fsdp_modules(module)}
         self._memory: dict[int, Any] = {}
         self._adapters: list[Adapter] = [self._adapter(name, leaf, modules, world_size) for name, leaf in found.items()]
         self._standing: dict[str, Any] = {}
 
     def _adapter(self, name: str, leaf: Any, modules: Mapping[str, nn.Module], world_size: int) -> Adapter:
         if isinstance(leaf, nn.Module):
-            return ModuleObject(name, leaf, self._memory)
+            return ModuleObject(name, leaf, self._memory, communicates=name in self._flattened)
         # An optimizer with its own idea of a state dict is taken at its word.
         cls: Any = type(leaf)
         if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _ORDINARY:
-            home = _flat_module_of(leaf, modules)
+            home = _home_of(leaf, self._flattened)
             if home is None:
                 return OptimizerObject(name, leaf, modules, rank=self._rank)
             return FlatOptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
@@ -135,11 +136,13 @@ class Objects:
                 adapter.take(kept)
 
 
-def _flat_module_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> str | None:
+def _home_of(optimizer: Optimizer, flattened: Mapping[str, nn.Module]) -> str | None:
     """Return the name of the FSDP1 module whose parameters an optimizer has, if that is so."""
+    if not flattened:
+        return None
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, module in modules.items():
-        if fsdp_modules(module) and any(id(parameter) in parameters for parameter in module.parameters()):
+    for name, module in flattened.items():
+        if any(id(parameter) in parameters for parameter in module.parameters()):
             return name
     return None
 

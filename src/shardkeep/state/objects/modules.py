@@ -18,7 +18,6 @@ from shardkeep.errors import StateError
 from shardkeep.state.leaves import describe_leaf, dressed_like, is_tensor, materialize, needs_memory
 from shardkeep.state.objects.stateful import place_for
 from shardkeep.state.objects.stored import Selected, Stored
-from shardkeep.state.training.fsdp1 import fsdp_modules
 from shardkeep.state.training.live import live_state
 from shardkeep.state.training.model import module_state, set_model_state_dict
 from shardkeep.state.training.names import EXTRA_STATE
@@ -28,12 +27,16 @@ from shardkeep.state.training.options import StateDictOptions
 class ModuleObject:
     """How a module is saved and loaded."""
 
-    def __init__(self, name: str, module: nn.Module, memory: dict[int, Any]) -> None:
-        """Take the module, and where new memory for parameters is noted, so that one that is in two has one."""
+    def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
+        """
+        Take the module, and where new memory for parameters is noted, so that one that is in two has one.
+
+        A module of which FSDP1 has flattened a part communicates.
+        """
         self.name = name
         self._module = module
         self._memory = memory
-        self.communicates = bool(fsdp_modules(module))
+        self.communicates = communicates
 
     def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
         """Return nothing: replicas of a module are replicas."""

@@ -38,19 +38,21 @@ def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], 
     """
     tables = {own: parameter_names(module) for own, module in modules.items()}
     given = _given_names(optimizer)
+    several = len(modules) > 1
+    closed = set() if is_each_ranks_own(name, rank) else {own for own in modules if is_each_ranks_own(own, rank)}
     names: dict[Any, Names] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        homes = [own for own, table in tables.items() if parameter in table]
-        if any(is_each_ranks_own(home, rank) for home in homes) and not is_each_ranks_own(name, rank):
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        homes = [(own, found) for own, table in tables.items() if (found := table.get(parameter))]
+        if closed and not closed.isdisjoint([home for home, _ in homes]):
             raise StateError(
-                f"{name!r} optimizes parameters of {homes[0]!r}, which is inside a PerRank, and is not itself",
+                f"{name!r} optimizes parameters of {homes[0][0]!r}, which is inside a PerRank, and is not itself",
                 hint="put the optimizer into a PerRank too",
                 key=name,
             )
-        short = tuple(dict.fromkeys(one for home in homes for one in tables[home][parameter]))
-        long = tuple(f"{home}.{one}" for home in homes for one in tables[home][parameter])
-        usual, other = (long, short) if len(modules) > 1 else (short, long)
-        own = (given[parameter],) if parameter in given else ()
+        long = tuple([f"{home}.{one}" for home, found in homes for one in found])
+        short = homes[0][1] if len(homes) == 1 else tuple(dict.fromkeys([one for _, found in homes for one in found]))
+        usual, other = (long, short) if several else (short, long)
+        own = (given[parameter],) if given and parameter in given else ()
         if not usual and not own:
             raise StateError(
                 f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"

@@ -31,6 +31,8 @@ from shardkeep.state.objects.stored import UNFILLED, Selected, Stored, StoredLea
 from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.state.training.fresh import is_fresh, rehearsed
 
+_SINGLE = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
+
 
 class OptimizerObject:
     """How an optimizer is saved and loaded."""
@@ -62,22 +64,30 @@ class OptimizerObject:
         return {
             name: digest_of(name, value, allow_pickle=allow_pickle)
             for parameter, kept in self._kept()
+            if is_dtensor(parameter)
             for name, value in _flat(kept, f"{self.name}.state.{self._names[parameter].first}")
             if _of_one_shard(value, parameter)
         }
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        names = self._names
         for parameter, kept in self._optimizer.state.items():
-            if parameter in self._names and kept:
+            if parameter in names and kept:
                 yield parameter, kept
 
     def give(self, differing: Collection[str]) -> dict[str, Any]:
         """Return its state by parameter name."""
+        firsts = {parameter: names.first for parameter, names in self._names.items()}
+        prefix = f"{self.name}.state."
+        mine = {name for name in differing if name.startswith(prefix)}
         state = {}
         for parameter, kept in self._kept():
-            name = self._names[parameter].first
-            state[name] = _portable(kept, f"{self.name}.state.{name}", parameter, differing)
-        groups = [([self._names[p].first for p in group["params"]], group) for group in self._optimizer.param_groups]
+            name = firsts[parameter]
+            if mine or not _is_flat(kept):
+                state[name] = _portable(kept, prefix + name, parameter, mine)
+            else:
+                state[name] = {**kept}
+        groups = [([firsts[parameter] for parameter in group["params"]], group) for group in self._optimizer.param_groups]
         given: dict[str, Any] = {"state": state, "param_groups": groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             given["other"] = other
@@ -179,6 +189,11 @@ class OptimizerObject:
         optimizer.state.update(state.get("other", {}))
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
+
+
+def _is_flat(kept: Any) -> bool:
+    """Say whether what is kept for a parameter is a dict of values that hold no others, as it nearly always is."""
+    return type(kept) is dict and _SINGLE.issuperset(map(type, kept.values()))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

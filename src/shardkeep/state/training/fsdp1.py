@@ -17,11 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkeep.state.training.names import is_fsdp1
+from shardkeep.state.training.walk import modules
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     """Return all wrappers of FSDP1 in a module, itself included."""
-    return [module for module in model.modules() if is_fsdp1(module)]
+    parts = modules(model)
+    flat = {kind for kind in {*map(type, parts)} if is_fsdp1(kind)}
+    return [part for part in parts if type(part) in flat] if flat else []
 
 
 def state_dict_context(

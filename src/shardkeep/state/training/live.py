@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardkeep.state.training.names import EXTRA_STATE, FLAT_PARAM, FQN_MODIFIERS, all_canonical, names_and_keys
+from shardkeep.state.training.walk import named_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def live_state(
     """
     if canonical is None:
         canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    for prefix, part in named_modules(module):
         names: tuple[str, str] | None = None
         for own_name, value in _own(part):
             raw = f"{prefix}.{own_name}" if prefix else own_name

@@ -22,7 +22,7 @@ from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.training.calls import check_states, gathered_or_offloaded, own_method
 from shardkeep.state.training.live import LiveItem
-from shardkeep.state.training.names import canonical_key, state_dict_key
+from shardkeep.state.training.names import all_canonical, canonical_key, state_dict_key
 from shardkeep.state.training.options import StateDictInfo, StateDictOptions, checked_options
 from shardkeep.state.training.problems import BadOptions, BadState
 from shardkeep.state.training.share import from_rank0
@@ -82,6 +82,10 @@ def set_model_state_dict(
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
+    if all_canonical(module):  # as it is, then; to look up all that options may ask for takes longer
+        with torch.no_grad():
+            state: dict[str, Any] = own_method(module, "state_dict")()
+            return state
     return model_state(module, checked_options(module, (), optim_only=False))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkeep.state.training.problems import BadState, UnknownName
+from shardkeep.state.training.walk import modules, named_parameters
 
 DDP_MODULE = "module"
 COMPILED_MODULE = "_orig_mod"
@@ -97,12 +98,12 @@ def names_and_keys(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MOD
 
 def all_canonical(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> bool:
     """Say whether every name in a module is canonical as it is: nothing in it wraps or hides anything."""
-    return all(
-        _wrapped_attribute(part) is None
-        and FLAT_PARAM not in part._parameters
-        and CHECKPOINT_MODULE not in part._modules
-        and not _hides_children(part, fqn_modifiers)
-        for part in module.modules()
+    parts = modules(module)
+    if any(_wrapped_attribute_of(kind) is not None or hasattr(kind, fqn_modifiers) for kind in {*map(type, parts)}):
+        return False
+    return not any(
+        FLAT_PARAM in part._parameters or CHECKPOINT_MODULE in part._modules or fqn_modifiers in part.__dict__
+        for part in parts
     )
 
 
@@ -112,12 +113,14 @@ def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) ->
 
     The first name is the one that `named_parameters()` of the plain module gives.
     """
-    names: dict[nn.Parameter, dict[str, None]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found = [name] if canonical else _resolve(module, name, fqn_modifiers, (), lenient=True)
-        names.setdefault(parameter, {}).update(dict.fromkeys(found))
-    return {parameter: tuple(found) for parameter, found in names.items()}
+    for name, parameter in named_parameters(module):
+        found = names.setdefault(parameter, [])
+        found += (name,) if canonical else _resolve(module, name, fqn_modifiers, (), lenient=True)
+    return {
+        parameter: tuple(found) if len(found) == 1 else tuple(dict.fromkeys(found)) for parameter, found in names.items()
+    }
 
 
 def get_fqns(
@@ -139,9 +142,9 @@ def get_fqns(
     )
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Say whether this very module is a wrapper of FSDP1."""
-    return _wrapped_attribute(module) == FSDP_MODULE
+def is_fsdp1(kind: type) -> bool:
+    """Say whether modules of this class are wrappers of FSDP1."""
+    return _wrapped_attribute_of(kind) == FSDP_MODULE
 
 
 def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> dict[str, str]:
