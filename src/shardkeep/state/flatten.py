@@ -98,14 +98,24 @@ class _Walk:
 
     def take(self, value: Any, kind: str, name: str | None, leaves: dict[str, Any]) -> Container:
         """Collect the leaves below one container and return its skeleton."""
+        # What `_children` gives, spelt out: a state has many leaves, and a generator costs as much as all the rest.
+        self._enter(value, kind, name)
+        prefix = "" if name is None else f"{name}."
+        kinds, in_place_of = self._kinds, self._in_place_of
         children: list[tuple[Part, Node]] = []
-        for part, child, own, child_kind in self._children(value, kind, name):
-            if child_kind:
+        inner = 0
+        for part, child in _items(value, kind, self._rank):
+            own = prefix + part if type(part) is str and part.isascii() else _checked_name(name, kind, part)
+            if own in in_place_of:
+                child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child
+            if kinds.get(type(child)) != "" and (child_kind := self._kind(child)):
                 children.append((part, self.take(child, child_kind, own, leaves)))
+                inner += 1
             else:
                 children.append((part, None))
                 leaves[own] = child
-                self.leaf_count += 1
+        self.leaf_count += len(children) - inner
+        del self._open[id(value)]
         return Container(kind, tuple(children))
 
     def put(self, value: Any, kind: str, name: str | None, leaves: Mapping[str, Any], *, dry: bool) -> Any:
