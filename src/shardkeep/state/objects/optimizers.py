@@ -87,7 +87,9 @@ class OptimizerObject:
                 state[name] = _portable(kept, prefix + name, parameter, mine)
             else:
                 state[name] = {**kept}
-        groups = [([firsts[parameter] for parameter in group["params"]], group) for group in self._optimizer.param_groups]
+        groups = [
+            ([firsts[parameter] for parameter in group["params"]], group) for group in self._optimizer.param_groups
+        ]
         given: dict[str, Any] = {"state": state, "param_groups": groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             given["other"] = other

@@ -119,7 +119,8 @@ def parameter_names(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) ->
         found = names.setdefault(parameter, [])
         found += (name,) if canonical else _resolve(module, name, fqn_modifiers, (), lenient=True)
     return {
-        parameter: tuple(found) if len(found) == 1 else tuple(dict.fromkeys(found)) for parameter, found in names.items()
+        parameter: tuple(found) if len(found) == 1 else tuple(dict.fromkeys(found))
+        for parameter, found in names.items()
     }
 
 
