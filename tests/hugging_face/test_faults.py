@@ -18,8 +18,9 @@ from shardkeep.dcp._hf_utils import _get_safetensors_file_metadata
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, WrongSize
-from shardkeep.storages import hugging_face, safetensors_publish
-from shardkeep.storages.safetensors_files import read_header
+from shardkeep.layout import safetensors_publish
+from shardkeep.layout.safetensors_files import read_header
+from shardkeep.storages import hugging_face
 from shardkeep.store.local import LocalStore, _LocalWriter
 from tests.hugging_face.samples import INDEX, by_library, load, same, save, shard, spread_state
 from tests.protocol.samples import quietly

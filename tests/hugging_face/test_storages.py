@@ -268,8 +268,8 @@ def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
     reader = hf_storage.HuggingFaceStorageReader(str(tmp_path))
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
-    read.clear()
     [index] = metadata.storage_data
+    read.clear()
     row = torch.zeros(1, 1024)
     planner = DefaultLoadPlanner()
     planner.set_up_planner({"w": row}, metadata)

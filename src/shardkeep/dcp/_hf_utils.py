@@ -1,7 +1,15 @@
 """The names of `torch.distributed.checkpoint._hf_utils`."""
 
-from shardkeep.storages.hugging_face_names import (
+from shardkeep.layout.safetensors_names import (
     CUSTOM_METADATA_KEY,
+    FILE_NAME,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    SAVED_OFFSETS_KEY,
+    SHARDED_FILE_NAME,
+    SUFFIX,
+)
+from shardkeep.storages.hugging_face_names import (
     DATA_KEY,
     DATA_OFFSETS_KEY,
     DCP_SHARDING_INFO_KEY,
@@ -9,16 +17,10 @@ from shardkeep.storages.hugging_face_names import (
     DEFAULT_EXTRA_METADATA_KEY,
     DTYPE_KEY,
     DTYPE_MAP,
-    FILE_NAME,
-    FORMAT_KEY,
-    FORMAT_VALUE,
     HF_DCP_VERSION,
     NUM_BYTES_FOR_HEADER_LEN,
-    SAVED_OFFSETS_KEY,
     SHAPE_KEY,
     SHARDED_DIR_NAME,
-    SHARDED_FILE_NAME,
-    SUFFIX,
     _gen_file_name,
     _get_dcp_custom_metadata,
     _get_dtype,

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError
+from shardkeep.layout.safetensors_files import SafetensorsFile
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY
+from shardkeep.layout.safetensors_publish import look, prepare, publish
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import current_world
+from shardkeep.run.safetensors_catalog import Catalog, catalog_of, read_headers
 from shardkeep.storages.consolidate_windows import OutputFile, output_file, write_whole
-from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, _gen_file_name
-from shardkeep.storages.safetensors_catalog import Catalog, catalog_of
-from shardkeep.storages.safetensors_files import SafetensorsFile, read_headers
-from shardkeep.storages.safetensors_publish import look, prepare, publish
+from shardkeep.storages.hugging_face_names import _gen_file_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,10 +20,10 @@ import numpy as np
 
 from shardkeep.format.columns import IntArray
 from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, intersect, relative, slices
+from shardkeep.layout.safetensors_files import alignment_of, build_header
+from shardkeep.layout.safetensors_names import FORMAT_KEY, FORMAT_VALUE
+from shardkeep.run.safetensors_catalog import Chunk, Stored
 from shardkeep.run.workers import run_workers, window_for
-from shardkeep.storages.hugging_face_names import FORMAT_KEY, FORMAT_VALUE
-from shardkeep.storages.safetensors_catalog import Chunk, Stored
-from shardkeep.storages.safetensors_files import alignment_of, build_header
 from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.local import LocalStore
 from shardkeep.store.paths import PathStore

@@ -17,6 +17,16 @@ import torch
 from torch.futures import Future
 
 from shardkeep.errors import CheckpointError
+from shardkeep.layout.safetensors_files import read_header
+from shardkeep.layout.safetensors_publish import (
+    Folder,
+    discard,
+    look,
+    made_by_writer,
+    prepare,
+    publish,
+    temporary,
+)
 from shardkeep.options import Options
 from shardkeep.protocol.metadata import Metadata, is_tensor_entry
 from shardkeep.protocol.planners import SavePlanner
@@ -24,6 +34,7 @@ from shardkeep.protocol.plans import SavePlan, WriteItem
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.storage import WriteResult
 from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
+from shardkeep.run.safetensors_catalog import read_weight_map
 from shardkeep.run.workers import window_for
 from shardkeep.storages.consolidate import SLOWEST_BYTES_PER_S, consolidate_files
 from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter
@@ -37,17 +48,6 @@ from shardkeep.storages.hugging_face_files import (
 )
 from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
 from shardkeep.storages.hugging_face_reader import check_local
-from shardkeep.storages.safetensors_catalog import read_weight_map
-from shardkeep.storages.safetensors_files import read_header
-from shardkeep.storages.safetensors_publish import (
-    Folder,
-    discard,
-    look,
-    made_by_writer,
-    prepare,
-    publish,
-    temporary,
-)
 from shardkeep.storages.safetensors_writes import no_tensor, write_files
 from shardkeep.store.local import LocalStore
 

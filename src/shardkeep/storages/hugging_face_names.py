@@ -1,5 +1,5 @@
 """
-The names of Hugging Face's files as torch writes them, and the keys inside their headers.
+What torch calls the parts of Hugging Face's files, and its helpers that read them from a stream.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import torch
 from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import TABLE
 from shardkeep.format.header import MAX_HEADER_NBYTES
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, INDEX_NAME, file_name
 
-_metadata_fn: str = "model.safetensors.index.json"
+_metadata_fn: str = INDEX_NAME
+_gen_file_name = file_name
 
-FILE_NAME = "model-{cpt_idx}-of-{num_files}"
-SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
-SUFFIX = ".safetensors"
-
-CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
 DEFAULT_EXTRA_METADATA_KEY = "__metadata__"
-SAVED_OFFSETS_KEY = "saved_offsets"
 SHAPE_KEY = "shape"
 DATA_KEY = "data"
 DTYPE_KEY = "dtype"
@@ -41,17 +37,9 @@ HF_DCP_VERSION: float = 1.0
 DCP_VERSION_KEY = "DCP_VERSION"
 DCP_SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
 
-FORMAT_KEY = "format"
-FORMAT_VALUE = "pt"
-
 NUM_BYTES_FOR_HEADER_LEN = 8
 
 SHARDED_DIR_NAME = "sharded"
-
-SAVE_ID_KEY = "shardkeep.save_id"
-"""Which save a file is of, so that files of two saves are never read as one checkpoint."""
-FILE_COUNT_KEY = "shardkeep.files"
-"""How many files that save has, so that a missing one is known."""
 
 
 @dataclass
@@ -62,14 +50,6 @@ class _HFStorageInfo:
     """As in torch, the whole path of the file."""
     shape: torch.Size
     dtype: torch.dtype
-
-
-def _gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
-    """Return the name of file `index` of `largest_index`, or of one shard of it; all are counted from 1."""
-    numbers = {"cpt_idx": f"{index:05}", "num_files": f"{largest_index:05}"}
-    if shard_index is None:
-        return FILE_NAME.format(**numbers) + SUFFIX
-    return SHARDED_FILE_NAME.format(shard_idx=f"{shard_index:05}", **numbers) + SUFFIX
 
 
 def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:

@@ -15,6 +15,8 @@ from torch.futures import Future
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.format.region import Box
+from shardkeep.layout.safetensors_files import SafetensorsFile, read_header
+from shardkeep.layout.safetensors_publish import look
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.protocol.foreign import in_words_of_caller
@@ -33,16 +35,14 @@ from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
 from shardkeep.protocol.problems import BrokenProtocol, NoSuchValue
 from shardkeep.run.item_files import Files, batches
+from shardkeep.run.safetensors_catalog import Chunk, Stored, read_catalog
 from shardkeep.run.torch_fetch import Wanted, fill
 from shardkeep.run.workers import run_workers
 from shardkeep.state.devices import settle
 from shardkeep.storages.commit import is_local
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
-from shardkeep.storages.safetensors_catalog import Chunk, Stored, read_catalog
-from shardkeep.storages.safetensors_files import SafetensorsFile, read_header
 from shardkeep.storages.safetensors_handle import SafeFile
-from shardkeep.storages.safetensors_publish import look
 from shardkeep.store.paths import PathStore
 
 _LARGEST_NBYTES = 8

@@ -23,12 +23,12 @@ from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, Metadata
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import ReadItem
 from shardkeep.run.item_files import Files
+from shardkeep.run.safetensors_catalog import Stored, read_weight_map
 from shardkeep.run.torch_read import ChunkRead, read_chunks
 from shardkeep.run.workers import run_workers
 from shardkeep.storages.hugging_face_names import _HFStorageInfo, _metadata_fn
 from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, in_batches, target_of
 from shardkeep.storages.quantized_numbers import block_ranges, expand_groups, groups_of, scale_blocks, strips
-from shardkeep.storages.safetensors_catalog import Stored, read_weight_map
 from shardkeep.storages.safetensors_handle import chunk_read
 
 _SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"

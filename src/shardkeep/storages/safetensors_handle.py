@@ -12,12 +12,12 @@ import torch
 from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.region import Box, whole
+from shardkeep.layout.safetensors_files import Part, SafetensorsFile
 from shardkeep.options import Options
 from shardkeep.run.item_files import Files, Item
+from shardkeep.run.safetensors_catalog import Chunk
 from shardkeep.run.torch_read import ChunkRead, read_chunks
 from shardkeep.run.workers import WINDOW_NBYTES
-from shardkeep.storages.safetensors_catalog import Chunk
-from shardkeep.storages.safetensors_files import Part, SafetensorsFile
 from shardkeep.store.paths import PathStore
 
 

@@ -11,16 +11,10 @@ from shardkeep.errors import StateError
 from shardkeep.format.dtypes import DType, Ints, of_torch
 from shardkeep.format.region import Box
 from shardkeep.layout.native import chunk_name
+from shardkeep.layout.safetensors_files import alignment_of, build_header
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FORMAT_KEY, FORMAT_VALUE, SAVED_OFFSETS_KEY
 from shardkeep.protocol.plans import WriteItem
-from shardkeep.storages.hugging_face_names import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
-)
-from shardkeep.storages.safetensors_files import alignment_of, build_header
+from shardkeep.storages.hugging_face_names import DCP_VERSION_KEY, HF_DCP_VERSION
 
 
 def in_order(items: Sequence[WriteItem]) -> list[WriteItem]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 
+from shardkeep.layout.safetensors_publish import temporary
 from shardkeep.run.write import take_back
-from shardkeep.storages.safetensors_publish import temporary
 from shardkeep.store.local import LocalStore
 
 

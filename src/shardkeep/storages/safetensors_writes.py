@@ -18,21 +18,20 @@ import torch
 
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.dtypes import DType, Ints, of_torch
+from shardkeep.layout.safetensors_files import alignment_of, build_header
+from shardkeep.layout.safetensors_names import (
+    CUSTOM_METADATA_KEY,
+    FILE_COUNT_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    SAVE_ID_KEY,
+    SAVED_OFFSETS_KEY,
+)
 from shardkeep.protocol.plans import WriteItem
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
 from shardkeep.stage.tensors import host_address, scattered
-from shardkeep.storages.hugging_face_names import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FILE_COUNT_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVE_ID_KEY,
-    SAVED_OFFSETS_KEY,
-)
-from shardkeep.storages.safetensors_files import alignment_of, build_header
+from shardkeep.storages.hugging_face_names import DCP_VERSION_KEY, HF_DCP_VERSION
 from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.aligned import address_of
 from shardkeep.store.local import LocalStore

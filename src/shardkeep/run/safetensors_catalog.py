@@ -20,16 +20,13 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.columns import Boxes, matrix_of
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.region import Box
+from shardkeep.layout.safetensors_files import Part, SafetensorsFile, read_header
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY, SAVED_OFFSETS_KEY
+from shardkeep.layout.safetensors_publish import Folder
 from shardkeep.plan.tiling import explain, tiled
-from shardkeep.storages.hugging_face_names import (
-    CUSTOM_METADATA_KEY,
-    FILE_COUNT_KEY,
-    SAVE_ID_KEY,
-    SAVED_OFFSETS_KEY,
-)
-from shardkeep.storages.safetensors_files import Part, SafetensorsFile, read_header, read_headers
-from shardkeep.storages.safetensors_publish import Folder
+from shardkeep.run.workers import run_workers
 from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import Gets, Opens
 
 logger = logging.getLogger("shardkeep")
 
@@ -80,8 +77,8 @@ def read_catalog(folder: Folder, *, threads: int) -> Mapping[str, Stored]:
     if not folder.files and folder.index is None:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
     if folder.index is None:
-        return catalog_of(read_headers(folder.files.values(), threads=threads))
-    weight_map = read_weight_map(folder.index)
+        return catalog_of(read_headers(folder.files.values(), threads=threads, opens=folder.opens))
+    weight_map = read_weight_map(folder.index, folder.opens)
     homes = {name: None for name in weight_map.values() if name in folder.files}
     if weight_map and not homes:
         raise MalformedFile(
@@ -140,7 +137,7 @@ class _IndexedCatalog(Mapping[str, Stored]):
         if name is None or name not in self._folder.files:
             return None
         if name not in self._files:
-            self._files[name] = read_header(self._folder.files[name])
+            self._files[name] = read_header(self._folder.files[name], self._folder.opens)
             self._offsets[name] = saved_offsets(self._files[name])
         file, offsets = self._files[name], self._offsets[name]
         part = file.tensors.get(key)
@@ -162,16 +159,16 @@ class _IndexedCatalog(Mapping[str, Stored]):
     def _open_all(self) -> Catalog:
         folder, weight_map = self._folder, self._weight_map
         homes = {name: None for name in weight_map.values() if name in folder.files}
-        files = read_headers([folder.files[name] for name in homes], threads=self._threads)
+        files = read_headers([folder.files[name] for name in homes], threads=self._threads, opens=folder.opens)
         held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
         gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
         _warn_of_gone(folder, {key: name for key, name in gone.items() if name in held})  # the index is older than it
         return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
 
-def read_weight_map(path: str) -> dict[str, str]:
+def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
     """Return what an index file says: the file of each tensor."""
-    raw = PathStore(direct=False).get(path, limit=_MOST_INDEX_NBYTES)
+    raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
     try:
         index = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -183,6 +180,19 @@ def read_weight_map(path: str) -> dict[str, str]:
 
 
 # -- of files ----------------------------------------------------------------------------------------------------------
+
+
+def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
+    """Read the headers of files, and nothing else of them, several at a time; in the order of `paths`."""
+    wanted = list(dict.fromkeys(paths))
+    found: dict[str, SafetensorsFile] = {}
+
+    def work(path: str, _: memoryview) -> bool:
+        found[path] = read_header(path, opens)
+        return True
+
+    run_workers(wanted, work, threads=max(1, min(threads, len(wanted))), buffer_nbytes=0)
+    return [found[path] for path in wanted]
 
 
 def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:

@@ -4,7 +4,8 @@ From files under temporary names to a model in a directory, in one step.
 New files are written as `NAME.new-SAVE`. When all of them are durable, a small note says which files make up the
 directory from now on: from then on the new model is what `Folder` sees, and the old one was until then. Renaming to the
 final names follows, data first, the index file last; whoever writes to the directory next completes what an
-interrupted process left. Only files whose header shows that a checkpoint writer made them are ever removed.
+interrupted process left. Only files whose header shows that a checkpoint writer made them, and
+those that the caller names, are ever removed.
 """
 
 from __future__ import annotations
@@ -14,21 +15,28 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile
-from shardkeep.storages.hugging_face_names import CUSTOM_METADATA_KEY, SAVE_ID_KEY, SUFFIX, _metadata_fn
-from shardkeep.storages.safetensors_files import read_header
+from shardkeep.layout.safetensors_files import read_header
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX
 from shardkeep.store.files import make_directory, storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import is_name
+from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import Gets, Opens, is_name
 
 NOTE = "shardkeep-publish.json"
 """There only while files are being renamed."""
 _MOST_NOTE_NBYTES = 256 << 20
 _MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
-_TEMPORARY = re.compile(r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json)\.new-[0-9a-f-]+")
+_TEMPORARY = re.compile(
+    r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?)\.new-[0-9a-f-]+"
+)
+
+
+class Reads(Opens, Gets, Protocol):
+    """What reading the files needs."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class Folder:
     """Path of each safetensors file, by name."""
     index: str | None
     """Path of the index file."""
+    opens: Reads = field(default_factory=lambda: PathStore(direct=False))
+    """What opens these paths."""
 
 
 def look(path: str | os.PathLike[str]) -> Folder:
@@ -48,14 +58,14 @@ def look(path: str | os.PathLike[str]) -> Folder:
     with storage_errors("cannot list", where):
         names = sorted(os.listdir(where))
     files = {name: os.path.join(where, name) for name in names if name.endswith(SUFFIX)}
-    index = os.path.join(where, _metadata_fn) if _metadata_fn in names else None
+    index = os.path.join(where, INDEX_NAME) if INDEX_NAME in names else None
     note = _read_note(where) if NOTE in names else None
     if note is not None:
         for name in note["files"]:
             files[name] = _either(where, name, note["save_id"])
         for name in note["remove"]:
             files.pop(name, None)
-        index = _either(where, _metadata_fn, note["save_id"]) if note["index"] else None
+        index = _either(where, INDEX_NAME, note["save_id"]) if note["index"] else None
     return Folder(where, files, index)
 
 
@@ -72,6 +82,7 @@ def publish(
     weights: Mapping[str, str] | None,
     total_nbytes: int = 0,
     replaces_saves: bool,
+    removes: Sequence[str] = (),
 ) -> None:
     """
     Make files that are complete, under their temporary names, the contents of a directory.
@@ -83,6 +94,7 @@ def publish(
         weights: the file of each tensor, for the index file; None for a directory without one.
         total_nbytes: the bytes of all tensors, for the index file.
         replaces_saves: whether files of earlier saves in the directory are to go.
+        removes: other safetensors files that are to go.
 
     Raises:
         BlobNotFound: a file is not there; what was in the directory is as it was.
@@ -91,13 +103,13 @@ def publish(
     store = LocalStore(path, direct=False)
     for name in names:
         _check_written(path, name, save_id)
-    stale = []
+    stale = [name for name in removes if name not in set(names)]
     if replaces_saves:
         present = look(path).files.items()
-        stale = [name for name, file in present if name not in set(names) and made_by_writer(file, name)]
+        stale += [name for name, file in present if name not in set(names) and made_by_writer(file, name)]
     if weights is not None:
         index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weights)}
-        store.put(temporary(_metadata_fn, save_id), json.dumps(index, indent=2).encode(), replace=True)
+        store.put(temporary(INDEX_NAME, save_id), json.dumps(index, indent=2).encode(), replace=True)
     note = {"save_id": save_id, "files": list(names), "remove": stale, "index": weights is not None}
     store.put(NOTE, json.dumps(note).encode(), replace=True)
     _carry_out(path, note)
@@ -155,11 +167,11 @@ def _clear(path: str, save_id: str | None = None) -> None:
 
 def _carry_out(path: str, note: Mapping[str, Any]) -> None:
     with storage_errors("cannot publish in", path):
-        for name in [*note["files"], *([_metadata_fn] if note["index"] else [])]:
+        for name in [*note["files"], *([INDEX_NAME] if note["index"] else [])]:
             # Missing: renamed already, by whoever was interrupted.
             with suppress(FileNotFoundError):
                 os.replace(os.path.join(path, temporary(name, note["save_id"])), os.path.join(path, name))
-        for name in [*note["remove"], *([] if note["index"] else [_metadata_fn])]:
+        for name in [*note["remove"], *([] if note["index"] else [INDEX_NAME])]:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, name))
         sync_directory(path)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.errors import MalformedFile, StateError, WrongSize
+from shardkeep.format.checksum import digest
 from shardkeep.format.dtypes import TABLE, DType, Ints
 from shardkeep.format.header import MAX_HEADER_NBYTES
-from shardkeep.run.workers import run_workers
-from shardkeep.store.files import open_files, read_at, storage_errors
+from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import BlobReader, Opens
 
 ALIGNMENT = 4096
 """Where data begins in files written here: on a page, for direct I/O."""
@@ -50,6 +52,12 @@ class SafetensorsFile:
     path: str
     tensors: dict[str, Part]
     metadata: dict[str, str]
+    nbytes: int
+    """Size of the file."""
+    data_start: int
+    """Where the header ends."""
+    digest: bytes
+    """Of the header's text."""
 
     @property
     def name(self) -> str:
@@ -60,22 +68,9 @@ class SafetensorsFile:
 # -- reading headers ---------------------------------------------------------------------------------------------------
 
 
-def read_headers(paths: Iterable[str], *, threads: int) -> list[SafetensorsFile]:
-    """Read the headers of files, and nothing else of them, several at a time; in the order of `paths`."""
-    wanted = list(dict.fromkeys(paths))
-    found: dict[str, SafetensorsFile] = {}
-
-    def work(path: str, _: memoryview) -> bool:
-        found[path] = read_header(path)
-        return True
-
-    run_workers(wanted, work, threads=max(1, min(threads, len(wanted))), buffer_nbytes=0)
-    return [found[path] for path in wanted]
-
-
-def read_header(path: str) -> SafetensorsFile:
+def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
     """
-    Read and check the header of a file.
+    Read and check the header of a file: by its path, or by its name in a store.
 
     Raises:
         BlobNotFound: there is no such file.
@@ -83,7 +78,8 @@ def read_header(path: str) -> SafetensorsFile:
         WrongSize: the file is shorter or longer than its header says.
 
     """
-    raw, total = _raw_header(path)
+    with closing((opens or PathStore(direct=False)).open(path)) as reader:
+        raw, total = _raw_header(path, reader), reader.nbytes
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -96,43 +92,33 @@ def read_header(path: str) -> SafetensorsFile:
     data_start = 8 + len(raw)
     parts = {key: _part(path, key, entry, data_start) for key, entry in header.items()}
     _check_whole(path, parts, data_start, total)
-    return SafetensorsFile(path, parts, metadata)
+    return SafetensorsFile(path, parts, metadata, total, data_start, digest(raw))
 
 
-def _raw_header(path: str) -> tuple[bytes, int]:
-    """Return the text of a header and the size of the file."""
-    where, name = os.path.split(path)
-    with storage_errors("cannot read", where, name):
-        files = open_files(os.path.realpath(path), os.O_RDONLY, direct=False)
-        try:
-            first = _read(files.buffered, 0, min(_FIRST_NBYTES, files.nbytes))
-            length = int.from_bytes(first[:8], "little")
-            if len(first) < 8 or length > files.nbytes - 8:
-                raise WrongSize(
-                    f"{path}: {files.nbytes} bytes, too few for its header of {length}",
-                    hint="the file was cut short, or is no safetensors file",
-                    file=path,
-                )
-            if length > MAX_HEADER_NBYTES:
-                raise MalformedFile(
-                    f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
-                    file=path,
-                )
-            rest = _read(files.buffered, len(first), max(0, 8 + length - len(first)))
-            raw = (first + rest)[8 : 8 + length]
-        finally:
-            files.close()
-    if len(raw) != length:
-        raise WrongSize(f"{path}: became shorter while its header was read", file=path)
-    return raw, files.nbytes
+def _raw_header(path: str, reader: BlobReader) -> bytes:
+    """Return the text of a header."""
+    first = _read(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or length > reader.nbytes - 8:
+        raise WrongSize(
+            f"{path}: {reader.nbytes} bytes, too few for its header of {length}",
+            hint="the file was cut short, or is no safetensors file",
+            file=path,
+        )
+    if length > MAX_HEADER_NBYTES:
+        raise MalformedFile(
+            f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
+            file=path,
+        )
+    rest = _read(reader, len(first), max(0, 8 + length - len(first)))
+    return (first + rest)[8 : 8 + length]
 
 
-def _read(fd: int, offset: int, nbytes: int) -> bytes:
+def _read(reader: BlobReader, offset: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
-    done = 0
-    while done < nbytes and (got := read_at(fd, memoryview(data)[done:], offset + done)):
-        done += got
-    return bytes(data[:done])
+    if nbytes:
+        reader.read_into(offset, memoryview(data))
+    return bytes(data)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
