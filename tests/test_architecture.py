@@ -14,12 +14,12 @@ LAYERS = [
     {"cli"},
     {"ui", "dcp", "integrations", "testing"},
     {"manage", "compat"},
-    {"saving", "loading", "opening", "storages"},
+    {"saving", "loading", "opening", "storages", "reports"},
     {"run"},
     {"plan", "stage", "layout", "protocol"},
     {"state", "store", "codec"},
     {"format", "ranks"},
-    {"options", "errors", "_version"},
+    {"options", "errors", "events", "_version"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FORBIDDEN = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")

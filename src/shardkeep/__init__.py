@@ -44,11 +44,14 @@ if TYPE_CHECKING:
         WriterDied,
         WrongSize,
     )
-    from shardkeep.loading import LoadReport, load
+    from shardkeep.events import on_event
+    from shardkeep.loading import load
+    from shardkeep.manage.catalog import Catalog
     from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
     from shardkeep.options import Options
     from shardkeep.run.handles import SaveHandle, SaveProgress
-    from shardkeep.saving import SaveReport, async_save, finish_saves, save
+    from shardkeep.run.reports import LoadReport, SaveReport
+    from shardkeep.saving import async_save, finish_saves, save
     from shardkeep.state.kinds import PerRank, ShardedBox
     from shardkeep.state.objects.rng import RNG
     from shardkeep.store.local import LocalStore
@@ -81,11 +84,14 @@ _HOMES = {
         "WriterDied",
         "WrongSize",
     ),
-    "loading": ("LoadReport", "load"),
+    "events": ("on_event",),
+    "loading": ("load",),
+    "manage.catalog": ("Catalog",),
     "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
     "options": ("Options",),
     "run.handles": ("SaveHandle", "SaveProgress"),
-    "saving": ("SaveReport", "async_save", "finish_saves", "save"),
+    "run.reports": ("LoadReport", "SaveReport"),
+    "saving": ("async_save", "finish_saves", "save"),
     "state.kinds": ("PerRank", "ShardedBox"),
     "state.objects.rng": ("RNG",),
     "store.local": ("LocalStore",),
@@ -96,6 +102,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "RNG",
     "BlobNotFound",
+    "Catalog",
     "Checkpoint",
     "CheckpointError",
     "CheckpointExists",
@@ -135,6 +142,7 @@ __all__ = [
     "async_save",
     "finish_saves",
     "load",
+    "on_event",
     "open",
     "save",
 ]

@@ -9,84 +9,27 @@ begin, and ranks exchange it afterwards. A failure anywhere, on any rank, reache
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
 
-from shardkeep.errors import RanksDisagree
-from shardkeep.format.index import Index
-from shardkeep.format.record import Record
-from shardkeep.format.values import decode_value
+from shardkeep.events import Span
 from shardkeep.options import Options
-from shardkeep.plan.sharing import decide
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
-from shardkeep.run.deciding import insist_on_same_objects
-from shardkeep.run.fetch import fetch
-from shardkeep.run.match import (
-    Findings,
-    Match,
-    Verdict,
-    Wishes,
-    compare_kinds,
-    join_matches,
-    match_state,
-    raise_if_wrong,
-)
-from shardkeep.run.read import Source
-from shardkeep.run.sharing_boxes import Destinations, only, wants_of
-from shardkeep.run.sharing_channel import Channel, all_agree, new_tag, open_channel
-from shardkeep.run.sharing_offers import Sharing
-from shardkeep.run.sources import Found, find, open_source
-from shardkeep.state.describe import Description, describe, describe_leaves
-from shardkeep.state.devices import settle
-from shardkeep.state.flatten import refill
-from shardkeep.state.leaves import materialize, needs_memory, wanted_form
+from shardkeep.run.filling import Filling
+from shardkeep.run.match import Verdict, Wishes
+from shardkeep.run.phases import WORK_OF_LOADS, Phases, find_slowest
+from shardkeep.run.reports import LoadReport
+from shardkeep.run.telling import LoadTelling
 from shardkeep.state.names import Patterns, Renames
-from shardkeep.state.objects.find import Objects, is_tensor_or_object
-from shardkeep.state.objects.stored import Stored
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-log = logging.getLogger("shardkeep")
-_encode = msgspec.msgpack.encode
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What a load did."""
-
-    where: str
-    save_id: str
-    step: int | None
-    meta: dict[str, Any]
-    """The user's own, from the commit record."""
-    missing: list[str]
-    """Keys some rank's state has and the checkpoint has not; those leaves are as they were."""
-    unexpected: list[str]
-    """Keys the checkpoint has and no rank's state asked for."""
-    cast: dict[str, str] = field(default_factory=dict)
-    """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
-    bytes_read: int
-    """By this rank, headers included."""
-    bytes_received: int = 0
-    """By this rank from others, where `Options.share_reads` lets them read for each other."""
-    seconds: float
-
-    @property
-    def gb_per_s(self) -> float:
-        """What this rank read over the time it took."""
-        return self.bytes_read / max(self.seconds, 1e-9) / 1e9
 
 
 def load(
@@ -140,44 +83,61 @@ def load(
         ([], 1)
 
     """
-    began = time.perf_counter()
+    phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
     store = open_store(where, direct=options.direct_io)
     wishes = Wishes(include, exclude, rename, cast)
-    with meet(world, f"load from {store.url}") as meeting:
-        filling = _Filling(store, wishes, world, options, group, allow_pickle=allow_pickle)
-        filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
-        if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
-            meeting.agree("prepare", filling.prepare, lambda done: done)
-        verdict = msgspec.msgpack.decode(
-            meeting.agree(
-                "match",
-                lambda: filling.match(state),
-                lambda found: filling.judge(found, strict=strict, where=store.url),
-            ),
-            type=Verdict,
-        )
-        if filling.shares:
-            filling.orders = meeting.agree("share", filling.offer, filling.share_out)
+    telling = LoadTelling(phases, rank=world.rank, where=store.url)
+    with telling.made(), meet(world, f"load from {store.url}") as meeting:
+        filling = Filling(store, wishes, world, options, group, allow_pickle=allow_pickle)
 
-        def place() -> bytes:
-            filling.place(state)
-            return b""
+        def match() -> bytes:
+            with phases.phase("plan"):
+                return filling.match(state)
+
+        def place() -> None:
+            with phases.phase("place"):
+                filling.place(state)
 
         def read() -> bytes:
+            began_s = phases.now()
             filling.read(first_file=world.rank / world.size)
-            return b"" if filling.objects or filling.orders else place()
+            phases.add("read", began_s, phases.now(), filling.bytes_read)
+            if not filling.objects and not filling.orders:
+                place()
+            return msgspec.msgpack.encode(phases.sent())
 
         def exchange() -> bytes:
-            filling.exchange()
-            return b"" if filling.objects else place()
+            with phases.phase("exchange"):
+                filling.exchange()
+            if not filling.objects:
+                place()
+            return msgspec.msgpack.encode(phases.sent())
 
-        meeting.agree("read", read, lambda done: done)
+        def place_objects() -> bytes:
+            place()
+            return msgspec.msgpack.encode(phases.sent())
+
+        def end(payloads: list[bytes]) -> list[bytes]:
+            phases.collect([msgspec.msgpack.decode(payload, type=list[Span]) for payload in payloads])
+            return [b""] * len(payloads)
+
+        with phases.phase("open"):
+            filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
+            if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
+                meeting.agree("prepare", filling.prepare, lambda done: done)
+        judged = meeting.agree("match", match, lambda found: filling.judge(found, strict=strict, where=store.url))
+        phases.meet()
+        verdict = msgspec.msgpack.decode(judged, type=Verdict)
+        if filling.shares:
+            filling.orders = meeting.agree("share", filling.offer, filling.share_out)
+        meeting.agree("read", read, end)
         if filling.orders:  # on all ranks, none of which has failed to read
-            meeting.agree("exchange", exchange, lambda done: done)
+            meeting.agree("exchange", exchange, end)
         if filling.objects:  # which may talk to each other, and must not wait for a rank that failed to read
-            meeting.agree("place", place, lambda done: done)
+            meeting.agree("place", place_objects, end)
+    ranks = phases.all_ranks()
     report = LoadReport(
         where=store.url,
         save_id=filling.record.save_id,
@@ -188,200 +148,10 @@ def load(
         cast=filling.matched.cast,
         bytes_read=filling.bytes_read,
         bytes_received=filling.bytes_received,
-        seconds=time.perf_counter() - began,
+        seconds=phases.now(),
+        phases=phases.spans,
+        ranks=ranks,
+        slowest=find_slowest(ranks, WORK_OF_LOADS),
     )
-    if world.rank == 0:
-        log.info(
-            "loaded %s: %.3f GB in %.2f s (%.2f GB/s)",
-            store.url,
-            report.bytes_read / 1e9,
-            report.seconds,
-            report.gb_per_s,
-        )
+    telling.finished(report)
     return report
-
-
-class _Filling:
-    """One rank's part of a load."""
-
-    def __init__(
-        self,
-        store: Store,
-        wishes: Wishes,
-        world: World,
-        options: Options,
-        group: ProcessGroup | World | None,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        self.store = store
-        self.options = options
-        self.wishes = wishes
-        self.world = world
-        self.allow_pickle = allow_pickle
-        self.in_place_of: dict[str, Any] = {}
-        self.new_leaves: dict[str, Any] = {}
-        self.bytes_read = self.bytes_received = 0
-        self.group = group
-        self.orders = b""
-        """This rank's part in sharing the reads; nothing where they are not shared."""
-        # Known after `look`, `open`, `prepare`, `match` and `offer`.
-        self.objects: Objects
-        self.record: Record
-        self.communicates: bool
-        self.stored: Stored | None = None
-        self.found: Found | None = None
-        self.source: Source
-        self.index: Index
-        self.description: Description
-        self.matched: Match
-        self.shares: bool
-        self.channel: Channel | str | None = None
-        self.sharing: Sharing
-        self.destinations: Destinations | None = None
-
-    def look(self, state: MutableMapping[str, Any]) -> bytes:
-        """Find the objects in this rank's state."""
-        self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
-        word: str | None = None
-        if self.options.share_reads:
-            self.channel = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
-            word = self.channel if isinstance(self.channel, str) else ""
-        return _encode((self.objects.names, self.objects.communicates, word))
-
-    def tell(self, payloads: list[bytes]) -> list[bytes]:
-        """On rank 0: give everyone the commit record, if all ranks have the same objects."""
-        seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
-        insist_on_same_objects([names for names, _, _ in seen])
-        self.found = find(self.store)
-        record = msgspec.json.encode(self.found.record)  # as it is stored: its meta may be beyond msgpack
-        shares = all_agree([word for _, _, word in seen])
-        return [_encode((record, any(talks for _, talks, _ in seen), shares))] * len(payloads)
-
-    def open(self, told: bytes) -> None:
-        """Take the commit record from rank 0."""
-        record, self.communicates, self.shares = msgspec.msgpack.decode(told, type=tuple[bytes, bool, bool])
-        self.record = msgspec.json.decode(record, type=Record)
-
-    def prepare(self) -> bytes:
-        """Read the index, and ask those objects what they need that ask no other rank."""
-        self.wishes = self.wishes.checked()
-        found, self.found = self.found, None  # of rank 0, which has read it
-        self.source = found.open(self.options) if found else open_source(self.store, self.record, self.options)
-        self.index = self.source.index
-        if self.objects:
-            self.stored = Stored(self.index, *self.wishes.names(self.index), self.wishes.renamed)
-            self.in_place_of = self.objects.templates(self.stored, self.wishes.selects(), communicating=False)
-        return b""
-
-    def match(self, state: MutableMapping[str, Any]) -> bytes:
-        """Compare this rank's state with the index."""
-        if not self.communicates:
-            self.prepare()
-        selected = self.wishes.selects()
-        if self.stored is not None:
-            self.in_place_of = self.objects.templates(self.stored, selected, communicating=True)
-        self.description = describe(
-            state, rank=self.world.rank, in_place_of=self.in_place_of, filling=True, selected=selected
-        )
-        self.matched = match_state(self.index, self.description, self.wishes)
-        # Values are decoded before a tensor is touched: one that is refused leaves the state as it was.
-        other_kinds: list[str] = []
-        for key, row in self.matched.values.items():
-            like = self.description.values[key]
-            data = self.index.value_data.raw(row)
-            self.new_leaves[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
-            other_kinds += compare_kinds(key, like, self.new_leaves[key])
-        # So does a container that cannot take what is new.
-        made = {key: torch.empty(0) for key in self.matched.tensors if needs_memory(self.description.leaves[key])}
-        self._refill(state, self.new_leaves | made, dry=True)
-        return _encode(msgspec.structs.replace(self.matched.findings, other_kinds=other_kinds))
-
-    def _refill(self, state: MutableMapping[str, Any], leaves: dict[str, Any], *, dry: bool = False) -> None:
-        refill(
-            state,
-            leaves,
-            rank=self.world.rank,
-            is_tensor=is_tensor_or_object,
-            in_place_of=self.in_place_of,
-            dry=dry,
-        )
-
-    def place(self, state: MutableMapping[str, Any]) -> None:
-        """Put into the state what was not filled where it was, and give objects what is theirs."""
-        self._refill(state, self.new_leaves)
-        self.objects.take({*self.matched.tensors, *self.matched.values})
-
-    def judge(self, payloads: list[bytes], *, strict: bool, where: str) -> list[bytes]:
-        """On rank 0: raise if the checkpoint does not fit, and tell everyone what was found."""
-        findings = [msgspec.msgpack.decode(payload, type=Findings) for payload in payloads]
-        verdict = join_matches(self.index, findings, self.wishes)
-        raise_if_wrong(self.index, findings, verdict, self.wishes, strict=strict, where=where)
-        return [_encode(verdict)] * len(payloads)
-
-    def offer(self) -> bytes:
-        """Tell rank 0 what this rank wants."""
-        to = self._find_destinations()
-        if not isinstance(self.channel, Channel):  # unreachable: then reads are not shared
-            raise RanksDisagree("this rank cannot share its reads")
-        wants = wants_of(self.source, to)
-        self.sharing = Sharing(self.channel, wants, budget_nbytes=self.options.host_budget_bytes)
-        return self.sharing.offer()
-
-    def share_out(self, payloads: list[bytes]) -> list[bytes]:
-        """On rank 0: say who reads what. Nothing where there is nothing to share."""
-        return decide(payloads, first_tag=new_tag()) or [b""] * len(payloads)
-
-    def read(self, *, first_file: float) -> None:
-        """Fill every tensor, as far as other ranks do not read it for this one."""
-        to = self._find_destinations()
-        if self.orders:
-            to = only(to, *self.sharing.take(self.orders))
-        settle(to.into)
-        self.bytes_read = fetch(
-            self.source,
-            to.tensor,
-            to.boxes,
-            to.into,
-            threads=self.options.io_threads,
-            budget_nbytes=self.options.host_budget_bytes,
-            first_file=first_file,
-        )
-        settle(to.into)
-        # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
-        torch.autograd.graph.increment_version(to.into)
-
-    def exchange(self) -> None:
-        """Send the others what this rank has read for them, and receive what they have read for it."""
-        self.bytes_received = self.sharing.exchange()
-
-    def _find_destinations(self) -> Destinations:
-        """Give meta tensors memory, and return all that is to be filled."""
-        if self.destinations is None:
-            tensors, description = self._materialized()
-            # One memory is filled once, however many keys it has.
-            rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
-            row_of = np.array([tensors[key] for key in description.keys], np.int64)
-            self.destinations = Destinations(
-                row_of[description.row_tensor[rows]],
-                description.boxes.take(rows),
-                [description.pieces[row] for row in rows.tolist()],
-            )
-        return self.destinations
-
-    def _materialized(self) -> tuple[dict[str, int], Description]:
-        tensors = self.matched.tensors
-        present = self.description.leaves
-        made: dict[tuple[Any, ...], Any] = {}
-        leaves: dict[str, Any] = {}
-        for key, row in tensors.items():
-            leaves[key] = leaf = present[key]
-            if needs_memory(leaf):
-                # Tied in the checkpoint, and both ask for the same: tied again.
-                form = (int(self.index.tensors.alias[row]), *wanted_form(leaf))
-                if form not in made:
-                    made[form] = materialize(key, leaf)
-                leaves[key] = self.new_leaves[key] = made[form]
-        if not made and len(leaves) == len(present):
-            return tensors, self.description
-        return tensors, describe_leaves(leaves, filling=True)

@@ -7,13 +7,11 @@ its call; all the rest is done by threads, and ranks meet through their store al
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError
@@ -24,10 +22,14 @@ from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.background import Background
 from shardkeep.run.coordinating import Outcome
+from shardkeep.run.counting import counted
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.in_flight import flights
 from shardkeep.run.orders import make_jobs
+from shardkeep.run.phases import WORK_OF_SAVES, Phases, find_slowest
+from shardkeep.run.reports import SaveReport
 from shardkeep.run.save_call import Label, SaveCall
+from shardkeep.run.telling import SaveTelling
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import entry_of, write_files
 from shardkeep.run.writer_hold import writer_hold
@@ -41,35 +43,8 @@ from shardkeep.store.protocol import Store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-log = logging.getLogger("shardkeep")
-
 _STAGING = ("auto", "overlap", "device", "host")
 _WRITERS = ("thread", "process")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """What a save did."""
-
-    where: str
-    save_id: str
-    step: int | None
-    bytes_written: int
-    """By this rank, headers included."""
-    bytes_total: int
-    """Tensor bytes of the whole checkpoint."""
-    tensors: int
-    seconds: float
-    """From the call to the commit, on this rank."""
-    blocked_s: float
-    """How long the call took."""
-    staged_s: float
-    """From the call until every tensor of the state might be changed."""
-
-    @property
-    def gb_per_s(self) -> float:
-        """The whole checkpoint over the time it took."""
-        return self.bytes_total / max(self.seconds, 1e-9) / 1e9
 
 
 def save(
@@ -121,31 +96,36 @@ def save(
         64
 
     """
-    began = time.perf_counter()
+    phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
     call = SaveCall(
         _opened(where, world, options),
         world,
         Label(step, meta),
+        phases,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
     )
+    telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
 
     def write() -> list[FileEntry]:
         settle(call.description.pieces)
         jobs = make_jobs(call.description, orders)
         threads, window = window_for(options.io_threads, options.host_budget_bytes)
-        write_files(call.store, jobs, threads=threads, window_nbytes=window)
+        nbytes = sum(job.nbytes for job in jobs)
+        write_files(counted(call.store, telling, nbytes), jobs, threads=threads, window_nbytes=window)
+        telling.written(nbytes)
         return [entry_of(job) for job in jobs]
 
-    with call.made():
+    with telling.made(background=False), call.made():
         orders = call.plan(call.describer(state))
         call.write(write)
         outcome = call.commit()
-        seconds = time.perf_counter() - began
+        seconds = phases.now()
     report = _report(call, outcome, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    telling.committed(report)
     _raise_earlier_failure(report)
     return report
 
@@ -208,7 +188,7 @@ def async_save(
         64
 
     """
-    began = time.perf_counter()
+    phases = Phases()
     if staging not in _STAGING or writer not in _WRITERS or max_in_flight < 1:
         raise StateError(
             f"staging={staging!r}, writer={writer!r}, max_in_flight={max_in_flight}",
@@ -220,13 +200,17 @@ def async_save(
         _opened(where, world, options),
         world,
         Label(step, meta),
+        phases,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
     )
     handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
-    flights().make_room(max_in_flight)
+    telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
+    with phases.phase("queue"):
+        flights().make_room(max_in_flight)
     with ExitStack() as inside:
+        inside.enter_context(telling.made(background=True))
         inside.enter_context(call.made())
         # Before the state is described: it starts meanwhile.
         outside = None
@@ -238,23 +222,31 @@ def async_save(
             draft = call.describer(state)()
         memory = outside.memory if outside else staging_memory()
         optimizers = call.objects.optimizers
-        pieces = take_pieces(
-            call.description.pieces, memory.arenas, staging=staging, optimizers=optimizers, threads=options.io_threads
-        )
-        background = Background(call, draft, pieces, handle, memory, options, outside)
+        with phases.phase("stage"):
+            pieces = take_pieces(
+                call.description.pieces,
+                memory.arenas,
+                staging=staging,
+                optimizers=optimizers,
+                threads=options.io_threads,
+            )
+        background = Background(call, draft, pieces, handle, memory, options, telling, outside)
         inside.enter_context(background.ending())
         if pieces.live_nbytes:
             step_gates().put(background.gate, optimizers)
+        else:
+            telling.staged(phases.now())
         made = inside.pop_all()
-    blocked_s = time.perf_counter() - began
+    blocked_s = phases.now()
 
     def carry_out() -> SaveReport:
         with made:
             outcome = background.carry_out()
-            seconds = time.perf_counter() - began
-        return _report(
-            call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=blocked_s + background.seconds_until_copied
-        )
+            seconds = phases.now()
+        staged_s = background.staged_s or blocked_s
+        report = _report(call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=staged_s)
+        telling.committed(report)
+        return report
 
     box = [carry_out]
     try:
@@ -323,7 +315,8 @@ def _apart(world: World) -> World:
 
 
 def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
-    report = SaveReport(
+    ranks = call.phases.all_ranks()
+    return SaveReport(
         where=call.store.url,
         save_id=outcome.save_id,
         step=outcome.step,
@@ -333,13 +326,8 @@ def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: floa
         seconds=seconds,
         blocked_s=blocked_s,
         staged_s=staged_s,
+        written_s=call.written_s,
+        phases=call.phases.spans,
+        ranks=ranks,
+        slowest=find_slowest(ranks, WORK_OF_SAVES),
     )
-    if call.world.rank == 0:
-        log.info(
-            "saved %s: %.3f GB in %.2f s (%.2f GB/s)",
-            report.where,
-            report.bytes_total / 1e9,
-            report.seconds,
-            report.gb_per_s,
-        )
-    return report

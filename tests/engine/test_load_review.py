@@ -359,6 +359,6 @@ def test_devices_are_settled_before_and_after_the_read(saved, monkeypatch):
     What the caller has queued is done before a byte is read, and what was read is there before the caller goes on.
     """
     seen = []
-    monkeypatch.setattr("shardkeep.loading.settle", lambda into: seen.append([bool(t.any()) for t in into]))
+    monkeypatch.setattr("shardkeep.run.filling.settle", lambda into: seen.append([bool(t.any()) for t in into]))
     sk.load(zeros(), saved)
     assert seen == [[False, False], [True, True]]

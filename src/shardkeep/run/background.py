@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from shardkeep.run.handles import SaveHandle
 from shardkeep.run.orders import make_jobs
 from shardkeep.run.save_call import SaveCall
 from shardkeep.run.staging import Staging
+from shardkeep.run.telling import SaveTelling
 from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, Hashing, Sink, Window, entry_of, windows_in_turn, write_files
 from shardkeep.run.writer_hold import Outside
@@ -67,6 +67,7 @@ class Background:
         handle: SaveHandle[Any],
         memory: StagingMemory,
         options: Options,
+        telling: SaveTelling,
         outside: Outside | None = None,
     ) -> None:
         """
@@ -79,6 +80,7 @@ class Background:
             handle: what the caller holds.
             memory: to stage through.
             options: how to use the machine.
+            telling: what is told how far it has come.
             outside: the process that hashes and writes; by default the threads that call do.
 
         """
@@ -86,8 +88,8 @@ class Background:
         """Before the next step of the optimizers in the state."""
         self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
         """Whether the caller has to wait for staging before it may go on."""
-        self.seconds_until_copied = 0.0
-        """After the call."""
+        self.staged_s = 0.0
+        """From the call until the state might be changed; 0: at its return."""
         self._call = call
         self._draft = draft
         self._pieces = pieces
@@ -95,7 +97,9 @@ class Background:
         self._memory = memory
         self._options = options
         self._outside = outside
-        self._began = time.perf_counter()
+        self._telling = telling
+        self._staged_told = not pieces.live_nbytes
+        self._copied_s = 0.0
         self._written = 0
         self._total = 0
         self._lock = threading.Lock()
@@ -148,18 +152,40 @@ class Background:
         self._total = sum(job.data_nbytes for job in jobs)
         staging.queued.add_done_callback(self._open_gate)
         staging.copied.add_done_callback(self._note_copied)
+        began_s = self._telling.phases.now()
 
         def told(nbytes: int) -> None:
             with self._lock:
                 self._written += nbytes
-            phase = "writing" if staging.copied.done() else "staging"
+            copied = staging.copied.done()
+            phase = "writing" if copied else "staging"
             self._handle.tell(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
+            self._tell_staged()
+            staged = self._total if copied else staging.nbytes_copied
+            self._telling.progressed(staged=staged, written=self._written, total=self._total)
 
         sink = outside.sink(staging) if outside else Hashing(self._call.store, staging.take)
         with staging.running():
             write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
+        if staging.count:
+            self._telling.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
+        self._tell_staged()
         self._handle.insist()
-        return [entry_of(job) for job in jobs]
+        entries = [entry_of(job) for job in jobs]
+        self._telling.written(sum(entry.nbytes for entry in entries))
+        return entries
+
+    def _tell_staged(self) -> None:
+        """
+        Tell that the state is copied, once it is.
+
+        Not where that is found out: there a lock is held that saving needs, and who is told may take their time.
+        """
+        with self._lock:
+            tells = self.staged_s > 0 and not self._staged_told
+            self._staged_told = self._staged_told or tells
+        if tells:
+            self._telling.staged(self.staged_s)
 
     def _set_limits(self, staging: Staging) -> None:
         ring, pool = self._memory.ring, self._memory.windows
@@ -184,6 +210,7 @@ class Background:
         self.gate.open({} if queued.exception() else queued.result())
 
     def _note_copied(self, copied: Future[None]) -> None:
+        self._copied_s = self._telling.phases.now()
         if copied.exception() is None and not self._handle.staged.done():
-            self.seconds_until_copied = time.perf_counter() - self._began
+            self.staged_s = self._copied_s
             self._handle.end_staging()

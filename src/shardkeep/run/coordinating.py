@@ -79,12 +79,10 @@ class Coordinator:
         leftovers.make_claim(self.store, self.save_id)
         return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
 
-    def collect(self, payloads: list[bytes]) -> list[bytes]:
+    def collect(self, by_rank: list[list[FileEntry]]) -> list[bytes]:
         """Note what all ranks wrote, and insist that it is here."""
-        written: dict[str, FileEntry] = {}
-        for payload in payloads:
-            written |= {entry.name: entry for entry in msgspec.msgpack.decode(payload, type=list[FileEntry])}
-        self.files = [written[name] for name in file_names(self.saved, self.save_id, len(payloads))]
+        written = {entry.name: entry for entries in by_rank for entry in entries}
+        self.files = [written[name] for name in file_names(self.saved, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
         for entry, plan in zip(self.files, self.saved.files, strict=True):
             # A network file system may list what was there a while ago; asked for by name it looks again.
@@ -95,7 +93,7 @@ class Coordinator:
                     hint="all ranks must see one file system",
                     name=entry.name,
                 )
-        return [b""] * len(payloads)
+        return [b""] * len(by_rank)
 
     def _nbytes(self, name: str) -> int | None:
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import CheckpointError
+from shardkeep.events import Span
 from shardkeep.format.record import FileEntry
 from shardkeep.layout import leftovers
 from shardkeep.plan.draft import encode
@@ -29,6 +30,7 @@ from shardkeep.run.coordinating import Coordinator, Outcome, discard
 from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft
 from shardkeep.run.orders import Orders
+from shardkeep.run.phases import Phases
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.objects.find import Objects
 from shardkeep.store.protocol import Store
@@ -42,6 +44,13 @@ class Label:
     meta: Mapping[str, Any] | None
 
 
+class _Written(msgspec.Struct, frozen=True):
+    """What a rank says when it has written."""
+
+    files: list[FileEntry]
+    spans: list[Span]
+
+
 class SaveCall:
     """One save of one rank. Used by one thread at a time."""
 
@@ -50,6 +59,7 @@ class SaveCall:
         store: Store,
         world: World,
         label: Label,
+        phases: Phases,
         *,
         overwrite: bool,
         allow_pickle: bool,
@@ -57,6 +67,7 @@ class SaveCall:
     ) -> None:
         self.store = store
         self.world = world
+        self.phases = phases
         self._label = label
         self._allow_pickle = allow_pickle
         self._check_replicas = check_replicas
@@ -69,6 +80,8 @@ class SaveCall:
         self.description: Description
         # Known after `write`.
         self.written: list[FileEntry] = []
+        self.written_s: float
+        """From the call until every rank had written."""
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
@@ -114,27 +127,60 @@ class SaveCall:
             return encode(drawn)
 
         if self.objects.communicates:
-            self._meeting.agree("prepare", prepare, lambda done: done)
-        return draft
+            self._meeting.agree("prepare", self._timed("describe", prepare), lambda done: done)
+        return self._timed("describe", draft)
+
+    def _timed(self, phase: str, work: Callable[[], bytes]) -> Callable[[], bytes]:
+        def working() -> bytes:
+            with self.phases.phase(phase):
+                return work()
+
+        return working
 
     def plan(self, draft: Callable[[], bytes]) -> Orders:
         """Send what this rank holds, and return what it is to write."""
-        return msgspec.msgpack.decode(self._meeting.agree("plan", draft, self._coordinator.plan), type=Orders)
+        began_s = 0.0
+
+        def drafting() -> bytes:
+            nonlocal began_s
+            drawn = draft()
+            began_s = self.phases.now()
+            return drawn
+
+        told = self._meeting.agree("plan", drafting, self._coordinator.plan)
+        self.phases.meet()
+        self.phases.add("plan", began_s, self.phases.now())
+        return msgspec.msgpack.decode(told, type=Orders)
 
     def write(self, work: Callable[[], list[FileEntry]]) -> None:
         """Write this rank's files, and wait for the others to have written theirs."""
+        began_s = ended_s = self.phases.now()
 
         def writing() -> bytes:
-            self.written.extend(work())
-            return encode(self.written)
+            nonlocal ended_s
+            try:
+                self.written.extend(work())
+            finally:
+                ended_s = self.phases.now()
+                self.phases.add("write", began_s, ended_s, sum(entry.nbytes for entry in self.written))
+            return encode(_Written(self.written, self.phases.sent()))
 
-        self._meeting.agree("write", writing, self._coordinator.collect)
+        def collect(payloads: list[bytes]) -> list[bytes]:
+            said = [msgspec.msgpack.decode(payload, type=_Written) for payload in payloads]
+            self.phases.collect([each.spans for each in said])
+            return self._coordinator.collect([each.files for each in said])
+
+        self._meeting.agree("write", writing, collect)
+        self.written_s = self.phases.now()
+        self.phases.add("wait", ended_s, self.written_s)
 
     def commit(self) -> Outcome:
         """Publish the checkpoint."""
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._given = True
-        return msgspec.msgpack.decode(self._meeting.agree("commit", bytes, self._coordinator.commit), type=Outcome)
+        with self.phases.phase("commit"):
+            told = self._meeting.agree("commit", bytes, self._coordinator.commit)
+        return msgspec.msgpack.decode(told, type=Outcome)
 
 
 def _objects_of(state: Mapping[str, Any], world: World) -> Objects:

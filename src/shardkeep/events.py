@@ -1,0 +1,319 @@
+"""
+What happens to checkpoints, as values, and who is told of it.
+
+In comes a callback; it is called with each event of this process, on the thread where it happened, and has to be quick.
+What a callback raises is logged, once, and never reaches the save or load. Where nobody listens no event is even made.
+Events are plain data: `msgspec.json.encode(event)` is a JSON object whose "event" says which one it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import msgspec
+from typing_extensions import Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+log = logging.getLogger("shardkeep")
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One phase of a call on one rank."""
+
+    name: str
+    """
+    Of a save: "queue" (for earlier ones), "describe", "plan" (until every rank has its orders), "stage", "write", "wait"
+    (for the other ranks to have written), "commit". Of a load: "open", "plan", "read", "exchange", "place".
+    """
+    begin_s: float
+    """Since the call; what another rank did, since rank 0's call, which that rank may have made earlier or later."""
+    end_s: float
+    nbytes: int = 0
+    """What was moved; 0 where nothing is."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+class RankPhases(msgspec.Struct, frozen=True):
+    """What one rank did in a call."""
+
+    rank: int
+    spans: list[Span]
+
+
+class Slowest(msgspec.Struct, frozen=True):
+    """The rank that the others waited for longest, and the phase that is to blame."""
+
+    rank: int
+    phase: str
+    seconds: float
+    median_s: float
+    """How long the ranks took for that phase."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.phase} {self.seconds:.2f} s (median {self.median_s:.2f} s)"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """What all events say."""
+
+    time_s: float = msgspec.field(default_factory=time.time)
+    """When it happened: seconds since 1970, by this machine's clock."""
+    rank: int
+    """Of this process, among those that made the call."""
+    where: str
+    """The checkpoint."""
+    step: int | None = None
+
+
+class SaveBegan(Event, frozen=True, kw_only=True):
+    """A save was called for. One of `SaveCommitted` and `SaveFailed` follows."""
+
+    background: bool
+    """Whether training goes on meanwhile."""
+
+
+class SaveProgressed(Event, frozen=True, kw_only=True):
+    """A save has come so far on this rank. Told a few times a second, and only to those who ask for this kind."""
+
+    bytes_staged: int
+    bytes_written: int
+    bytes_total: int
+    """What this rank writes."""
+
+
+class SaveStaged(Event, frozen=True, kw_only=True):
+    """All of the state may be changed again, on this rank. Told of saves in the background."""
+
+    seconds: float
+    """Since the call."""
+
+
+class SaveWritten(Event, frozen=True, kw_only=True):
+    """All files of this rank are written. Nothing is committed yet."""
+
+    seconds: float
+    """Since the call."""
+    bytes_written: int
+
+
+class SaveCommitted(Event, frozen=True, kw_only=True):
+    """The checkpoint is durable and complete."""
+
+    save_id: str
+    tensors: int
+    bytes_total: int
+    """Tensor bytes of the whole checkpoint."""
+    bytes_written: int
+    """By this rank, headers included."""
+    seconds: float
+    """From the call to the commit."""
+    blocked_s: float
+    """How long the call took."""
+    staged_s: float
+    """From the call until all of the state might be changed."""
+    written_s: float
+    """From the call until every rank had written its files."""
+    gb_per_s: float
+    """The whole checkpoint over `seconds`."""
+    phases: list[Span]
+    """What this rank did."""
+    ranks: list[RankPhases] = []
+    """What all ranks did; only rank 0 knows."""
+    slowest: Slowest | None = None
+    """Only rank 0 knows, and only where there are several."""
+
+
+class SaveFailed(Event, frozen=True, kw_only=True):
+    """A save ended without a checkpoint; what was committed before is as it was."""
+
+    kind: str
+    """The class of the error."""
+    message: str
+    cancelled: bool
+    """Whether somebody wanted it so."""
+    seconds: float
+    phases: list[Span] = []
+
+
+class LoadBegan(Event, frozen=True, kw_only=True):
+    """A load was called for. One of `LoadFinished` and `LoadFailed` follows."""
+
+
+class LoadFinished(Event, frozen=True, kw_only=True):
+    """The state is filled, on all ranks."""
+
+    save_id: str
+    bytes_read: int
+    """By this rank, headers included."""
+    bytes_received: int
+    """By this rank, from others."""
+    bytes_total: int
+    """Read by all ranks together; on other ranks than 0, by this one."""
+    seconds: float
+    gb_per_s: float
+    """`bytes_total` over `seconds`."""
+    phases: list[Span]
+    ranks: list[RankPhases] = []
+    slowest: Slowest | None = None
+
+
+class LoadFailed(Event, frozen=True, kw_only=True):
+    """A load ended without filling the state."""
+
+    kind: str
+    message: str
+    seconds: float
+    phases: list[Span] = []
+
+
+class Retried(Event, frozen=True, kw_only=True):
+    """Something went wrong in passing, and is tried again."""
+
+    attempt: int
+    """Which one failed, from 1."""
+    kind: str
+    message: str
+    wait_s: float
+    """Until the next."""
+
+
+class Pruned(Event, frozen=True, kw_only=True):
+    """A checkpoint was removed, as retention says."""
+
+    nbytes: int = 0
+    reason: str = ""
+
+
+class StepSkipped(Event, frozen=True, kw_only=True):
+    """A checkpoint that was to be restored cannot be, and the one before it is tried."""
+
+    reason: str
+
+
+Callback = Callable[[Event], object]
+
+
+class Listening:
+    """A callback that is told of events until `stop`, or the end of a `with`."""
+
+    def __init__(self, callback: Callback, kinds: tuple[type[Event], ...] | None, listeners: Listeners) -> None:
+        self._callback = callback
+        self._kinds = kinds
+        self._listeners = listeners
+        self._failed = False
+
+    def stop(self) -> None:
+        """Tell it no more. Safe when called twice."""
+        self._listeners.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Say whether it is to be told of such events."""
+        return kind is not SaveProgressed if self._kinds is None else issubclass(kind, self._kinds)
+
+    def hear(self, event: Event) -> None:
+        """Pass an event on; whatever comes of it stays here."""
+        try:
+            self._callback(event)
+        except Exception as error:  # a checkpoint is worth more than a report of it
+            if not self._failed:
+                self._failed = True
+                log.warning(
+                    "%r failed at %s; later failures of it are not logged",
+                    self._callback,
+                    type(event).__name__,
+                    exc_info=error,
+                )
+
+
+class Listeners:
+    """Who listens in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Replaced, never changed: who goes through it needs no lock.
+        self._all: tuple[Listening, ...] = ()
+
+    def add(self, callback: Callback, kinds: tuple[type[Event], ...] | None) -> Listening:
+        """Tell this one, too."""
+        listening = Listening(callback, kinds, self)
+        with self._lock:
+            self._all = (*self._all, listening)
+        return listening
+
+    def remove(self, listening: Listening) -> None:
+        """Tell it no more."""
+        with self._lock:
+            self._all = tuple(each for each in self._all if each is not listening)
+
+    def of(self, kind: type[Event]) -> list[Listening]:
+        """Return those who are to be told of such events."""
+        return [each for each in self._all if each.wants(kind)]
+
+
+def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None) -> Listening:
+    """
+    Call a function with each event of this process from now on.
+
+    It is called on the thread where the event happens, which may be one that saves in the background, perhaps on several
+    at a time; it has to be quick. What it raises is logged, once, and hurts nothing.
+
+    Args:
+        callback: Called with the event.
+        kinds: Only events of these classes; by default all but `SaveProgressed`.
+
+    Returns:
+        A handle: `stop()` ends it, as does leaving it as a context manager.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> heard = []
+        >>> with sk.on_event(heard.append):
+        ...     report = sk.save({"w": torch.ones(4)}, tempfile.mkdtemp() + "/step-1", step=1)
+        >>> [type(event).__name__ for event in heard]
+        ['SaveBegan', 'SaveWritten', 'SaveCommitted']
+
+    """
+    return _listeners().add(callback, None if kinds is None else tuple(kinds))
+
+
+def heard(kind: type[Event]) -> bool:
+    """Say whether somebody wants to be told of such events."""
+    return bool(_listeners().of(kind))
+
+
+def tell(kind: type[Event], make: Callable[[], Event]) -> None:
+    """Make an event of a kind and tell it to those who listen; where nobody does, nothing is made."""
+    if listening := _listeners().of(kind):
+        event = make()
+        for each in listening:
+            each.hear(event)
+
+
+@functools.cache  # listeners outlive calls; those of a parent use threads and files that a forked process has not
+def _listeners_of(process_id: int) -> Listeners:
+    del process_id
+    return Listeners()
+
+
+def _listeners() -> Listeners:
+    return _listeners_of(os.getpid())
