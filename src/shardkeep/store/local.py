@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from hashlib import blake2b
@@ -348,6 +349,17 @@ class LocalStore:
                         status = entry.stat(follow_symlinks=False)
                         found.append(BlobInfo(entry.name, status.st_size, status.st_mtime))
         return iter(sorted(found, key=lambda blob: blob.name))
+
+    def free_nbytes(self) -> int | None:
+        """Say how much more fits on the file system; None where it does not say."""
+        path = self._path
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            path = os.path.dirname(path)
+        try:
+            room = shutil.disk_usage(path)
+        except OSError:
+            return None
+        return room.free if room.total else None
 
     def delete(self, name: str) -> None:
         path = os.path.join(self._path, check_name(name))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
 from shardkeep.store.aligned import copy, flat
 from shardkeep.store.protocol import BlobInfo, check_name
+from shardkeep.store.roots import empty
 
 
 class _MemoryBlob:
@@ -63,8 +64,9 @@ class _MemoryBlob:
 class MemoryStore:
     """A store that lives as long as this object."""
 
-    def __init__(self) -> None:
-        self.url = f"memory://{id(self):x}"
+    def __init__(self, url: str = "") -> None:
+        """Make an empty store; `url` is what it is called in messages."""
+        self.url = url or f"memory://{id(self):x}"
         self._lock = threading.Lock()
         self._blobs: dict[str, _MemoryBlob] = {}
 
@@ -108,3 +110,27 @@ class MemoryStore:
     def delete(self, name: str) -> None:
         with self._lock:
             self._blobs.pop(check_name(name), None)
+
+
+class MemoryRoot(MemoryStore):
+    """A root that lives as long as this object, with all of its places."""
+
+    def __init__(self) -> None:
+        """Make an empty root."""
+        super().__init__()
+        self._places: dict[str, MemoryStore] = {}
+
+    def places(self) -> Iterator[str]:
+        with self._lock:
+            places = list(self._places.items())
+        return iter([name for name, store in places if next(store.list(), None)])
+
+    def place(self, name: str) -> MemoryStore:
+        with self._lock:
+            return self._places.setdefault(check_name(name), MemoryStore(f"{self.url}/{name}"))
+
+    def remove(self, name: str) -> None:
+        empty(self.place(name))
+
+    def drop_empty(self, name: str) -> None:
+        check_name(name)  # that is all: a place without blobs is none

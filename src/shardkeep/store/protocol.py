@@ -135,8 +135,14 @@ class Deletes(Protocol):
 
 
 class Store(Creates, Opens, Puts, Gets, Lists, Deletes, Protocol):
-    """A place that can do all of it."""
+    """A place that can do all of it. It may also say how much more fits, by a method `free_nbytes() -> int | None`."""
 
     @property
     def url(self) -> str:
         """The place, as a user would write it; used in messages."""
+
+
+def free_nbytes(store: object) -> int | None:
+    """Ask a store how much more fits in it; None where it cannot say."""
+    ask = getattr(store, "free_nbytes", None)
+    return None if ask is None else ask()

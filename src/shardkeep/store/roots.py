@@ -1,0 +1,69 @@
+"""
+A root: one place that has many places below it, each of which holds a checkpoint.
+
+A root is a store for small blobs of its own, which say something about all of its places. Nothing is renamed or moved.
+A place is removed so that nobody takes what is left of it for a checkpoint: what makes it one goes first, and a mark
+that says so stays until all the rest is gone, so that a removal that was cut short can be told from a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Protocol
+
+from shardkeep.errors import StorageError
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.store.protocol import Deletes, Lists, Puts, Store
+
+log = logging.getLogger("shardkeep")
+
+REMOVING_NAME = "shardkeep.removing"
+"""The mark of a place that is being removed. It means nothing where there is a commit."""
+
+
+class Root(Store, Protocol):
+    """A place that has places below it."""
+
+    def places(self) -> Iterator[str]:
+        """Name all places below, in no order; reads nothing of them. A root that does not exist has none."""
+
+    def place(self, name: str) -> Store:
+        """Return a place below, which need not exist."""
+
+    def remove(self, name: str) -> None:
+        """
+        Delete a place and all that is in it, what makes it a checkpoint first; one that is not there is no error.
+
+        A place that is a link to elsewhere is unlinked, and what it leads to stays.
+        """
+
+    def drop_empty(self, name: str) -> None:
+        """Delete a place if nothing is in it."""
+
+
+class _Empties(Lists, Puts, Deletes, Protocol):
+    """What emptying needs of a store."""
+
+    @property
+    def url(self) -> str: ...
+
+
+def makes_a_checkpoint(name: str) -> bool:
+    """Tell whether a blob makes a checkpoint exist, in any layout: the commit record, or torch's metadata."""
+    return name == RECORD_NAME or name.endswith(".metadata")
+
+
+def empty(store: _Empties) -> None:
+    """Delete all blobs of a place, what makes it a checkpoint first."""
+    names = [info.name for info in store.list()]
+    if not names:
+        return
+    try:
+        store.put(REMOVING_NAME, b"", replace=True)
+    except StorageError as exc:  # on a full disk, for one: and room is what comes of removing
+        log.info("%s is removed without a mark: %s", store.url, exc)
+    commits = list(filter(makes_a_checkpoint, names))
+    others = [name for name in names if name not in {*commits, REMOVING_NAME}]
+    for name in [*commits, *others, REMOVING_NAME]:
+        store.delete(name)

@@ -1,0 +1,180 @@
+"""Roots: places below one place, and how they go away."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardkeep.errors import CheckpointError, MalformedFile, StorageError
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.store import local_root
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.place import open_root
+from shardkeep.store.protocol import BlobInfo, free_nbytes
+from shardkeep.store.roots import REMOVING_NAME, Root, empty
+from shardkeep.testing.faulty_store import FaultyStore
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+    return LocalRoot(tmp_path / "made" / "later") if request.param == "local" else MemoryRoot()
+
+
+def fill(root: Root, name: str, *blobs: str) -> None:
+    for blob in blobs:
+        root.place(name).put(blob, b"x")
+
+
+def test_a_root_that_does_not_exist_has_no_places(root: Root) -> None:
+    """Looking at a root makes nothing, and finds nothing."""
+    assert list(root.places()) == [] == list(root.list())
+    root.remove("step-1")
+    root.drop_empty("step-1")
+    assert list(root.places()) == []
+
+
+def test_places_are_named_and_blobs_of_the_root_are_none(root: Root) -> None:
+    """A root's own blobs are apart from its places."""
+    fill(root, "step-1", "a")
+    fill(root, "step-2", "a", "b")
+    root.put("latest", b"step-2")
+    assert sorted(root.places()) == ["step-1", "step-2"]
+    assert [info.name for info in root.list()] == ["latest"]
+    assert [info.name for info in root.place("step-2").list()] == ["a", "b"]
+    assert root.place("step-1").url == f"{root.url}/step-1"
+
+
+def test_a_removed_place_is_gone(root: Root) -> None:
+    """What was removed can be made anew, and the other places stay."""
+    fill(root, "step-1", RECORD_NAME, "data")
+    fill(root, "step-2", RECORD_NAME)
+    root.remove("step-1")
+    root.remove("step-1")
+    assert list(root.places()) == ["step-2"]
+    fill(root, "step-1", RECORD_NAME)
+    assert sorted(root.places()) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", ".tmp-1", "-x"])
+def test_names_that_lead_elsewhere_are_refused(root: Root, name: str) -> None:
+    """Nobody can be made to remove what is outside the root."""
+    for verb in (root.place, root.remove, root.drop_empty):
+        with pytest.raises(MalformedFile):
+            verb(name)
+
+
+def test_only_an_empty_place_is_dropped(root: Root) -> None:
+    """A place with anything in it stays."""
+    fill(root, "step-1", "data")
+    root.drop_empty("step-1")
+    assert list(root.places()) == ["step-1"]
+    root.place("step-1").delete("data")
+    root.drop_empty("step-1")
+    assert list(root.places()) == []
+
+
+@pytest.mark.parametrize("commit", [RECORD_NAME, ".metadata", "__3.metadata"])
+def test_what_makes_a_checkpoint_goes_first(root: Root, commit: str) -> None:
+    """Wherever a removal is cut short: once one file is gone, no commit is there, and the mark says what happened."""
+    names = {"a", "z", commit}
+    for at in range(5):
+        fill(root, f"step-{at}", *names)
+        store = FaultyStore(root.place(f"step-{at}"), "error", at=at, verbs=("put", "delete"))
+        left: set[str] = set()
+        try:
+            empty(store)
+        except StorageError:
+            left = {info.name for info in root.place(f"step-{at}").list()}
+            assert left
+        if left and left - {REMOVING_NAME} != names:
+            assert commit not in left
+            assert REMOVING_NAME in left
+        empty(root.place(f"step-{at}"))
+        assert not list(root.place(f"step-{at}").list())
+
+
+def test_a_full_disk_does_not_keep_a_place(root: Root) -> None:
+    """The mark may fail to be made: room is what removing is for."""
+    fill(root, "step-1", RECORD_NAME, "data")
+    store = FaultyStore(root.place("step-1"), "full", at=0, verbs=("put",))
+    empty(store)
+    assert not list(root.place("step-1").list())
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    """A place that lies elsewhere is somebody else's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / RECORD_NAME).write_bytes(b"x")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "step-1").symlink_to(elsewhere)
+    root = LocalRoot(tmp_path / "root")
+    assert list(root.places()) == ["step-1"]
+    root.remove("step-1")
+    assert list(root.places()) == []
+    assert (elsewhere / RECORD_NAME).exists()
+
+
+def test_all_that_others_put_into_a_place_goes_with_it(tmp_path: Path) -> None:
+    """Directories and odd names too, but nothing behind a link."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_bytes(b"x")
+    place = tmp_path / "root" / "step-1"
+    (place / "tokenizer").mkdir(parents=True)
+    (place / "tokenizer" / "a b").write_bytes(b"x")
+    (place / "link").symlink_to(outside)
+    LocalRoot(tmp_path / "root").remove("step-1")
+    assert not place.exists()
+    assert (outside / "kept").exists()
+
+
+def test_an_error_of_the_system_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that cannot be removed is named, with its errno."""
+    root = LocalRoot(tmp_path)
+    fill(root, "step-1", "a")
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(local_root.shutil, "rmtree", refuse)
+    with pytest.raises(StorageError, match=r"step-1.*EBUSY") as caught:
+        root.remove("step-1")
+    assert caught.value.errno == errno.EBUSY
+
+
+def test_roots_are_found_by_path_url_or_object(tmp_path: Path) -> None:
+    """What a user writes becomes a root; what cannot be one is refused."""
+    memory = MemoryRoot()
+    assert open_root(memory, direct=True) is memory
+    assert open_root(tmp_path, direct=True).url == str(tmp_path)
+    assert open_root(f"file://{tmp_path}", direct=True).url == str(tmp_path)
+    for wrong in ("", "s3://bucket/runs", 3):
+        with pytest.raises(CheckpointError):
+            open_root(wrong, direct=True)  # type: ignore[arg-type]
+
+
+def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
+    """Also of a directory that is not made yet; a store that cannot say says None."""
+    room = os.statvfs(tmp_path)
+    said = free_nbytes(LocalRoot(tmp_path / "not" / "yet").place("step-1"))
+    assert said is not None
+    assert abs(said - room.f_bavail * room.f_frsize) < 1 << 30
+    assert free_nbytes(MemoryRoot()) is None
+
+
+class _Listing(MemoryRoot):
+    def list(self) -> Iterator[BlobInfo]:
+        raise StorageError("injected", errno=errno.EIO)
+
+
+def test_a_place_that_cannot_be_listed_is_not_removed() -> None:
+    """Nothing is deleted that was not seen."""
+    store = _Listing()
+    store.put(RECORD_NAME, b"x")
+    with pytest.raises(StorageError):
+        empty(store)
+    assert store.get(RECORD_NAME, limit=9) == b"x"
