@@ -51,6 +51,13 @@ class Survey:
     """Files of saves whose process is gone, or that are older than any save takes."""
     ended: list[str]
     """Files of saves that gave up their claim: they were committed, and perhaps replaced since, or they failed."""
+    elsewhere: list[str]
+    """Files of saves of other machines, whose processes may be alive or not."""
+
+    @property
+    def over(self) -> bool:
+        """Whether certainly nobody is saving here."""
+        return self.living is None and not self.elsewhere
 
 
 class _Standing:
@@ -89,7 +96,7 @@ def survey(store: _Looks) -> Survey:
     for info in store.list():
         if save_id := save_id_of(info.name):
             saves.setdefault(save_id, []).append(info)
-    found = Survey(None, [], [])
+    found = Survey(None, [], [], [])
     for save_id, infos in saves.items():
         # Asked for by name, whether listed or not: a listing may have missed a claim made while it ran.
         claim = _read(store, claim_name(save_id))
@@ -99,6 +106,8 @@ def survey(store: _Looks) -> Survey:
             found = replace(found, living=claim)
         elif claim.host == host() or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
             found.dead.extend(info.name for info in infos)
+        else:
+            found.elsewhere.extend(info.name for info in infos)
     return found
 
 

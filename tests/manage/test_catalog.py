@@ -1,0 +1,185 @@
+"""What a root holds, by its commit records."""
+
+import json
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import shardkeep as sk
+from shardkeep.errors import MalformedFile, StorageError, UnsupportedVersion
+from shardkeep.layout import leftovers
+from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.entries import meta_with, metrics_in
+from shardkeep.manage.pins import pin, unpin
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.roots import REMOVING_NAME
+
+
+def save(root: Path, step: int, **meta: object) -> None:
+    sk.save({"w": torch.arange(8.0)}, root / f"step-{step}", step=step, meta=meta, overwrite=True)
+
+
+def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:
+    """An empty root is no error."""
+    catalog = Catalog(tmp_path / "nothing")
+    assert catalog.entries() == []
+    assert catalog.latest() is None
+    assert catalog.find(3) is None
+
+
+def test_entries_are_what_the_records_say(tmp_path: Path) -> None:
+    """Newest first, with sizes, times and metrics."""
+    for step in (9, 10, 2):
+        save(tmp_path, step, metrics={"loss": step / 2, "bad": "nan", "no": "x"})
+    (tmp_path / "notes").mkdir()
+    entries = Catalog(tmp_path).entries()
+    assert [(e.step, e.name, e.status) for e in entries] == [
+        (10, "step-10", "committed"), (9, "step-9", "committed"), (2, "step-2", "committed"),
+    ]  # fmt: skip
+    first = entries[0]
+    files = [file for file in (tmp_path / "step-10").iterdir() if file.name != "shardkeep.json"]
+    assert first.nbytes == sum(file.stat().st_size for file in files)
+    assert first.metrics["loss"] == 5.0
+    assert first.metrics["bad"] != first.metrics["bad"]
+    assert set(first.metrics) == {"loss", "bad"}
+    assert first.saved_at is not None
+    assert abs((datetime.now(timezone.utc) - first.saved_at).total_seconds()) < 100
+    assert first.record is not None
+    assert first.layout == "native"
+
+
+def test_a_later_timeline_is_newer_than_a_higher_step(tmp_path: Path) -> None:
+    """A job that went back and saved from there has the newest checkpoint, whatever its number."""
+    save(tmp_path, 200)
+    save(tmp_path, 150, timeline=1)
+    save(tmp_path, 100)
+    assert [entry.step for entry in Catalog(tmp_path).entries()] == [150, 200, 100]
+    latest = Catalog(tmp_path).latest()
+    assert latest is not None
+    assert latest.step == 150
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_checkpoints_are_entries(tmp_path: Path) -> None:
+    """A checkpoint that torch wrote is committed by its metadata."""
+    torch_dcp.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / "__0_0.distcp").write_bytes(b"xyz")
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "step-6" / ".metadata").touch()
+    six, five, four = Catalog(tmp_path).entries()
+    assert (four.status, four.layout, four.record) == ("committed", "torch", None)
+    assert four.nbytes == sum(file.stat().st_size for file in (tmp_path / "step-4").iterdir())
+    assert four.saved_at is not None
+    assert (five.status, five.nbytes) == ("unfinished", 3)
+    assert six.status == "damaged"
+
+
+def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
+    """A torn record, a newer format, a living and a dead writer, a removal that was cut short."""
+    for step in range(1, 5):
+        save(tmp_path, step)
+    record = tmp_path / "step-1" / "shardkeep.json"
+    record.write_bytes(record.read_bytes()[:-9])
+    forged = tmp_path / "step-2" / "shardkeep.json"
+    text = forged.read_text()
+    from shardkeep.format.record import _tail
+
+    head = text.replace('"version": 1', '"version": 99').rpartition(',\n  "checksum"')[0].encode()
+    forged.write_bytes(head + _tail(head))
+    (tmp_path / "step-3" / "shardkeep.json").unlink()
+    (tmp_path / "step-4" / "shardkeep.json").unlink()
+    (tmp_path / "step-4" / REMOVING_NAME).touch()
+    root = LocalRoot(tmp_path)
+    dead, alive, away = "a" * 20, "b" * 20, "c" * 20
+    script = "import sys; from shardkeep.layout import leftovers as l; from shardkeep.store.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-5"), dead], check=True, timeout=60)
+    root.place("step-7").put(f"claim-{away}.json", json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}).encode())
+    (tmp_path / "step-8").mkdir()
+    with leftovers.claiming(alive):
+        leftovers.make_claim(root.place("step-6"), alive)
+        found = {entry.step: entry for entry in Catalog(tmp_path).entries()}
+    assert [found[step].status for step in (1, 2, 3, 4, 5, 6, 7)] == ["damaged"] * 2 + ["unfinished"] * 5
+    assert isinstance(found[1].problem, MalformedFile)
+    assert isinstance(found[2].problem, UnsupportedVersion)
+    assert found[3].reason == "it has no commit record"
+    assert found[4].reason == "its removal was cut short"
+    assert found[5].reason == "its writer is gone"
+    assert "is writing it" in found[6].reason
+    assert "another machine" in found[7].reason
+    assert 8 not in found
+    assert Catalog(tmp_path).latest() is None
+
+
+class _Broken(MemoryRoot):
+    def place(self, name: str):  # type: ignore[no-untyped-def]
+        store = super().place(name)
+        if name == "step-2":
+            store.get = self._refuse  # type: ignore[method-assign]
+        return store
+
+    @staticmethod
+    def _refuse(name: str, *, limit: int) -> bytes:
+        raise StorageError("cannot get: Permission denied", errno=13)
+
+
+def test_one_place_that_cannot_be_read_does_not_hide_the_others() -> None:
+    """A store's error is an entry's reason."""
+    root = _Broken()
+    for step in (1, 2, 3):
+        sk.save({"w": torch.ones(2)}, MemoryRoot.place(root, f"step-{step}"), step=step)
+    entries = Catalog(root).entries()
+    assert [entry.status for entry in entries] == ["committed", "damaged", "committed"]
+    assert "Permission denied" in entries[1].reason
+
+
+def test_pins_are_seen(tmp_path: Path) -> None:
+    """A pin is of one checkpoint, and can be taken back."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    root = LocalRoot(tmp_path)
+    pin(root, "step-1")
+    assert [entry.pinned for entry in Catalog(root).entries()] == [False, True]
+    unpin(root, "step-1")
+    assert not any(entry.pinned for entry in Catalog(root))
+
+
+def test_a_thousand_steps_are_listed_in_order() -> None:
+    """Records are read by many threads, and come in order."""
+    root = MemoryRoot()
+    sk.save({"w": torch.ones(2)}, root.place("step-0"), step=0)
+    record = root.place("step-0").get("shardkeep.json", limit=1 << 20)
+    for step in range(1, 1000):
+        root.place(f"step-{step}").put("shardkeep.json", record)
+    assert [entry.step for entry in Catalog(root).entries()] == list(range(999, -1, -1))
+    assert next(iter(Catalog(root))).step == 999
+
+
+def test_looking_needs_no_torch(tmp_path: Path) -> None:
+    """A listing starts without torch, which takes seconds to import."""
+    save(tmp_path, 1)
+    script = (
+        "import sys, shardkeep as sk\n"
+        f"assert sk.Catalog({str(tmp_path)!r}).latest().step == 1\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_metrics_are_numbers_and_meta_is_the_users_own() -> None:
+    """Tensors become numbers, what is not finite survives, and our keys are refused in meta."""
+    stored = meta_with({"note": 1}, {"loss": torch.tensor(0.5), "worst": float("inf"), "n": 3}, 2)
+    assert stored == {"note": 1, "metrics": {"loss": 0.5, "worst": "inf", "n": 3.0}, "timeline": 2}
+    assert metrics_in(stored) == {"loss": 0.5, "worst": float("inf"), "n": 3.0}
+    for key in ("metrics", "timeline"):
+        with pytest.raises(sk.StateError, match=key):
+            meta_with({key: 1}, None, 0)
+    for wrong in ("high", None, torch.ones(2), [1]):
+        with pytest.raises(sk.StateError, match="loss"):
+            meta_with(None, {"loss": wrong}, 0)
