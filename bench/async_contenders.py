@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,20 @@ PATIENCE_S = 60
 """After which a save counts as hung."""
 
 
+class Staged(NamedTuple):
+    """How long it took, from the call, until the state might be changed; and how long copies went on."""
+
+    until_s: float
+    copying_s: float
+
+
 @dataclass(frozen=True)
 class Flight:
     """A save that is under way."""
 
     done: Callable[[], bool]
-    finish: Callable[[], float | None]
-    """Wait until it is durable, raise what it raised, return how long staging took if known."""
+    finish: Callable[[], Staged]
+    """Wait until it is durable, raise what it raised, return how the state was copied."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,12 @@ def ours(staging: str) -> Contender:
 
     def begin(state: Mapping[str, Any], where: str) -> Flight:
         handle = sk.async_save(state, where, staging=staging)
-        return Flight(handle.done, lambda: handle.result(PATIENCE_S).staged_s)
+
+        def finish() -> Staged:
+            report = handle.result(PATIENCE_S)
+            return Staged(report.staged_s, sum(span.seconds for span in report.phases if span.name == "stage"))
+
+        return Flight(handle.done, finish)
 
     return Contender(begin, sk.finish_saves)
 
@@ -49,9 +61,9 @@ def torch_thread() -> Contender:
         future = dcp.async_save(dict(state), checkpoint_id=where)
         staged_s = time.perf_counter() - began  # it returns when the copy is made
 
-        def finish() -> float:
+        def finish() -> Staged:
             future.result(PATIENCE_S)
-            return staged_s
+            return Staged(staged_s, staged_s)
 
         return Flight(future.done, finish)
 
@@ -73,9 +85,9 @@ def torch_pinned() -> Contender:
         answer = dcp.async_save(dict(state), checkpoint_id=where, async_stager=stagers[0])
         answer.staging_completion.add_done_callback(lambda _: staged.set_result(time.perf_counter() - began))
 
-        def finish() -> float:
+        def finish() -> Staged:
             answer.upload_completion.result(PATIENCE_S)
-            return staged.result(PATIENCE_S)
+            return Staged(staged.result(PATIENCE_S), staged.result(PATIENCE_S))
 
         return Flight(answer.upload_completion.done, finish)
 

@@ -45,11 +45,14 @@ def calls(
             try:
                 flight = contender.begin(training.state, where)
                 blocked_s = time.perf_counter() - began
-                staged_s = flight.finish()
+                staged = flight.finish()
                 durable_s = time.perf_counter() - began
-                rows.append({"blocked_s": blocked_s, "staged_s": staged_s, "durable_s": durable_s, **vitals.rise()})
+                times = {"blocked_s": blocked_s, "staged_s": staged.until_s, "copying_s": staged.copying_s}
+                rows.append({**times, "durable_s": durable_s, **vitals.rise()})
                 print(
-                    f"    {name}, save {number + 1}: blocked {blocked_s:.4f} s, durable {durable_s:.2f} s", flush=True
+                    f"    {name}, save {number + 1}: blocked {blocked_s:.4f} s, staged {staged.until_s:.3f} s"
+                    f" ({training.nbytes / staged.copying_s / 1e9:.1f} GB/s), durable {durable_s:.2f} s",
+                    flush=True,
                 )
             except Exception as exc:  # noqa: BLE001 - how a contender fails is a result
                 rows.append({"failed": f"{type(exc).__name__}: {exc}"[:300]})

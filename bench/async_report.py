@@ -40,8 +40,13 @@ def _call_rows(results: Results) -> list[tuple[str, dict[str, str]]]:
         ),
         ("call until durable on disk: first, s", first(lambda row: f"{row['durable_s']:.2f}")),
         ("call until durable on disk: later, median, s", later(lambda rows: f"{_mid(rows, 'durable_s'):.2f}")),
-        ("staging, cold, GB/s", first(lambda row: _rate(nbytes, row["staged_s"]))),
-        ("staging, warm, median, GB/s", later(lambda rows: _rate(nbytes, _mid(rows, "staged_s")))),
+        ("call until the state may be changed: first, ms", first(lambda row: _ms(row["staged_s"]))),
+        ("call until the state may be changed: later, median, ms", later(lambda rows: _ms(_mid(rows, "staged_s")))),
+        ("while copies to the host go on: first, GB/s", first(lambda row: _rate(nbytes, row["copying_s"]))),
+        (
+            "while copies to the host go on: later, median, GB/s",
+            later(lambda rows: _rate(nbytes, _mid(rows, "copying_s"))),
+        ),
     ]
     memory = [
         ("host memory above before, at peak, GB", peak("rss", 1e9)),
@@ -146,7 +151,8 @@ def targets(results: Results) -> list[dict[str, Any]]:
         if len(rows) > 1:
             judge(f"{name}: blocked, first save", rows[0]["blocked_s"] * 1e3, "ms", at_most=100)
             judge(f"{name}: blocked, later, max", max(r["blocked_s"] for r in rows[1:]) * 1e3, "ms", at_most=10)
-            judge(f"{name}: staging, warm", nbytes / _mid(rows[1:], "staged_s") / 1e9, "GB/s", at_least=45)
+            if name == OVERLAP:  # the others wait for it; a copy on the device is emptied at leisure
+                judge(f"{name}: staging, warm", nbytes / _mid(rows[1:], "copying_s") / 1e9, "GB/s", at_least=45)
         if name == OVERLAP and rows:  # torch counts a device's memory in blocks; none may be asked for
             judge(f"{name}: extra device memory", max(r["device"] for r in rows) / 1e6, "MB", at_most=0)
     for name in (OVERLAP, DEVICE):
