@@ -149,7 +149,7 @@ def _run(words: list[str]) -> int:
         raise NotUsable(f"there is no command {asked!r}", hint=did_you_mean(asked, COMMANDS, otherwise=every))
     command = load_command(asked)
     try:
-        args = parser_of(asked, command).parse_args(words[1:])
+        args = parser_of(asked, command).parse_intermixed_args(words[1:])
     except SystemExit:  # after --help
         return 0
     if args.json and asked in _STORY_TELLERS:

@@ -77,7 +77,8 @@ def size_text(nbytes: float) -> str:
         if nbytes < 999.5 or unit == units[-1]:
             break
         nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 100 else f"{nbytes:.0f} {unit}"
+    digits = 0 if unit == "B" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+    return f"{nbytes:.{digits}f} {unit}"
 
 
 def span_text(seconds: float) -> str:
@@ -86,6 +87,13 @@ def span_text(seconds: float) -> str:
         if seconds >= 2 * length or (seconds >= length and unit != "d"):
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def number_text(value: complex | None) -> str:
+    """Return a number with six digits, whole ones with all they have; a dash for none."""
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, (float, complex)) else str(value)
 
 
 def count_text(count: int, noun: str, plural: str = "") -> str:

@@ -1,0 +1,54 @@
+"""From what stands on a command line to a checkpoint, or to several of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardkeep.cli.problems import NotUsable, did_you_mean
+from shardkeep.errors import CheckpointNotFound
+from shardkeep.opening import Checkpoint
+from shardkeep.opening import open as open_checkpoint
+
+
+def open_one(where: str) -> Checkpoint:
+    """
+    Open the checkpoint at a place.
+
+    Raises:
+        CheckpointNotFound: there is none; the hint says what is there instead, or what is spelt alike.
+
+    """
+    with explained(where):
+        return open_checkpoint(where)
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Add to the error of a checkpoint that is not there what may have been meant."""
+    try:
+        yield
+    except CheckpointNotFound as exc:
+        exc.hint = exc.hint or _guess(where)
+        raise
+
+
+def check_exists(where: str) -> None:
+    """Insist that a directory is there, and guess which one was meant where it is not."""
+    if "://" not in where and not os.path.isdir(where):
+        what = "is no directory" if os.path.exists(where) else "does not exist"
+        raise NotUsable(f"{where}: {what}", hint=_guess(where))
+
+
+def _guess(where: str) -> str:
+    if "://" in where:
+        return ""
+    if os.path.isdir(where):
+        return "`shardkeep ls` of the same directory says what is in it"
+    above, name = os.path.split(os.path.normpath(where))
+    try:
+        beside = os.listdir(above or ".")
+    except OSError:
+        return ""
+    return did_you_mean(name, beside)

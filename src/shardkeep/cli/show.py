@@ -1,0 +1,223 @@
+"""`shardkeep show`: one tensor or value of a checkpoint, with statistics that are made in bounded memory."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardkeep.cli.contents import Item, chunks_of, find_item, item_document
+from shardkeep.cli.drawing import print_histogram, print_statistics
+from shardkeep.cli.output import (
+    count_text,
+    line_width,
+    number_text,
+    print_json,
+    say,
+    shape_text,
+    shortened,
+    shown,
+    size_text,
+    styled,
+)
+from shardkeep.cli.places import open_one
+from shardkeep.cli.problems import NotUsable
+from shardkeep.cli.progress import Progress
+from shardkeep.errors import UnsupportedLeaf
+from shardkeep.opening import Checkpoint, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardkeep.cli.statistics import Histogram, Statistics
+
+EXAMPLES = """
+  shardkeep show runs/a/step-500 model.layers.0.weight
+  shardkeep show runs/a/step-500 model.layers.0.weight --slice "3:7, ::2"
+  shardkeep show runs/a/step-500 step
+"""
+_MOST_VALUES = 1_000_000
+_MOST_CHUNKS = 8
+_FIRST = 6
+_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
+
+Index = tuple[Any, ...]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("key", metavar="KEY")
+    parser.add_argument("--slice", metavar="INDEX", help='print these values, as Python would: "3:7, ::2"')
+    parser.add_argument("--bins", type=int, default=12, metavar="N", help="bars of the histogram (12)")
+    parser.add_argument("--chunks", action="store_true", help="list all chunks, not the first few")
+    parser.add_argument("--no-stats", action="store_true", help="read nothing: only what and where it is")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it."""
+    if not 1 <= args.bins <= 1000:
+        raise NotUsable(f"--bins {args.bins}: give 1 to 1000")
+    checkpoint = open_one(args.checkpoint)
+    item = find_item(checkpoint, args.key)
+    if not item.is_tensor:
+        return _show_value(checkpoint, item, args)
+    stored = checkpoint[args.key]
+    if args.slice is not None:
+        return _show_slice(checkpoint, item, stored, args)
+    return _show_tensor(checkpoint, item, stored, args)
+
+
+def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) -> int:
+    value = checkpoint[item.key]
+    if args.slice is not None:
+        raise NotUsable(f"{item.key!r} is a value, not a tensor: it has no slices")
+    if args.json:
+        document = item_document(checkpoint, item, chunks=False)
+        print_json(document | {"type": type(value).__name__, "value": plain_json(value)})
+    else:
+        say(shown(repr(value)) if not isinstance(value, str) else shown(value))
+    return 0
+
+
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON has it, or its repr where JSON has nothing like it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain_json(item) for key, item in value.items()}
+    return repr(value)
+
+
+def parse_slice(text: str) -> Index:
+    """
+    Read an index expression: integers, slices and one `...`, separated by commas; brackets around it are allowed.
+
+    Raises:
+        NotUsable: it is something else.
+
+    """
+    inner = text.strip()
+    if inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1].strip()
+    parts = [part.strip() for part in inner.split(",")] if inner else []
+    found: list[Any] = []
+    for part in parts:
+        if part == "...":
+            found.append(...)
+            continue
+        match = _PART.fullmatch(part)
+        if match is None or not part:
+            raise NotUsable(f"--slice {text!r}: {part!r} is no index", hint='write it as in Python: "3:7, ::2"')
+        first, second, third = (int(number) if number else None for number in match.groups())
+        found.append(slice(first, second, third) if ":" in part else first)
+    return tuple(found)
+
+
+def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
+    from shardkeep.format.picks import parse_index  # noqa: PLC0415 - for slices alone
+
+    index = parse_slice(args.slice)
+    try:
+        picks = parse_index(item.key, item.shape, index)
+    except (IndexError, ValueError) as exc:
+        raise NotUsable(str(exc), hint=f"it is {item.what}") from exc
+    many = math.prod(pick.count for pick in picks)
+    if many > _MOST_VALUES:
+        raise NotUsable(f"--slice {args.slice!r} has {many:,} values", hint=f"print at most {_MOST_VALUES:,} at a time")
+    from shardkeep.cli.blocks import plain_values  # noqa: PLC0415 - torch only where values are read
+
+    values = plain_values(stored[index])
+    if args.json:
+        document = item_document(checkpoint, item, chunks=False)
+        print_json(document | {"slice": args.slice, "values": _listed(values)})
+        return 0
+    say(f"{shown(item.key)}[{args.slice}]  {item.dtype} {shape_text(values.shape)}")
+    say(_printed(values))
+    return 0
+
+
+def _listed(values: torch.Tensor) -> Any:
+    listed = values.tolist()
+    return plain_json(listed) if not values.is_complex() else _pairs(listed)
+
+
+def _pairs(listed: Any) -> Any:
+    return [_pairs(item) for item in listed] if isinstance(listed, list) else [listed.real, listed.imag]
+
+
+def _printed(values: torch.Tensor) -> str:
+    import numpy as np  # noqa: PLC0415 - only where values are read
+
+    return np.array2string(values.numpy(), max_line_width=line_width() or 100, precision=6, separator=" ")
+
+
+def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
+    found, histogram, why_not, first = None, None, "", ""
+    if not args.no_stats:
+        from shardkeep.cli.blocks import first_values  # noqa: PLC0415 - torch only where values are read
+        from shardkeep.cli.statistics import histogram_of, statistics_of  # noqa: PLC0415
+
+        try:
+            with Progress("reading", 2 * item.nbytes) as progress:
+                found = statistics_of(stored, progress.add)
+                histogram = histogram_of(stored, found, args.bins, progress.add)
+        except UnsupportedLeaf as exc:
+            why_not = exc.message
+        values = first_values(stored, _FIRST)
+        first = "  ".join(map(number_text, values.tolist()))
+    if args.json:
+        document = item_document(checkpoint, item, chunks=True)
+        print_json(document | {"statistics": _statistics_document(found), "histogram": _histogram_document(histogram)})
+        return 0
+    say(styled(shown(item.key), "bold"))
+    say(f"  {item.what}, {size_text(item.nbytes)}" + (f", shared with {shown(item.tied_to)}" if item.tied_to else ""))
+    _print_chunks(checkpoint, item, everything=args.chunks)
+    if first:
+        say(f"  values   {first}{'  …' if math.prod(item.shape) > _FIRST else ''}")
+    if why_not:
+        say(f"  no statistics: {why_not}")
+    if found is not None:
+        print_statistics(found)
+    if histogram is not None:
+        print_histogram(histogram)
+    return 0
+
+
+def _print_chunks(checkpoint: Checkpoint, item: Item, *, everything: bool) -> None:
+    chunks = chunks_of(checkpoint, item)
+    listed = chunks if everything else chunks[:_MOST_CHUNKS]
+    boxes = max((len(str(chunk.box)) for chunk in listed), default=0)
+    room = line_width()
+    for chunk in listed:
+        line = f"  {str(chunk.box).ljust(boxes)}  {size_text(chunk.nbytes):>7}  "
+        place = f" at {chunk.offset:,}"
+        name = shown(chunk.file)
+        say(line + (name if room is None else shortened(name, max(12, room - len(line) - len(place)))) + place)
+    if len(chunks) > len(listed):
+        say(f"  and {count_text(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
+
+
+def _statistics_document(found: Statistics | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "count": found.count,
+        "min": found.least,
+        "max": found.greatest,
+        "mean": found.mean,
+        "std": found.std,
+        "norm": found.norm,
+        "zeros": found.zeros,
+        "nan": found.nan,
+        "positive_inf": found.positive_inf,
+        "negative_inf": found.negative_inf,
+        "of_magnitudes": found.of_magnitudes,
+    }
+
+
+def _histogram_document(histogram: Histogram | None) -> dict[str, Any] | None:
+    return {"low": histogram.low, "high": histogram.high, "counts": histogram.counts} if histogram else None
