@@ -65,6 +65,17 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON has it, or its repr where JSON has nothing like it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain_json(item) for key, item in value.items()}
+    return repr(value)
+
+
 def shown(text: str) -> str:
     """Return a name as it may be printed: what would move the cursor is spelt out."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -125,11 +136,16 @@ class Table:
     right: str = ""
     """Headings of the columns that are aligned to the right, separated by spaces."""
     gives_way: str = ""
+    indent: str = ""
+    headless: bool = False
     rows: list[tuple[str, ...]] = field(default_factory=list)
     styles: list[Style | None] = field(default_factory=list)
+    below: dict[int, str] = field(default_factory=dict)
 
-    def add(self, *cells: str, style: Style | None = None) -> None:
-        """Add a row."""
+    def add(self, *cells: str, style: Style | None = None, below: str = "") -> None:
+        """Add a row, and a remark that stands on a line below it."""
+        if below:
+            self.below[len(self.rows)] = below
         self.rows.append(cells)
         self.styles.append(style)
 
@@ -140,14 +156,17 @@ class Table:
         room = line_width()
         if room is not None and self.gives_way:
             at = list(self.headings).index(self.gives_way)
-            others = sum(widths.values()) + 2 * (len(used) - 1) - widths.get(at, 0)
+            others = len(self.indent) + sum(widths.values()) + 2 * (len(used) - 1) - widths.get(at, 0)
             widths[at] = min(widths.get(at, 0), max(_NARROWEST, room - others))
         if not self.rows:
             return
-        print(styled(self._line(tuple(self.headings), used, widths), "dim"))
-        for row, style in zip(self.rows, self.styles, strict=True):
+        if not self.headless:
+            print(styled(self._line(tuple(self.headings), used, widths), "dim"))
+        for at, (row, style) in enumerate(zip(self.rows, self.styles, strict=True)):
             line = self._line(row, used, widths)
             print(styled(line, style) if style else line)
+            if at in self.below:
+                print(f"{self.indent}  {self.below[at]}")
 
     def _line(self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int]) -> str:
         right = self.right.split()
@@ -156,4 +175,4 @@ class Table:
             text.rjust(widths[at]) if self.headings[at] in right else text.ljust(widths[at])
             for at, text in zip(used, texts, strict=True)
         )
-        return "  ".join(aligned).rstrip()
+        return self.indent + "  ".join(aligned).rstrip()

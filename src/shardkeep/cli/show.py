@@ -13,6 +13,7 @@ from shardkeep.cli.output import (
     count_text,
     line_width,
     number_text,
+    plain_json,
     print_json,
     say,
     shape_text,
@@ -79,17 +80,6 @@ def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) ->
     else:
         say(shown(repr(value)) if not isinstance(value, str) else shown(value))
     return 0
-
-
-def plain_json(value: Any) -> Any:
-    """Return a value as JSON has it, or its repr where JSON has nothing like it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain_json(item) for key, item in value.items()}
-    return repr(value)
 
 
 def parse_slice(text: str) -> Index:
