@@ -44,6 +44,7 @@ from shardkeep.run.read import (
     open_checked,
     read_files,
 )
+from shardkeep.run.safetensors_open import SafetensorsSource
 from shardkeep.run.sources import find
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
@@ -64,11 +65,15 @@ class VerifyReport:
     files: int
     bytes_read: int
     seconds: float
+    without_digests: int = 0
+    """Of the files, those that nobody took digests of: of safetensors files of others, only headers and sizes are
+    checked; of torch's, the checksums in their archives."""
 
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
     """
-    Open a committed checkpoint to look at it or read parts of it.
+    Open a checkpoint to look at it or read parts of it: a native one, one of torch's, or a directory of safetensors
+    files (or one such file) as Hugging Face has them.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -213,8 +218,16 @@ class Checkpoint(Mapping[str, Any]):
             raise DamagedCheckpoint(
                 f"{self._store.url}: {len(problems)} wrong:\n  " + "\n  ".join(problems), problems=problems
             )
-        nbytes = sum(file.nbytes for file in self.record.files) + self.record.index.nbytes
-        return VerifyReport(files=len(self.record.files), bytes_read=nbytes, seconds=time.perf_counter() - began)
+        files = self.record.files
+        nbytes = sum(file.nbytes for file in files) + self.record.index.nbytes
+        if isinstance(self._source, SafetensorsSource):
+            nbytes = self._source.nbytes_verified()
+        return VerifyReport(
+            files=len(files),
+            bytes_read=nbytes,
+            seconds=time.perf_counter() - began,
+            without_digests=sum(not file.block_nbytes for file in files),
+        )
 
     def _damage(self) -> Iterator[CheckpointError]:
         for check in (self._check_unchanged, self._check_index):

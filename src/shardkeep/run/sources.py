@@ -1,8 +1,9 @@
 """
-Which layout a checkpoint has, and opening it: native, or torch's.
+Which layout a checkpoint has, and opening it: native, torch's, or safetensors files as Hugging Face has them.
 
 A save in one layout takes away what says that a checkpoint of the other exists. A directory that has both was left by a
-save that died just before that: what was written last counts.
+save that died just before that: what was written last counts. Safetensors files are looked for only where nothing was
+committed: data files of the native layout are some, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layout import native
 from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.run import torch_open
+from shardkeep.run import safetensors_open, torch_open
 from shardkeep.run.read import Headers, Source
 from shardkeep.store.protocol import Lists, Opens, Store
 
@@ -34,6 +35,19 @@ def find(store: Store) -> Found:
 
     """
     try:
+        if not safetensors_open.is_single_file(store):
+            return _committed(store)
+        missing = CheckpointNotFound(f"{store.url}: no checkpoint")
+    except CheckpointNotFound as exc:
+        missing = exc
+    found = safetensors_open.find_safetensors(store)
+    if found is None:
+        raise missing
+    return found
+
+
+def _committed(store: Store) -> _FoundNative | torch_open.FoundTorch:
+    try:
         record = native.read_record(store)
     except CheckpointNotFound as exc:
         try:
@@ -45,13 +59,13 @@ def find(store: Store) -> Found:
 
 def read_record(store: Store) -> Record:
     """
-    Read what says that a checkpoint exists.
+    Read what says that a checkpoint was committed: a save into the same place would replace it.
 
     Raises:
-        CheckpointNotFound: there is none, of any layout.
+        CheckpointNotFound: there is none. Safetensors files may be there; a save leaves them alone.
 
     """
-    return find(store).record
+    return _committed(store).record
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class _FoundNative:
         return Source(self.store, self.record, native.read_index(self.store, self.record), headers)
 
 
-Found = _FoundNative | torch_open.FoundTorch
+Found = _FoundNative | torch_open.FoundTorch | safetensors_open.FoundSafetensors
 """A checkpoint that is there: its `record`, and how to `open` it without reading again what was read to find it."""
 
 
@@ -85,4 +99,6 @@ def open_source(store: Store, record: Record, options: Options, headers: Headers
     """Open the checkpoint that a record, which may be from another rank, is of."""
     if record.format == NATIVE:
         return _FoundNative(store, record).open(options, headers)
+    if record.format == safetensors_open.FORMAT:
+        return safetensors_open.open_safetensors(store, record, options)
     return torch_open.open_torch(store, record, options)
