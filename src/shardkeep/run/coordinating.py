@@ -5,6 +5,7 @@ Rank 0's part of a save: what it decides, what it publishes, and what it takes b
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from shardkeep.errors import (
     DamagedCheckpoint,
     PickleRefused,
     StorageError,
+    StorageFull,
     UnsupportedVersion,
 )
 from shardkeep.format.index import Chunks
@@ -30,7 +32,7 @@ from shardkeep.plan.saves import SavePlan, plan_save
 from shardkeep.run.drafting import merge_skeletons, merge_values
 from shardkeep.run.orders import cut_orders, file_names
 from shardkeep.run.sources import read_record
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, free_nbytes
 
 log = logging.getLogger("shardkeep")
 
@@ -76,6 +78,7 @@ class Coordinator:
         self.saved = plan_save(drafts)
         self.values = merge_values(drafts, self.saved.keys)
         self.tree = merge_skeletons(drafts)
+        self._check_room()
         leftovers.make_claim(self.store, self.save_id)
         return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
 
@@ -177,6 +180,19 @@ class Coordinator:
             return
         kept = {record.index.name, *(file.name for file in record.files)}
         discard(self.store, [name for name in found.dead + found.ended if name not in kept])
+
+    def _check_room(self) -> None:
+        """Find out before the first file is made whether all of them fit; what is replaced stays until the commit."""
+        wanted = sum(file.data_nbytes for file in self.saved.files) + sum(len(data) for _, data in self.values)
+        free = free_nbytes(self.store)
+        if free is not None and free < wanted:
+            raise StorageFull(
+                f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                hint="delete checkpoints that are needed no more, or save to another place; nothing was written",
+                errno=errno.ENOSPC,
+                wanted=wanted,
+                free=free,
+            )
 
     def _check_place(self) -> None:
         if not self.overwrite:

@@ -1,0 +1,173 @@
+"""
+A store that tries again what failed in passing: a server that restarts, a network that was gone for a moment.
+
+To make a blob durable is never tried again: after a failed fsync the kernel takes lost pages for written, and a second
+one would say that all is well.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from shardkeep.errors import StorageError
+from shardkeep.store.protocol import BlobInfo, BlobReader, BlobWriter, Store, free_nbytes
+
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
+
+_NAMES = (
+    "EAGAIN", "EINTR", "EBUSY", "ETIMEDOUT", "ESTALE", "EIO", "EREMOTEIO", "ENETDOWN", "ENETUNREACH", "ENETRESET",
+    "ECONNABORTED", "ECONNRESET", "ECONNREFUSED", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "EPIPE",
+)  # fmt: skip
+TRANSIENT = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
+"""What may be gone in a moment. A full disk, a lack of rights and a name that is taken are not."""
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 15.0
+
+Told = Callable[[int, StorageError, float], object]
+"""Is called with the attempt that failed (from 1), its error, and how long the next one waits."""
+
+
+class Patience:
+    """How often, and after which waits, something is tried again."""
+
+    def __init__(
+        self, retries: int, *, told: Told | None = None, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        """
+        Say how often.
+
+        Args:
+            retries: how many times more than once.
+            told: is told of each failure that is tried again.
+            sleep: waits.
+
+        """
+        self._retries = retries
+        self._told = told
+        self._sleep = sleep
+
+    def attempt(self, what: str, work: Callable[[int], T]) -> T:
+        """Do some work, which is told how many attempts failed before, until it succeeds or is to be given up."""
+        for failed in range(self._retries):
+            try:
+                return work(failed)
+            except StorageError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                wait_s = self._wait_s(failed)
+                log.warning("%s failed (attempt %d), tried again in %.1f s: %s", what, failed + 1, wait_s, error)
+                if self._told is not None:
+                    self._told(failed + 1, error, wait_s)
+                self._sleep(wait_s)
+        return work(self._retries)
+
+    @staticmethod
+    def _wait_s(failed: int) -> float:
+        # Spread: what fails for one rank fails for all, and they should not come back in one moment.
+        spread = 0.5 + random.random()  # noqa: S311 - no secret
+        return float(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**failed * spread))
+
+
+class RetryingStore:
+    """Pass everything on to `inner`, and try it again where it fails in passing."""
+
+    def __init__(self, inner: Store, patience: Patience) -> None:
+        """Wrap a store."""
+        self.inner = inner
+        self.url = inner.url
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return f"RetryingStore({self.inner!r})"
+
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        def work(failed: int) -> BlobWriter:
+            try:
+                return self.inner.create(name, nbytes)
+            except StorageError as error:
+                if not failed or error.errno != errno.EEXIST:
+                    raise
+            # Made by the attempt that failed: nobody else makes a blob of that name at the same time.
+            self.inner.delete(name)
+            return self.inner.create(name, nbytes)
+
+        writer = self._patience.attempt(f"to create {self.url}/{name}", work)
+        return _RetryingWriter(writer, f"{self.url}/{name}", self._patience)
+
+    def open(self, name: str) -> BlobReader:
+        reader = self._again("open", name, lambda: self.inner.open(name))
+        return _RetryingReader(reader, f"{self.url}/{name}", self._patience)
+
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        def work(failed: int) -> None:
+            try:
+                self.inner.put(name, data, replace=replace)
+            except StorageError as error:
+                if not failed or error.errno != errno.EEXIST or self.inner.get(name, limit=len(data)) != data:
+                    raise
+            else:
+                return
+            # Put there by the attempt that failed, perhaps before it was durable.
+            self.inner.put(name, data, replace=True)
+
+        self._patience.attempt(f"to put {self.url}/{name}", work)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        return self._again("get", name, lambda: self.inner.get(name, limit=limit))
+
+    def list(self) -> Iterator[BlobInfo]:
+        return iter(self._again("list", "", lambda: list(self.inner.list())))
+
+    def delete(self, name: str) -> None:
+        self._again("delete", name, lambda: self.inner.delete(name))
+
+    def free_nbytes(self) -> int | None:
+        """Say what the inner store says."""
+        return free_nbytes(self.inner)
+
+    def _again(self, verb: str, name: str, work: Callable[[], T]) -> T:
+        return self._patience.attempt(f"to {verb} {self.url}/{name}", lambda _: work())
+
+
+class _RetryingWriter:
+    def __init__(self, inner: BlobWriter, where: str, patience: Patience) -> None:
+        self._inner = inner
+        self._where = where
+        self._patience = patience
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._patience.attempt(f"to write {self._where} at {offset}", lambda _: self._inner.write_at(offset, data))
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+
+class _RetryingReader:
+    def __init__(self, inner: BlobReader, where: str, patience: Patience) -> None:
+        self._inner = inner
+        self._where = where
+        self._patience = patience
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def cached(self, offset: int, nbytes: int) -> bool:
+        return self._inner.cached(offset, nbytes)
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
+        self._patience.attempt(
+            f"to read {self._where} at {offset}", lambda _: self._inner.read_into(offset, into, cached=cached)
+        )
+
+    def close(self) -> None:
+        self._inner.close()
