@@ -1,0 +1,168 @@
+"""
+Which checkpoints are kept: pure policies over entries, which can be combined.
+
+    policy = KeepLast(3) | KeepEvery(10_000) | KeepBest("loss", 2)
+
+A checkpoint stays if any of them wants it. Whatever they say, the newest committed one stays, and so do those that are
+pinned. Only committed checkpoints are ever chosen to be deleted: what is damaged may be mended by somebody, and what is
+unfinished may be written by somebody.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, NamedTuple
+
+from shardkeep.errors import StateError
+from shardkeep.manage.entries import Entry
+
+Mode = Literal["min", "max"]
+
+
+class Policy(ABC):
+    """Says which checkpoints it wants to keep."""
+
+    @abstractmethod
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
+        """Name the places to keep, of these committed checkpoints, the newest first."""
+
+    def __or__(self, other: Policy) -> Policy:
+        """Keep what either of them wants."""
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True)
+class AnyOf(Policy):
+    """Keeps what any of its policies wants; without one, nothing."""
+
+    policies: tuple[Policy, ...]
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
+        """Name what any wants."""
+        return set().union(*(policy.wants(entries, now) for policy in self.policies))
+
+
+@dataclass(frozen=True)
+class KeepAll(Policy):
+    """Keeps everything."""
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
+        """Name all."""
+        return {entry.name for entry in entries}
+
+
+@dataclass(frozen=True)
+class KeepLast(Policy):
+    """
+    Keeps the newest `k`.
+
+    Example:
+        >>> import shardkeep as sk
+        >>> policy = sk.KeepLast(3) | sk.KeepEvery(10_000) | sk.KeepBest("loss")
+
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise StateError(f"KeepLast({self.k!r})", hint="at least the newest is always kept: give 1 or more")
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
+        """Name the first so many."""
+        return {entry.name for entry in entries[: self.k]}
+
+
+@dataclass(frozen=True)
+class KeepEvery(Policy):
+    """Keeps those whose step is a multiple of `n`."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise StateError(f"KeepEvery({self.n!r})", hint="give a number of steps, 1 or more")
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
+        """Name the multiples."""
+        return {entry.name for entry in entries if entry.step % self.n == 0}
+
+
+@dataclass(frozen=True)
+class KeepBest(Policy):
+    """Keeps the `k` best by a metric; of equals the newest. One without the metric, or with NaN, is never among them."""
+
+    metric: str
+    k: int = 1
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.mode not in ("min", "max"):
+            raise StateError(
+                f"KeepBest({self.metric!r}, {self.k!r}, mode={self.mode!r})", hint='k is 1 or more, mode "min" or "max"'
+            )
+
+    def ranked(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return those that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        known = [entry for entry in entries if not math.isnan(entry.metrics.get(self.metric, math.nan))]
+        newest_first = sorted(known, key=lambda entry: entry.age, reverse=True)
+        return sorted(newest_first, key=lambda entry: sign * entry.metrics[self.metric])
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
+        """Name the best so many."""
+        return {entry.name for entry in self.ranked(entries)[: self.k]}
+
+
+@dataclass(frozen=True)
+class KeepYounger(Policy):
+    """
+    Keeps those that were saved less than `seconds` ago, and those of which that is not known.
+
+    By the clocks of the machines that saved: a clock that jumps makes all look old. Combine it with `KeepLast`.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise StateError(f"KeepYounger({self.seconds!r})", hint="give a time in seconds, more than 0")
+
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
+        """Name the young ones."""
+        return {
+            entry.name
+            for entry in entries
+            if entry.saved_at is None or (now - entry.saved_at).total_seconds() < self.seconds
+        }
+
+
+class Retained(NamedTuple):
+    """What becomes of checkpoints."""
+
+    kept: list[Entry]
+    to_delete: list[Entry]
+    """The oldest first: whatever stops the deleting leaves the newer ones."""
+
+
+def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Collection[str] = ()) -> Retained:
+    """
+    Decide which checkpoints are deleted.
+
+    Args:
+        entries: of a root; those that are not committed are kept, and count for nothing.
+        policy: what is wanted.
+        now: with its time zone.
+        spared: places that are in use, or must stay for another reason; they count like any other.
+
+    """
+    every = list(entries)
+    committed = sorted((entry for entry in every if entry.committed), key=lambda entry: entry.age, reverse=True)
+    wanted = policy.wants(committed, now) | set(spared) | {entry.name for entry in committed[:1]}
+    to_delete = [entry for entry in reversed(committed) if entry.name not in wanted and not entry.pinned]
+    gone = {entry.name for entry in to_delete}
+    return Retained([entry for entry in every if entry.name not in gone], to_delete)
