@@ -14,6 +14,7 @@ LAYERS = [
     {"cli"},
     {"ui", "dcp", "integrations", "testing"},
     {"manage", "compat"},
+    {"exchange"},
     {"saving", "loading", "opening", "storages", "reports"},
     {"run"},
     {"plan", "stage", "layout", "protocol"},

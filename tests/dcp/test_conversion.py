@@ -23,12 +23,12 @@ from torch.distributed.tensor import Shard as Cut
 import shardkeep
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.compat import conversion as compat_conversion
-from shardkeep.compat import conversion_archive
-from shardkeep.compat.conversion_pickle import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import PickleRefused
+from shardkeep.exchange import archive_file
+from shardkeep.exchange.archive_pickle import pickle_state
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_four_ranks_becomes_the_file_that_torch_makes(rank_pool,
     Tensors that were cut by rows, columns and both are whole again, with the very pickle that torch writes.
     """
     if window:
-        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", window)
+        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", window)
     rank_pool.run(4, save_spread, str(tmp_path / "ck"), by)
     theirs.dcp_to_torch_save(tmp_path / "ck", tmp_path / "theirs.pt")
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "ours.pt")
@@ -129,8 +129,8 @@ def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
     quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
     made = []
     for nbytes in (4096, 3 * 4096, 1 << 20):
-        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", nbytes)
-        assert conversion_archive.window_nbytes() == nbytes
+        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", nbytes)
+        assert archive_file.window_nbytes() == nbytes
         ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
         made.append((tmp_path / "file.pt").read_bytes())
     assert len(made[0]) > 20 * 4096
@@ -189,7 +189,7 @@ def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypa
     """
     What was written through an extension cannot be read in parts, and comes out right in small windows all the same.
     """
-    monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", 4096)
+    monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", 4096)
     registry = checkpoint_utils.get_test_extension_registry()
     writer = FileSystemWriter(tmp_path / "ck", _extensions=[checkpoint_utils.Rot13Example()])
     state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70), "tiny": numbered(3)}}
@@ -304,7 +304,7 @@ def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, wi
     What `shardkeep.save` wrote on three ranks, nested as it was.
     """
     if window:
-        monkeypatch.setattr(conversion_archive, "_WINDOW_NBYTES", window)
+        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", window)
     rank_pool.run(3, save_native, str(tmp_path / "ck"))
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     full = {**plain_state(), "rows": numbered(50, 30), "columns": numbered(9, 7)}

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.compat.conversion_archive import destination, write_archive
-from shardkeep.compat.conversion_pickle import StandIn, pickle_state
+from shardkeep.exchange.archive_file import destination, write_archive
+from shardkeep.exchange.archive_pickle import StandIn, pickle_state
 from shardkeep.format import crc
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_archive_writer import ALIGNMENT, ArchiveLayout
@@ -220,7 +220,7 @@ def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monke
     left = unfinished(tmp_path)
     for what, value in (("host", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
         with monkeypatch.context() as changed:
-            changed.setattr(f"shardkeep.compat.conversion_archive.{what}", value)
+            changed.setattr(f"shardkeep.exchange.archive_file.{what}", value)
             write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
         assert unfinished(tmp_path) == left
     write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)

@@ -8,11 +8,11 @@ import os
 
 import torch
 
-from shardkeep.compat.conversion_archive import Part, destination, write_archive
 from shardkeep.compat.conversion_checkpoint import CheckpointTensors
-from shardkeep.compat.conversion_pickle import StandIn, pickle_state
 from shardkeep.compat.conversion_source import load_torch_file
 from shardkeep.compat.save_driver import _save_state_dict
+from shardkeep.exchange.archive_file import Part, destination, write_archive
+from shardkeep.exchange.archive_pickle import StandIn, pickle_state
 from shardkeep.format.torch_archive_writer import ArchiveLayout
 from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.stage.memory import view_memory

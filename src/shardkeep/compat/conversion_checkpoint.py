@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardkeep.compat.conversion_archive import Part
-from shardkeep.compat.conversion_pickle import StandIn
 from shardkeep.errors import BlobNotFound, MalformedFile, UnsupportedLeaf
+from shardkeep.exchange.archive_file import Part
+from shardkeep.exchange.archive_pickle import StandIn
 from shardkeep.format.dtypes import of_torch, to_torch
 from shardkeep.format.region import flat_range_to_boxes
 from shardkeep.protocol.chunks import clashes, within

@@ -14,7 +14,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
 from shardkeep.store.files import storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobWriter
+from shardkeep.store.protocol import BlobReader, BlobWriter
 
 _WINDOW_NBYTES = 32 << 20
 _LEAST_WINDOW_NBYTES = 1 << 20
@@ -42,6 +42,9 @@ class Part(NamedTuple):
 
 Fill = Callable[[list[Part]], None]
 """Puts bytes of storages where they are wanted: at most one part of each storage at a time, in order."""
+
+Check = Callable[[BlobReader], None]
+"""Raises where what was written is not what was meant to be."""
 
 
 class _Stretch(NamedTuple):
@@ -82,23 +85,41 @@ def destination(path: str | os.PathLike[str]) -> str:
     return where
 
 
-def write_archive(path: str, layout: ArchiveLayout, fill: Fill) -> None:
+def write_archive(
+    path: str, layout: ArchiveLayout, fill: Fill, *, replace: bool = True, check: Check | None = None
+) -> None:
     """
     Write the file, in place of what is at `path`.
 
+    Args:
+        path: where it goes.
+        layout: what it is made of.
+        fill: gives the bytes of storages.
+        replace: whether it may take the place of what is there.
+        check: looks at the file once more before it gets its name.
+
     Raises:
-        StorageError: it cannot be written; what was at `path` is still there.
+        StorageError: it cannot be written, or something is at `path` that it may not replace (errno EEXIST); that is
+            still there.
 
     """
     folder, name = os.path.split(path)
     _clear(folder, name)  # first, as the disk may have no room for both
     temporary = f"{_prefix(name)}-{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(8)}"
-    writer = LocalStore(folder, direct=Options().direct_io).create(temporary, layout.nbytes)
+    store = LocalStore(folder, direct=Options().direct_io)
+    writer = store.create(temporary, layout.nbytes)
     try:
         _write_windows(writer, layout, fill)
         writer.finish()
+        if check is not None:
+            with closing(store.open(temporary)) as reader:
+                check(reader)
         with storage_errors("cannot replace", folder, name):
-            os.replace(os.path.join(folder, temporary), path)
+            if replace:
+                os.replace(os.path.join(folder, temporary), path)
+            else:
+                os.link(os.path.join(folder, temporary), path)
+                os.unlink(os.path.join(folder, temporary))
             sync_directory(folder)
     except BaseException:
         writer.abandon()
