@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from shardkeep.cli.ls_keys import list_keys
-from shardkeep.cli.places import open_one
+from shardkeep.cli.ls_run import list_run
+from shardkeep.cli.places import open_one_or_root
+from shardkeep.cli.roots import Run
 
 EXAMPLES = """
   shardkeep ls runs/a                              the checkpoints of a run
@@ -23,8 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-l", "--long", action="store_true", help="say where every chunk is stored")
     parser.add_argument("--tree", action="store_true", help="as a tree, with sizes")
     parser.add_argument("--depth", type=int, metavar="N", help="of the tree")
+    parser.add_argument("--template", metavar="NAME", help='what checkpoints of the run are called: "step-{step}"')
 
 
 def run(args: argparse.Namespace) -> int:
     """List it."""
-    return list_keys(open_one(args.path), args)
+    found = open_one_or_root(args.path, args.template)
+    return list_run(found, args) if isinstance(found, Run) else list_keys(found, args)

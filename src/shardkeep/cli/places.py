@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardkeep.cli.problems import NotUsable, did_you_mean
+from shardkeep.cli.roots import Run, open_run
 from shardkeep.errors import CheckpointNotFound
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
@@ -34,6 +35,30 @@ def explained(where: str) -> Iterator[None]:
         raise
 
 
+def open_one_or_root(where: str, template: str | None = None) -> Checkpoint | Run:
+    """
+    Open the checkpoint at a place, or the run whose checkpoints are below it.
+
+    Raises:
+        CheckpointNotFound: it is neither.
+
+    """
+    try:
+        return open_checkpoint(where)
+    except CheckpointNotFound as exc:
+        run = open_run(where, template)
+        if run.entries() or _is_empty(where):
+            return run
+        exc.hint = exc.hint or _guess(where)
+        raise
+
+
+def open_root_only(where: str, template: str | None = None) -> Run:
+    """Open a run; one that has no checkpoint yet is a run, too."""
+    check_exists(where)
+    return open_run(where, template)
+
+
 def check_exists(where: str) -> None:
     """Insist that a directory is there, and guess which one was meant where it is not."""
     if "://" not in where and not os.path.isdir(where):
@@ -41,11 +66,16 @@ def check_exists(where: str) -> None:
         raise NotUsable(f"{where}: {what}", hint=_guess(where))
 
 
+def _is_empty(where: str) -> bool:
+    return os.path.isdir(where) and not os.listdir(where)
+
+
 def _guess(where: str) -> str:
     if "://" in where:
         return ""
     if os.path.isdir(where):
-        return "`shardkeep ls` of the same directory says what is in it"
+        entry = open_run(where).catalog.latest()
+        return f"there are checkpoints below it, the latest is {os.path.join(where, entry.name)}" if entry else ""
     above, name = os.path.split(os.path.normpath(where))
     try:
         beside = os.listdir(above or ".")
