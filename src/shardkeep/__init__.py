@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from shardkeep.manage.catalog import Catalog
     from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
     from shardkeep.options import Options
+    from shardkeep.reports.progress import show_progress
+    from shardkeep.reports.trace import trace
     from shardkeep.run.handles import SaveHandle, SaveProgress
     from shardkeep.run.reports import LoadReport, SaveReport
     from shardkeep.saving import async_save, finish_saves, save
@@ -89,6 +91,8 @@ _HOMES = {
     "manage.catalog": ("Catalog",),
     "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
     "options": ("Options",),
+    "reports.progress": ("show_progress",),
+    "reports.trace": ("trace",),
     "run.handles": ("SaveHandle", "SaveProgress"),
     "run.reports": ("LoadReport", "SaveReport"),
     "saving": ("async_save", "finish_saves", "save"),
@@ -145,6 +149,8 @@ __all__ = [
     "on_event",
     "open",
     "save",
+    "show_progress",
+    "trace",
 ]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardkeep")
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True):
     """One phase of a call on one rank."""
 
     name: str
@@ -37,7 +37,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Since the call; what another rank did, since rank 0's call, which that rank may have made earlier or later."""
     end_s: float
     nbytes: int = 0
-    """What was moved; 0 where nothing is."""
+    """What was moved; 0 where nothing is, or nobody counts."""
 
     @property
     def seconds(self) -> float:
@@ -111,6 +111,8 @@ class SaveWritten(Event, frozen=True, kw_only=True):
 class SaveCommitted(Event, frozen=True, kw_only=True):
     """The checkpoint is durable and complete."""
 
+    called_s: float
+    """When the call was made, by `time.perf_counter()` of this process: a clock that never jumps."""
     save_id: str
     tensors: int
     bytes_total: int
@@ -138,6 +140,7 @@ class SaveCommitted(Event, frozen=True, kw_only=True):
 class SaveFailed(Event, frozen=True, kw_only=True):
     """A save ended without a checkpoint; what was committed before is as it was."""
 
+    called_s: float
     kind: str
     """The class of the error."""
     message: str
@@ -154,6 +157,7 @@ class LoadBegan(Event, frozen=True, kw_only=True):
 class LoadFinished(Event, frozen=True, kw_only=True):
     """The state is filled, on all ranks."""
 
+    called_s: float
     save_id: str
     bytes_read: int
     """By this rank, headers included."""
@@ -172,6 +176,7 @@ class LoadFinished(Event, frozen=True, kw_only=True):
 class LoadFailed(Event, frozen=True, kw_only=True):
     """A load ended without filling the state."""
 
+    called_s: float
     kind: str
     message: str
     seconds: float

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardkeep.events import Span
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.filling import Filling
 from shardkeep.run.match import Verdict, Wishes
-from shardkeep.run.phases import WORK_OF_LOADS, Phases, find_slowest
+from shardkeep.run.phases import WORK_OF_LOADS, Phases, Sent, find_slowest
 from shardkeep.run.reports import LoadReport
 from shardkeep.run.telling import LoadTelling
 from shardkeep.state.names import Patterns, Renames
@@ -120,7 +119,7 @@ def load(
             return msgspec.msgpack.encode(phases.sent())
 
         def end(payloads: list[bytes]) -> list[bytes]:
-            phases.collect([msgspec.msgpack.decode(payload, type=list[Span]) for payload in payloads])
+            phases.collect([msgspec.msgpack.decode(payload, type=Sent) for payload in payloads])
             return [b""] * len(payloads)
 
         with phases.phase("open"):

@@ -13,8 +13,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-import msgspec
-
 from shardkeep.events import RankPhases, Slowest, Span
 
 WORK_OF_SAVES = ("describe", "stage", "write")
@@ -23,13 +21,17 @@ WORK_OF_LOADS = ("plan", "read", "place")
 _EXPLAINED = 0.5
 """A rank that stages late writes late: so much of the one makes it the reason for the other."""
 
+Sent = list[tuple[str, float, float, int]]
+"""Phases on their way to rank 0."""
+
 
 class Phases:
     """The phases of one call."""
 
     def __init__(self) -> None:
         """Begin to count."""
-        self._began = time.perf_counter()
+        self.called_s = time.perf_counter()
+        """When the call was made, by that clock."""
         self._met_s = 0.0
         # Added to by several threads; to append is atomic.
         self._spans: list[Span] = []
@@ -43,7 +45,7 @@ class Phases:
 
     def now(self) -> float:
         """Return how many seconds ago the call began."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.called_s
 
     def add(self, name: str, begin_s: float, end_s: float, nbytes: int = 0) -> None:
         """Note a phase."""
@@ -62,14 +64,19 @@ class Phases:
         """Note that an answer has come that rank 0 gave to all at once."""
         self._met_s = self.now()
 
-    def sent(self) -> list[Span]:
+    def sent(self) -> Sent:
         """Return what this rank did so far, as it is sent to rank 0: counted from when all met."""
-        return [_moved(span, -self._met_s) for span in self.spans]
+        met_s = self._met_s
+        return [(span.name, span.begin_s - met_s, span.end_s - met_s, span.nbytes) for span in self.spans]
 
-    def collect(self, sent: list[list[Span]]) -> None:
+    def collect(self, sent: list[Sent]) -> None:
         """On rank 0: take what all ranks have sent, in their order."""
+        met_s = self._met_s
         self.ranks = [
-            RankPhases(rank, [_moved(span, self._met_s) for span in spans]) for rank, spans in enumerate(sent)
+            RankPhases(
+                rank, [Span(name, begin_s + met_s, end_s + met_s, nbytes) for name, begin_s, end_s, nbytes in each]
+            )
+            for rank, each in enumerate(sent)
         ]
 
     def all_ranks(self) -> list[RankPhases]:
@@ -110,7 +117,3 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
     if name == "write" and "stage" in names and excess(place, "stage") >= _EXPLAINED * excess(place, "write") > 0:
         name = "stage"
     return Slowest(ranks[place].rank, name, taken[place].get(name, 0.0), medians[name])
-
-
-def _moved(span: Span, by_s: float) -> Span:
-    return msgspec.structs.replace(span, begin_s=span.begin_s + by_s, end_s=span.end_s + by_s)

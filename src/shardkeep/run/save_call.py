@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import CheckpointError
-from shardkeep.events import Span
 from shardkeep.format.record import FileEntry
 from shardkeep.layout import leftovers
 from shardkeep.plan.draft import encode
@@ -30,7 +29,7 @@ from shardkeep.run.coordinating import Coordinator, Outcome, discard
 from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft
 from shardkeep.run.orders import Orders
-from shardkeep.run.phases import Phases
+from shardkeep.run.phases import Phases, Sent
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.objects.find import Objects
 from shardkeep.store.protocol import Store
@@ -48,7 +47,7 @@ class _Written(msgspec.Struct, frozen=True):
     """What a rank says when it has written."""
 
     files: list[FileEntry]
-    spans: list[Span]
+    spans: Sent
 
 
 class SaveCall:

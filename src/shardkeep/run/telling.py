@@ -68,6 +68,7 @@ class SaveTelling(_Telling):
         except BaseException as error:
             self._tell(
                 SaveFailed,
+                called_s=self.phases.called_s,
                 kind=type(error).__name__,
                 message=_plain(str(error)),
                 cancelled=isinstance(error, SaveCancelled),
@@ -108,6 +109,7 @@ class SaveTelling(_Telling):
             )
         self._tell(
             SaveCommitted,
+            called_s=self.phases.called_s,
             save_id=saved.save_id,
             tensors=saved.tensors,
             bytes_total=saved.bytes_total,
@@ -135,6 +137,7 @@ class LoadTelling(_Telling):
         except BaseException as error:
             self._tell(
                 LoadFailed,
+                called_s=self.phases.called_s,
                 kind=type(error).__name__,
                 message=_plain(str(error)),
                 seconds=self.phases.now(),
@@ -161,6 +164,7 @@ class LoadTelling(_Telling):
             )
         self._tell(
             LoadFinished,
+            called_s=self.phases.called_s,
             save_id=loaded.save_id,
             bytes_read=loaded.bytes_read,
             bytes_received=loaded.bytes_received,

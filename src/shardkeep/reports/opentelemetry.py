@@ -1,0 +1,73 @@
+"""
+Metrics of saves and loads for OpenTelemetry.
+
+    sk.on_event(OpenTelemetry())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardkeep.events import Event
+from shardkeep.reports.figures import BUCKETS_S, FIGURES, failed_call, figures_of
+from shardkeep.reports.problems import need
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+
+
+class OpenTelemetry:
+    """
+    A callback for `on_event`: metrics of this rank, each with the attribute "shardkeep.rank".
+
+    Times are histograms (shardkeep.save.seconds, shardkeep.save.blocked_s, ...), bytes and speed those of the last call,
+    as gauges; failures are counters (shardkeep.save.failures, with the class of the error as "error.type").
+    """
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        """
+        Make the instruments.
+
+        Args:
+            meter: By default one of the global meter provider.
+
+        Raises:
+            PackageMissing: opentelemetry-api is not installed.
+
+        """
+        metrics = need("opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report")
+        meter = metrics.get_meter("shardkeep") if meter is None else meter
+        self._seconds: dict[str, Any] = {
+            each.name: meter.create_histogram(
+                _metric(each.name),
+                unit=each.unit,
+                description=each.text,
+                explicit_bucket_boundaries_advisory=BUCKETS_S,  # its own are for milliseconds
+            )
+            for each in FIGURES
+            if each.unit == "s"
+        }
+        self._last: dict[str, Any] = {
+            each.name: meter.create_gauge(_metric(each.name), unit=each.unit, description=each.text)
+            for each in FIGURES
+            if each.unit != "s"
+        }
+        self._failures: dict[str, Any] = {
+            call: meter.create_counter(f"shardkeep.{call}.failures", description=f"Failures of {call}s.")
+            for call in ("save", "load")
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Record the figures of an event, if it has any."""
+        attributes = {"shardkeep.rank": event.rank}
+        for name, value in figures_of(event).items():
+            if name in self._seconds:
+                self._seconds[name].record(value, attributes)
+            else:
+                self._last[name].set(value, attributes)
+        if failed := failed_call(event):
+            self._failures[failed].add(1, {**attributes, "error.type": getattr(event, "kind", "")})
+
+
+def _metric(name: str) -> str:
+    return f"shardkeep.{name.replace('/', '.')}"

@@ -1,0 +1,71 @@
+"""
+Curves of saves and loads in TensorBoard.
+
+    sk.on_event(TensorBoard("runs/a/tensorboard"))
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardkeep.events import Event
+from shardkeep.reports.figures import failed_call, figures_of
+from shardkeep.reports.first_rank import from_first
+from shardkeep.reports.problems import need
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """
+    A callback for `on_event`: scalars below "checkpoint/", from rank 0 alone, over the step of each checkpoint.
+
+    Checkpoints without a step are numbered, from 0.
+    """
+
+    def __init__(self, to: str | os.PathLike[str] | SummaryWriter) -> None:
+        """
+        Write nothing yet.
+
+        Args:
+            to: A folder, or a writer of yours, which is yours to close. Nothing is made in the folder on other ranks.
+
+        Raises:
+            PackageMissing: tensorboard is not installed.
+
+        """
+        self._module = need("torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report")
+        self._folder = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
+        self._writer: SummaryWriter | None = None if isinstance(to, (str, os.PathLike)) else to
+        self._failures = {"save": 0, "load": 0}
+        self._unnumbered = 0
+
+    def __call__(self, event: Event) -> None:
+        """Write the scalars of an event, if it has any."""
+        figures, failed = figures_of(event), failed_call(event)
+        if not (figures or failed) or not from_first(event):
+            return
+        if failed:
+            self._failures[failed] += 1
+            figures = {f"{failed}/failures": self._failures[failed]}
+        step = event.step
+        if step is None:
+            step, self._unnumbered = self._unnumbered, self._unnumbered + 1
+        writer = self._open()
+        for name, value in figures.items():
+            writer.add_scalar(f"checkpoint/{name}", value, step, walltime=event.time_s)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the files, unless the writer came from the caller."""
+        if self._folder is not None and self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> SummaryWriter:
+        if self._writer is None:
+            made: SummaryWriter = self._module.SummaryWriter(self._folder)
+            self._writer = made
+        return self._writer

@@ -1,0 +1,220 @@
+"""
+A timeline of saves and loads, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+In come events; out goes a JSON array in the trace event format, one process for each rank and one thread for each phase
+of it. Each call is written when it ends, so that memory is bounded, and what a killed job leaves behind can still be
+opened: viewers do not need the closing bracket.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, TypeAlias
+
+import msgspec
+
+from shardkeep.errors import StorageError
+from shardkeep.events import (
+    Event,
+    LoadBegan,
+    LoadFailed,
+    LoadFinished,
+    Pruned,
+    RankPhases,
+    Retried,
+    SaveBegan,
+    SaveCommitted,
+    SaveFailed,
+    Span,
+    StepSkipped,
+    on_event,
+)
+from shardkeep.reports.first_rank import from_first, is_first
+
+_LANES = {
+    "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
+    "load": ("load", "open", "plan", "read", "exchange", "place"),
+}
+"""From top to bottom."""
+_ROWS = 100
+"""Of one lane, at most: calls that go on at the same time have one each."""
+_End: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed
+_ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
+_MOMENTS = (Retried, Pruned, StepSkipped)
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """
+    Write a timeline of all saves and loads that end inside, with the phases of every rank.
+
+    To be entered on all ranks, or on rank 0 alone, which writes what the ranks have told it anyway. On the way out waits
+    for asynchronous saves that began inside, unless an exception passes. A file of that name is replaced.
+
+    Args:
+        path: The file; open it at ui.perfetto.dev.
+
+    Raises:
+        StorageError: it cannot be written.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> with sk.trace(folder + "/trace.json"):
+        ...     report = sk.save({"w": torch.ones(4)}, folder + "/step-1")
+
+    """
+    tracing = _Tracing(os.fspath(path))
+    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, *_ENDS, *_MOMENTS)):
+        try:
+            yield
+        except BaseException:
+            tracing.close(wait=False)
+            raise
+        tracing.close(wait=True)
+
+
+class _Tracing:
+    """The file, and what has to be known to go on with it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._changed = threading.Condition()
+        self._under_way: list[str] = []
+        self._file: IO[bytes] | None = None
+        self._failure: OSError | None = None
+        self._ended = False
+        # Of another rank than the job's first there is no file, even if the process group has gone in the end.
+        self._first = is_first()
+        self._rows = _Rows()
+
+    def hear(self, event: Event) -> None:
+        """Write what an event says."""
+        with self._changed:
+            if isinstance(event, (SaveBegan, LoadBegan)):
+                self._under_way.append(event.where)
+            elif event.where in self._under_way and isinstance(event, _ENDS):  # else it began before the trace did
+                self._under_way.remove(event.where)
+                self._changed.notify_all()
+            self._first = self._first and is_first()
+            if self._first and from_first(event) and not self._ended:
+                self._write(self._rows.entries(event))
+
+    def close(self, *, wait: bool) -> None:
+        """End the file, once every call is in it."""
+        with self._changed:
+            while wait and self._under_way:
+                self._changed.wait()
+            self._ended = True
+            if self._first and is_first():
+                self._write([])
+            if self._file is not None:
+                try:
+                    self._file.write(b"\n]\n")
+                    self._file.close()
+                except OSError as exc:
+                    self._failure = exc
+            if self._failure is not None:
+                raise StorageError(
+                    f"the trace {self._path} cannot be written: {self._failure}",
+                    hint="the saves and loads in it are not affected",
+                    errno=self._failure.errno,
+                ) from self._failure
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        try:
+            if self._file is None and self._failure is None:
+                self._file = open(self._path, "wb")  # noqa: SIM115 - closed by `close`
+                self._file.write(b"[\n" + msgspec.json.encode(_named("process_labels", 0, 0, labels="shardkeep")))
+            if self._file is not None:
+                self._file.writelines(b",\n" + msgspec.json.encode(entry) for entry in entries)
+                self._file.flush()
+        except OSError as exc:  # told in the end, by `close`: not to a save
+            self._failure = self._failure or exc
+
+
+class _Rows:
+    """Who has which row in the picture."""
+
+    def __init__(self) -> None:
+        self._ranks: set[int] = set()
+        self._ends_us: dict[tuple[int, int], int] = {}
+
+    def entries(self, event: Event) -> list[dict[str, Any]]:
+        """Return the entries of an event that has just been told, by a clock that never jumps."""
+        if isinstance(event, _MOMENTS):
+            return [_instant(event, time.perf_counter())]
+        if not isinstance(event, _ENDS):
+            return []
+        ranks = [RankPhases(event.rank, event.phases)]
+        entries = []
+        if isinstance(event, (SaveCommitted, LoadFinished)):
+            ranks = event.ranks or ranks
+        else:
+            entries.append(_instant(event, event.called_s + event.seconds))
+        call = "save" if isinstance(event, (SaveCommitted, SaveFailed)) else "load"
+        lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
+        for each in ranks:
+            for span in _with_whole(call, each, event):
+                entries += self._complete(each.rank, span, lanes.index(f"{call} {span.name}"), event)
+        return entries
+
+    def _complete(self, rank: int, span: Span, lane: int, event: _End) -> Iterator[dict[str, Any]]:
+        """Give a span as an entry, after those that name the rank and its row."""
+        # Whole numbers, so that what begins when another ends does not overlap it by a rounding.
+        begin_us, end_us = (round((event.called_s + at_s) * 1e6) for at_s in (span.begin_s, span.end_s))
+        first = lane * _ROWS
+        rows = range(first, first + _ROWS)
+        row = next((row for row in rows if self._ends_us.get((rank, row), 0) <= begin_us), rows[-1])
+        if rank not in self._ranks:
+            self._ranks.add(rank)
+            yield _named("process_name", rank, 0, name=f"rank {rank}")
+            yield _named("process_sort_index", rank, 0, sort_index=rank)
+        if (rank, row) not in self._ends_us:
+            yield _named("thread_name", rank, row, name=span.name if row == first else f"{span.name} {row - first + 1}")
+            yield _named("thread_sort_index", rank, row, sort_index=row)
+        self._ends_us[rank, row] = end_us
+        yield {
+            "name": span.name,
+            "cat": "shardkeep",
+            "ph": "X",
+            "ts": begin_us,
+            "dur": end_us - begin_us,
+            "pid": rank,
+            "tid": row,
+            "args": {"where": event.where, "step": event.step, "bytes": span.nbytes},
+        }
+
+
+def _with_whole(
+    name: str, did: RankPhases, event: SaveCommitted | SaveFailed | LoadFinished | LoadFailed
+) -> list[Span]:
+    """Return the spans of a rank after one for the whole of its call, as far as it is known here."""
+    begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
+    if did.rank == event.rank:
+        begins, ends = [*begins, 0.0], [*ends, event.seconds]
+    if not ends:
+        return []
+    moved = sum(span.nbytes for span in did.spans if span.name in ("write", "read"))
+    return [Span(name, min(begins), max(ends), moved), *did.spans]
+
+
+def _instant(event: Event, at_s: float) -> dict[str, Any]:
+    return {
+        "name": type(event).__name__,
+        "cat": "shardkeep",
+        "ph": "i",
+        "s": "p",
+        "ts": round(at_s * 1e6),
+        "pid": event.rank,
+        "tid": 0,
+        "args": msgspec.to_builtins(event),
+    }
+
+
+def _named(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": args}
