@@ -1,0 +1,97 @@
+"""
+Whether a checkpoint is what was saved: by what its record, index and headers say, or by every byte. No torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardkeep.cli.contents import source_of
+from shardkeep.cli.watching import watched
+from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
+from shardkeep.format.record import FileEntry
+from shardkeep.opening import Checkpoint
+from shardkeep.opening import open as open_checkpoint
+from shardkeep.options import Options
+from shardkeep.run.read import open_checked
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one checkpoint."""
+
+    problems: list[str] = field(default_factory=list)
+    """What is damaged; each names the file, and the bytes and keys where that is known."""
+    unknown: str = ""
+    """Why it could not be checked: the store failed, which says nothing about the checkpoint."""
+    files: int = 0
+    nbytes: int = 0
+    """That were read and compared with their digests; without `deep`, of files whose size is right."""
+    without_digests: int = 0
+    """Files of which nobody took digests: their bytes can be read, but not compared with anything."""
+    seconds: float = 0.0
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is wrong."""
+        return not self.problems and not self.unknown
+
+
+def check(where: str, *, deep: bool, on_read: Callable[[int], None] = lambda _: None) -> Verdict:
+    """Check the checkpoint at a place; `on_read` is told how many bytes were read, from any thread."""
+    began = time.perf_counter()
+    try:
+        verdict = _check(where, deep=deep, on_read=on_read)
+    except (DamagedCheckpoint, CheckpointNotFound) as exc:
+        return Verdict(problems=list(exc.details.get("problems", ())) or [exc.message])
+    except CheckpointError as exc:
+        return Verdict(unknown=exc.message)
+    return Verdict(
+        problems=verdict.problems,
+        files=verdict.files,
+        nbytes=verdict.nbytes,
+        without_digests=verdict.without_digests,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _check(where: str, *, deep: bool, on_read: Callable[[int], None]) -> Verdict:
+    if deep:
+        report = open_checkpoint(watched(where, on_read)).verify()
+        return Verdict(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
+    checkpoint = open_checkpoint(where)
+    problems = list(shallow_problems(checkpoint))
+    files = checkpoint.record.files
+    return Verdict(
+        problems=problems,
+        files=len(files),
+        nbytes=sum(file.nbytes for file in files),
+        without_digests=sum(not file.block_nbytes for file in files),
+    )
+
+
+def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """Go through what is wrong with an opened checkpoint as far as index, sizes and headers tell."""
+    source = source_of(checkpoint)
+    try:
+        source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
+    except DamagedCheckpoint as exc:
+        yield exc.message
+    headers = source.to_verify()[0]
+
+    def look(file: FileEntry) -> str:
+        try:
+            open_checked(source.store, file, headers)[0].close()
+        except DamagedCheckpoint as exc:
+            return exc.message
+        return ""
+
+    files = checkpoint.record.files
+    if files:
+        with ThreadPoolExecutor(min(Options().io_threads, len(files))) as pool:
+            yield from filter(None, pool.map(look, files))
