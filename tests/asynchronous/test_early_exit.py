@@ -30,7 +30,14 @@ ENDINGS = {
             where = held()
             kept = sk.async_save(full(2), where, max_in_flight=2)
             where.reached.wait()
-            fork = multiprocessing.get_context("fork").Process(target=int)
+
+            def ask():
+                try:
+                    kept.result()
+                except sk.CheckpointError as error:
+                    print("asked in a fork:", error, flush=True)
+
+            fork = multiprocessing.get_context("fork").Process(target=ask)
             fork.start()
             fork.join(60)
             print("fork", fork.exitcode)
@@ -85,6 +92,13 @@ def test_a_fork_does_not_wait_for_saves_of_its_parent(ended):
     A process forked while a save is in flight (as data loaders do) ends by itself: it has none of the threads.
     """
     assert "fork 0" in ended["sys.exit"][2]
+
+
+def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
+    """
+    It is told that it will never know, instead of waiting for ever.
+    """
+    assert "asked in a fork: a save of process" in ended["sys.exit"][2]
 
 
 def test_a_failure_nobody_asked_for_is_told_at_exit(ended):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from typing_extensions import Self
 
-from shardkeep.errors import SaveCancelled
+from shardkeep.errors import CheckpointError, SaveCancelled
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,6 +37,7 @@ class Staged:
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
+        self._process_id = os.getpid()
 
     def done(self) -> bool:
         """Say whether it has; also where the save failed, and will never need it."""
@@ -50,7 +52,7 @@ class Staged:
             CheckpointError: the save failed before; the state may be changed then, too.
 
         """
-        _within(timeout, self._future, "the state was not copied").result()
+        _within(timeout, self._future, "the state was not copied", self._process_id).result()
 
     def wait_either_way(self) -> None:
         """Wait until the state may be changed, and leave a failure to be asked for."""
@@ -68,6 +70,7 @@ class SaveHandle(Generic[T]):
         self.asked = False
         """Whether the caller knows how it ended."""
         self._future: Future[T] = Future()
+        self._process_id = os.getpid()
         self._cancelled = threading.Event()
         self._given_up = False
         self._committing = False
@@ -90,13 +93,13 @@ class SaveHandle(Generic[T]):
             CheckpointError: it failed; the same on all ranks.
 
         """
-        ended = _within(timeout, self._future, "the save is not complete")
+        ended = _within(timeout, self._future, "the save is not complete", self._process_id)
         self.asked = True
         return ended.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save to end, and return what went wrong, if anything did."""
-        ended = _within(timeout, self._future, "the save is not complete")
+        ended = _within(timeout, self._future, "the save is not complete", self._process_id)
         self.asked = True
         return ended.exception()
 
@@ -178,8 +181,13 @@ class SaveHandle(Generic[T]):
                 self._future.set_exception(error)
 
 
-def _within(timeout: float | None, future: Future[T], what: str) -> Future[T]:
+def _within(timeout: float | None, future: Future[T], what: str, process_id: int) -> Future[T]:
     """Wait for a future, apart from asking it: a save may fail with a TimeoutError of its own, as ranks were silent."""
+    if not future.done() and os.getpid() != process_id:  # a fork has none of the threads that save
+        raise CheckpointError(
+            f"a save of process {process_id} was asked for in a fork of it, where its end is never known",
+            hint="ask in the process that called async_save",
+        )
     wait([future], timeout)
     if not future.done():
         raise TimeoutError(f"{what} within {timeout:g} s")
