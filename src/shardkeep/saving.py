@@ -244,7 +244,8 @@ def async_save(
             outcome = background.carry_out()
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
-        report = _report(call, outcome, seconds=seconds, blocked_s=blocked_s, staged_s=staged_s)
+        waited_s = staged_s if background.must_wait else blocked_s
+        report = _report(call, outcome, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         telling.committed(report)
         return report
 

@@ -60,9 +60,10 @@ class Phases:
         finally:
             self.add(name, begin_s, self.now())
 
-    def meet(self) -> None:
-        """Note that an answer has come that rank 0 gave to all at once."""
+    def meet(self) -> float:
+        """Note that an answer has come that rank 0 gave to all at once, and return when."""
         self._met_s = self.now()
+        return self._met_s
 
     def sent(self) -> Sent:
         """Return what this rank did so far, as it is sent to rank 0: counted from when all met."""

@@ -147,8 +147,7 @@ class SaveCall:
             return drawn
 
         told = self._meeting.agree("plan", drafting, self._coordinator.plan)
-        self.phases.meet()
-        self.phases.add("plan", began_s, self.phases.now())
+        self.phases.add("plan", began_s, self.phases.meet())
         return msgspec.msgpack.decode(told, type=Orders)
 
     def write(self, work: Callable[[], list[FileEntry]]) -> None:

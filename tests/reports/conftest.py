@@ -1,0 +1,13 @@
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+import shardkeep as sk
+
+
+@pytest.fixture(autouse=True)
+def _no_save_outlives_its_test() -> Iterator[None]:
+    yield
+    with contextlib.suppress(sk.EarlierSaveFailed):
+        sk.finish_saves()

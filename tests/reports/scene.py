@@ -1,0 +1,77 @@
+"""Stores that are slow or broken on one rank, and what is said of saves through them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+import shardkeep as sk
+from shardkeep.testing.faulty_store import FaultyStore
+
+ROWS = 4
+"""Of each rank's own tensor, 64 KiB a row."""
+SLOW_S = 0.3
+
+
+class SlowStore(FaultyStore):
+    """Sleeps before each operation of one verb."""
+
+    def __init__(self, where, verb, delay_s=SLOW_S):
+        super().__init__(sk.LocalStore(where))
+        self._slow_verb = verb
+        self._slow_s = delay_s
+
+    def begin(self, verb, name):
+        if verb == self._slow_verb:
+            time.sleep(self._slow_s)
+        return super().begin(verb, name)
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def state():
+    """Each rank has rows of one tensor, which are all its own numbers."""
+    part = torch.full((ROWS, 1 << 14), float(rank()))
+    return {"w": sk.ShardedBox(part, offsets=(ROWS * rank(), 0), shape=(ROWS * ranks(), 1 << 14)), "n": 3}
+
+
+@contextlib.contextmanager
+def heard(**kinds):
+    """All events inside, in order."""
+    events = []
+    with sk.on_event(events.append, **kinds):
+        yield events
+
+
+@contextlib.contextmanager
+def logged():
+    """The lines that shardkeep logs inside."""
+    lines = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("shardkeep"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def names(events):
+    return [type(event).__name__ for event in events]
