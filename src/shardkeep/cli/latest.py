@@ -7,7 +7,8 @@ import argparse
 from shardkeep.cli.checking import check
 from shardkeep.cli.ls_run import entry_document
 from shardkeep.cli.output import print_json, remark, say, shown
-from shardkeep.cli.places import open_root_only
+from shardkeep.cli.places import hint_for
+from shardkeep.cli.roots import open_run
 from shardkeep.manage.entries import Entry
 
 EXAMPLES = """
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1, and nothing on stdout, where there is none."""
-    found = open_root_only(args.root, args.template)
+    found = open_run(args.root, args.template)  # one that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
     for entry in found.entries():
@@ -39,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     elif latest:
         say(found.path_of(latest))
     if latest is None:
-        remark(f"{args.root}: no checkpoint" + (" that could be loaded" if skipped else " yet"))
+        remark(f"{args.root}: no checkpoint" + (" that could be loaded" if skipped else " below it yet"))
+        if not skipped and (hint := hint_for(args.root)):
+            remark(f"  hint: {hint}")
     return 0 if latest else 1
 
 

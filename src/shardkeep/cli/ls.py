@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
     parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
     parser.add_argument("-l", "--long", action="store_true", help="say where every chunk is stored")
+    parser.add_argument("--names", action="store_true", help="names alone, one a line, for scripts")
     parser.add_argument("--tree", action="store_true", help="as a tree, with sizes")
     parser.add_argument("--depth", type=int, metavar="N", help="of the tree")
     parser.add_argument("--template", metavar="NAME", help='what checkpoints of the run are called: "step-{step}"')

@@ -47,6 +47,10 @@ def list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         found = [item_document(checkpoint, item, chunks=args.long) for item in items]
         print_json({"kind": "checkpoint", "path": args.path, **document_of(checkpoint), "items": found})
         return 0
+    if args.names:
+        for item in items:
+            say(shown(item.key))
+        return 0
     say(f"{styled(args.path, 'bold')}  {summary_of(checkpoint)}\n")
     if args.tree:
         _print_tree(_grown(items), args.depth)

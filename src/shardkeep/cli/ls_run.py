@@ -29,6 +29,11 @@ def list_run(run: Run, args: argparse.Namespace) -> int:
         document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
         print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
         return 0
+    if args.names:
+        for entry in entries:
+            if entry.committed:
+                say(shown(entry.name))
+        return 0
     table = Table(
         ("name", "step", "status", "size", "age", "ranks", "format", "metrics", "marks"),
         right="step size age ranks",

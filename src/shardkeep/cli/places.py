@@ -31,7 +31,7 @@ def explained(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFound as exc:
-        exc.hint = exc.hint or _guess(where)
+        exc.hint = exc.hint or hint_for(where)
         raise
 
 
@@ -49,7 +49,7 @@ def open_one_or_root(where: str, template: str | None = None) -> Checkpoint | Ru
         run = open_run(where, template)
         if run.entries() or _is_empty(where):
             return run
-        exc.hint = exc.hint or _guess(where)
+        exc.hint = exc.hint or hint_for(where)
         raise
 
 
@@ -63,14 +63,15 @@ def check_exists(where: str) -> None:
     """Insist that a directory is there, and guess which one was meant where it is not."""
     if "://" not in where and not os.path.isdir(where):
         what = "is no directory" if os.path.exists(where) else "does not exist"
-        raise NotUsable(f"{where}: {what}", hint=_guess(where))
+        raise NotUsable(f"{where}: {what}", hint=hint_for(where))
 
 
 def _is_empty(where: str) -> bool:
     return os.path.isdir(where) and not os.listdir(where)
 
 
-def _guess(where: str) -> str:
+def hint_for(where: str) -> str:
+    """Guess what was meant where no checkpoint is; empty where there is nothing to say."""
     if "://" in where:
         return ""
     if os.path.isdir(where):

@@ -22,6 +22,8 @@ EXAMPLES = """
   shardkeep verify runs/a/step-500 --deep     every byte
   shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
 """
+_WORTH_TELLING_S = 0.1
+"""What takes less says nothing about the speed of a disk."""
 
 
 class Place(NamedTuple):
@@ -101,7 +103,9 @@ def _text(place: Place, verdict: Verdict, *, deep: bool) -> str:
     files = count_text(verdict.files, "file")
     undigested = verdict.without_digests
     if deep:
-        speed = f" in {verdict.seconds:.1f} s, {verdict.nbytes / 1e9 / (verdict.seconds or 1):.2f} GB/s"
+        speed = ""
+        if verdict.seconds > _WORTH_TELLING_S:
+            speed = f" in {verdict.seconds:.1f} s, {verdict.nbytes / 1e9 / verdict.seconds:.2f} GB/s"
         text = f"{files}, {size_text(verdict.nbytes)} read{speed}"
         doubt = "it was read, but there is nothing to compare it with"
     else:

@@ -1,0 +1,247 @@
+"""
+`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and what dead writers left.
+
+Nothing goes without a rule, and nothing without a yes. The newest checkpoint stays, and so do pinned ones. One that a
+quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from shardkeep.cli.checking import check
+from shardkeep.cli.output import Table, count_text, is_terminal, print_json, remark, say, shown, size_text, styled
+from shardkeep.cli.places import open_root_only
+from shardkeep.cli.problems import NotUsable, did_you_mean
+from shardkeep.cli.roots import Run
+from shardkeep.cli.sweeping import Litter, find_litter, sweep
+from shardkeep.errors import CheckpointError
+from shardkeep.manage.entries import Entry
+from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
+
+EXAMPLES = """
+  shardkeep prune runs/a --keep-last 3 --dry-run
+  shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
+  shardkeep prune runs/a --keep-best accuracy:1:max --keep-hours 24 --yes
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy, and how it was asked for."""
+
+    words: str
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the places of a run."""
+
+    kept: list[tuple[Entry, str]]
+    """With why."""
+    deleted: list[Entry]
+    """The oldest first."""
+    swept: list[Litter]
+
+    @property
+    def nbytes(self) -> int:
+        """What is won."""
+        return sum(entry.nbytes for entry in self.deleted) + sum(litter.nbytes for litter in self.swept)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("root", metavar="ROOT", help="the directory of a run's checkpoints")
+    rules = parser.add_argument_group("rules: what any of them keeps stays")
+    rules.add_argument("--keep-last", type=int, metavar="K", help="the newest K")
+    rules.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N")
+    rules.add_argument(
+        "--keep-best", action="append", default=[], metavar="METRIC:K[:max]", help="the K lowest (highest) by a metric"
+    )
+    rules.add_argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    parser.add_argument("--template", metavar="NAME", help='what its checkpoints are called: "step-{step}"')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what goes, ask, and delete it."""
+    rules = rules_of(args)
+    found = open_root_only(args.root, args.template)
+    _check_metrics(rules, found.entries())
+    planned = make_plan(found, rules)
+    if not args.json:
+        _print_plan(planned)
+    if args.dry_run or not (planned.deleted or planned.swept):
+        failed: dict[str, str] = {}
+    else:
+        if not args.yes and not _agreed(args, planned):
+            say("nothing was deleted")
+            return 0
+        failed = _carry_out(found, planned)
+    if args.json:
+        print_json(_document(planned, failed, dry_run=args.dry_run))
+    elif args.dry_run:
+        say("nothing was deleted: --dry-run")
+    for name, why in failed.items():
+        remark(f"could not delete {shown(name)}: {shown(why)}", "red")
+    return 2 if failed else 0
+
+
+def rules_of(args: argparse.Namespace) -> list[Rule]:
+    """
+    Return the policies that were asked for.
+
+    Raises:
+        NotUsable: there is none, or one makes no sense.
+
+    """
+    rules = []
+    if args.keep_last is not None:
+        rules.append(Rule(f"last {args.keep_last}", KeepLast(args.keep_last)))
+    if args.keep_every is not None:
+        rules.append(Rule(f"every {args.keep_every}", KeepEvery(args.keep_every)))
+    rules += [Rule(f"best {words}", _best(words)) for words in args.keep_best]
+    if args.keep_hours is not None:
+        rules.append(Rule(f"last {args.keep_hours:g} hours", KeepYounger(args.keep_hours * 3600)))
+    if not rules:
+        raise NotUsable(
+            "prune needs a rule that says what to keep", hint="for example --keep-last 3, and --dry-run to try it"
+        )
+    return rules
+
+
+def _best(words: str) -> KeepBest:
+    metric, *rest = words.split(":")
+    mode: Mode = "min"
+    if rest and rest[-1] in {"min", "max"}:
+        mode = "max" if rest.pop() == "max" else "min"
+    if not metric or len(rest) > 1 or not all(part.isdigit() for part in rest):
+        raise NotUsable(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
+    return KeepBest(metric, int(rest[0]) if rest else 1, mode)
+
+
+def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:
+    """Refuse a metric that no checkpoint has: a misspelt one keeps nothing."""
+    known = {name for entry in entries for name in entry.metrics}
+    for rule in rules:
+        if isinstance(rule.policy, KeepBest) and rule.policy.metric not in known and entries:
+            metrics = f"they have {', '.join(sorted(known))}" if known else "they have none"
+            hint = did_you_mean(rule.policy.metric, known, otherwise=metrics)
+            raise NotUsable(f"no checkpoint has the metric {rule.policy.metric!r}", hint=hint)
+
+
+def make_plan(found: Run, rules: list[Rule]) -> Plan:
+    """Decide what becomes of every place."""
+    entries = [_looked_at(found, entry) for entry in found.entries()]
+    now = datetime.now(timezone.utc)
+    policy = AnyOf(tuple(rule.policy for rule in rules))
+    kept, deleted = plan(entries, policy, now)
+    committed = [entry for entry in entries if entry.committed]
+    wanted = {rule.words: rule.policy.wants(committed, now) for rule in rules}
+
+    def why(entry: Entry) -> str:
+        if not entry.committed:
+            return f"{entry.status}: {entry.reason}"
+        reasons = [words for words, names in wanted.items() if entry.name in names]
+        reasons += ["pinned"] if entry.pinned else []
+        return ", ".join(reasons) or "the newest"
+
+    going = {entry.name for entry in deleted}
+    litter = [find_litter(found, entry) for entry in entries if entry.name not in going]
+    return Plan([(entry, why(entry)) for entry in kept], deleted, [each for each in litter if each is not None])
+
+
+def _looked_at(found: Run, entry: Entry) -> Entry:
+    """Return an entry, as damaged where its index, or the size or header of a file, says so."""
+    if not entry.committed:
+        return entry
+    verdict = check(found.path_of(entry), deep=False)
+    if verdict.sound:
+        return entry
+    return replace(entry, status="damaged", reason=verdict.unknown or "; ".join(verdict.problems))
+
+
+def _print_plan(planned: Plan) -> None:
+    table = Table(("", "checkpoint", "size", "why"), right="size", gives_way="why")
+    swept = {litter.entry.name: litter for litter in planned.swept}
+    for entry, why in planned.kept:
+        litter = swept.get(entry.name)
+        if litter is None or entry.committed:
+            table.add("keep", shown(entry.name), size_text(entry.nbytes), shown(why))
+        if litter is not None:
+            what = f"{count_text(len(litter.names), 'file')} {litter.reason}"
+            table.add("sweep", shown(entry.name), size_text(litter.nbytes), what, style="yellow")
+    for entry in reversed(planned.deleted):
+        table.add("delete", shown(entry.name), size_text(entry.nbytes), "no rule keeps it", style="red")
+    table.print()
+    if not planned.deleted and not planned.swept:
+        say("\nnothing to delete")
+    else:
+        say(f"\n{_summary(planned)}")
+
+
+def _summary(planned: Plan) -> str:
+    words = [count_text(len(planned.deleted), "checkpoint")] if planned.deleted else []
+    files = sum(len(litter.names) for litter in planned.swept)
+    words += [count_text(files, "leftover file")] if files else []
+    return f"{' and '.join(words)} to delete, {styled(size_text(planned.nbytes), 'bold')}"
+
+
+def _agreed(args: argparse.Namespace, planned: Plan) -> bool:
+    if args.json or not is_terminal(sys.stdin) or not is_terminal():
+        raise NotUsable(
+            f"{_summary(planned)}, and nobody to ask", hint="--yes deletes without asking, --dry-run only shows"
+        )
+    try:
+        return input("delete? [y/N] ").strip().lower() in {"y", "yes"}
+    except EOFError:
+        return False
+
+
+def _carry_out(found: Run, planned: Plan) -> dict[str, str]:
+    """Delete, the oldest first; return what could not be, and why."""
+    failed: dict[str, str] = {}
+    for entry in planned.deleted:
+        try:
+            now = found.catalog.find(entry.step)
+            if now is None or now.pinned or _identity(now) != _identity(entry):
+                failed[entry.name] = "it was changed, pinned or deleted by somebody else meanwhile"
+                continue
+            found.catalog.root.remove(entry.name)
+        except CheckpointError as exc:
+            failed[entry.name] = exc.message
+    for litter in planned.swept:
+        try:
+            sweep(found, litter)
+        except CheckpointError as exc:
+            failed[litter.entry.name] = exc.message
+    return failed
+
+
+def _identity(entry: Entry) -> tuple[Any, ...]:
+    return entry.status, entry.saved_at, entry.nbytes, entry.record.save_id if entry.record else None
+
+
+def _document(planned: Plan, failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "dry_run": dry_run,
+        "nbytes": planned.nbytes,
+        "kept": [{"name": entry.name, "step": entry.step, "why": why} for entry, why in planned.kept],
+        "deleted": [
+            {"name": entry.name, "step": entry.step, "nbytes": entry.nbytes}
+            for entry in planned.deleted
+            if entry.name not in failed
+        ],
+        "swept": [
+            {"name": litter.entry.name, "files": litter.names, "nbytes": litter.nbytes, "why": litter.reason}
+            for litter in planned.swept
+            if litter.entry.name not in failed
+        ],
+        "failed": failed,
+    }

@@ -1,0 +1,58 @@
+"""Files in the places of a run that no checkpoint will ever name: what dead writers and removals cut short have left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardkeep.cli.roots import Run
+from shardkeep.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.layout import leftovers, native
+from shardkeep.manage.entries import Entry
+from shardkeep.store.protocol import Store
+from shardkeep.store.roots import REMOVING_NAME
+
+
+@dataclass(frozen=True)
+class Litter:
+    """What can go from one place."""
+
+    entry: Entry
+    names: list[str]
+    nbytes: int
+    reason: str
+
+
+def find_litter(run: Run, entry: Entry) -> Litter | None:
+    """Find what can go from a place; None where nothing can, or somebody may still be writing there."""
+    store = run.catalog.root.place(entry.name)
+    sizes = {info.name: info.nbytes for info in store.list()}
+    found = leftovers.survey(store)
+    if not entry.committed and REMOVING_NAME in sizes and found.over:
+        return Litter(entry, list(sizes), sum(sizes.values()), "its removal was cut short")
+    names = _unnamed(store, found)
+    if not names:
+        return None
+    nbytes = sum(sizes.get(name, 0) for name in names)
+    return Litter(entry, names, nbytes, "left by a save that did not finish")
+
+
+def _unnamed(store: Store, found: leftovers.Survey) -> list[str]:
+    """Name the files of saves that are over, after which the record is read: what it names stays."""
+    if not found.dead and not found.ended:
+        return []
+    try:
+        record = native.read_record(store)
+    except CheckpointNotFound:
+        return found.dead  # what nobody claims may be a checkpoint whose record was lost
+    except (DamagedCheckpoint, UnsupportedVersion):
+        return []  # it may be mended
+    kept = {record.index.name, *(file.name for file in record.files)}
+    return [name for name in found.dead + found.ended if name not in kept]
+
+
+def sweep(run: Run, litter: Litter) -> None:
+    """Delete what was found, file by file: a save that has begun there since keeps its own."""
+    store = run.catalog.root.place(litter.entry.name)
+    for name in litter.names:
+        store.delete(name)
+    run.catalog.root.drop_empty(litter.entry.name)
