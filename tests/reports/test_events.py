@@ -56,10 +56,17 @@ def test_events_of_a_save_and_a_load(rank_pool, tmp_path, ranks, background):
         assert {(event.rank, event.where) for event in events} == {(rank, where)}
         assert [event.step for event in events] == [7] * len(steps) + [None, 7]
         committed, finished = events[len(steps) - 1], events[-1]
-        figures = ("save_id", "bytes_total", "bytes_written", "seconds", "blocked_s", "staged_s", "written_s", "gb_per_s")
-        assert {name: getattr(committed, name) for name in figures} == {
-            name: getattr(report, name) for name in figures
-        }
+        figures = (
+            "save_id",
+            "bytes_total",
+            "bytes_written",
+            "seconds",
+            "blocked_s",
+            "staged_s",
+            "written_s",
+            "gb_per_s",
+        )
+        assert {name: getattr(committed, name) for name in figures} == {name: getattr(report, name) for name in figures}
         assert committed.bytes_total == ranks * scene.ROWS * 65536
         assert (committed.phases, committed.ranks, committed.slowest) == (report.phases, report.ranks, report.slowest)
         assert (finished.bytes_read, finished.seconds) == (loaded.bytes_read, loaded.seconds)

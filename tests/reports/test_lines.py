@@ -1,0 +1,113 @@
+"""The one line of each save and load, and whom it blames."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardkeep as sk
+from shardkeep.events import RankPhases, Slowest, Span
+from shardkeep.run.phases import WORK_OF_SAVES, find_slowest, seconds_by_name
+from tests.reports import scene
+
+NUMBER = r"\d+\.\d+"
+SAVED = re.compile(
+    rf"saved \S+/ck: {NUMBER} GB in {NUMBER} s \({NUMBER} GB/s\): blocked {NUMBER} s, staged {NUMBER} s, written {NUMBER} s"
+    rf"(; slowest: rank (?P<rank>\d+), (?P<phase>\w+) (?P<took>{NUMBER}) s \(median (?P<median>{NUMBER}) s\))?"
+)
+LOADED = re.compile(
+    rf"loaded \S+/ck: {NUMBER} GB in {NUMBER} s \({NUMBER} GB/s\): open {NUMBER} s, plan {NUMBER} s, read {NUMBER} s, place {NUMBER} s"
+    rf"(; slowest: rank (?P<rank>\d+), (?P<phase>\w+) (?P<took>{NUMBER}) s \(median (?P<median>{NUMBER}) s\))?"
+)
+
+
+def lines_of(where, slow, background):
+    with scene.logged() as lines:
+        for verb in ("create", "open"):
+            store = scene.SlowStore(where, verb) if scene.rank() == slow else sk.LocalStore(where)
+            if verb == "create":
+                saved = sk.async_save(scene.state(), store).result() if background else sk.save(scene.state(), store)
+            else:
+                loaded = sk.load(scene.state(), store)
+    return lines, saved.slowest, loaded.slowest
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 1), (3, 2), (3, 0)])
+def test_the_line_names_the_rank_that_is_slow(rank_pool, tmp_path, ranks, slow, background):
+    """
+    A rank whose disk is slow is named, with the phase, what it took and what the others took; rank 0 alone logs.
+    """
+    outcomes = rank_pool.run(ranks, lines_of, str(tmp_path / "ck"), slow, background)
+    assert [len(lines) for lines, _, _ in outcomes] == [2] + [0] * (ranks - 1)
+    assert [saved for _, saved, _ in outcomes[1:]] == [None] * (ranks - 1)
+    (saved_line, loaded_line), saved, loaded = outcomes[0]
+    for pattern, line, found, phase in ((SAVED, saved_line, saved, "write"), (LOADED, loaded_line, loaded, None)):
+        said = pattern.fullmatch(line)
+        assert said, line
+        assert int(said["rank"]) == found.rank == slow
+        assert said["phase"] == found.phase
+        assert found.phase in ((phase,) if phase else ("plan", "read"))
+        assert float(said["took"]) == pytest.approx(found.seconds, abs=0.006)
+        assert float(said["median"]) == pytest.approx(found.median_s, abs=0.006)
+        assert found.seconds >= scene.SLOW_S
+
+
+def test_one_rank_blames_nobody(tmp_path):
+    """
+    A process on its own has no slowest rank.
+    """
+    with scene.logged() as lines:
+        report = sk.save(scene.state(), tmp_path / "ck")
+        sk.load(scene.state(), tmp_path / "ck")
+    assert report.slowest is None
+    assert [bool(SAVED.fullmatch(lines[0])), bool(LOADED.fullmatch(lines[1]))] == [True, True], lines
+    assert "slowest" not in "".join(lines)
+
+
+def ranks_that_took(*times):
+    return [
+        RankPhases(rank, [Span(name, 0.0, seconds) for name, seconds in each.items()])
+        for rank, each in enumerate(times)
+    ]
+
+
+def test_a_rank_that_stages_late_is_not_blamed_for_writing_late():
+    """
+    What is written waits for what is staged: the first of the two is to blame if it explains most of the other.
+    """
+    quick, slow = {"describe": 0.1, "stage": 1.0, "write": 1.2}, {"describe": 0.1, "stage": 4.0, "write": 4.3}
+    assert find_slowest(ranks_that_took(quick, quick, slow), WORK_OF_SAVES) == Slowest(2, "stage", 4.0, 1.0)
+    slow = {"describe": 0.1, "stage": 1.1, "write": 4.3}
+    assert find_slowest(ranks_that_took(quick, quick, slow), WORK_OF_SAVES) == Slowest(2, "write", 4.3, 1.2)
+
+
+def test_waiting_for_others_is_nobodys_fault():
+    """
+    Phases in which ranks wait are not compared, parts of a phase are added up, and no work is no blame.
+    """
+    waits = [RankPhases(rank, [Span("plan", 0.0, 9.0 * rank)]) for rank in range(3)]
+    assert find_slowest(waits, WORK_OF_SAVES) is None
+    parts = [
+        RankPhases(0, [Span("stage", 0.0, 1.0), Span("stage", 2.0, 3.0)]),
+        RankPhases(1, [Span("stage", 0.0, 1.5)]),
+    ]
+    assert find_slowest(parts, WORK_OF_SAVES) == Slowest(0, "stage", 2.0, 1.5)
+
+
+@given(st.lists(st.fixed_dictionaries({name: st.floats(0, 100) for name in WORK_OF_SAVES}), min_size=2, max_size=9))
+def test_nobody_is_further_above_the_median_than_the_slowest(times):
+    """
+    By the definition itself, over all ranks and phases; but for staging that explains writing.
+    """
+    ranks = ranks_that_took(*times)
+    found = find_slowest(ranks, WORK_OF_SAVES)
+    taken = [seconds_by_name(each.spans) for each in ranks]
+    medians = {name: sorted(each[name] for each in taken)[(len(taken) - 1) // 2] for name in WORK_OF_SAVES}
+    most = max(each[name] - medians[name] for each in taken for name in WORK_OF_SAVES)
+    assert found.median_s == medians[found.phase]
+    assert found.seconds == taken[found.rank][found.phase]
+    excess = found.seconds - found.median_s
+    write_excess = taken[found.rank]["write"] - medians["write"]
+    assert excess == most or (found.phase == "stage" and write_excess == most and excess >= most / 2)

@@ -1,0 +1,210 @@
+"""Traces, held against the trace event format: what Perfetto and chrome://tracing read."""
+
+import json
+import os
+from collections import defaultdict
+
+import pytest
+import torch.distributed as dist
+
+import shardkeep as sk
+from shardkeep.events import Pruned, Retried, SaveCommitted, StepSkipped, tell
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.asynchronous.scene import HeldStore
+from tests.reports import scene
+
+FIELDS = {
+    "M": {"name": str, "ph": str, "pid": int, "tid": int, "args": dict},
+    "X": {"name": str, "cat": str, "ph": str, "ts": int, "dur": int, "pid": int, "tid": int, "args": dict},
+    "i": {"name": str, "cat": str, "ph": str, "s": str, "ts": int, "pid": int, "tid": int, "args": dict},
+}
+ARGS_OF_NAMES = {
+    "process_name": {"name": str},
+    "process_labels": {"labels": str},
+    "process_sort_index": {"sort_index": int},
+    "thread_name": {"name": str},
+    "thread_sort_index": {"sort_index": int},
+}
+
+
+def read(path):
+    """The entries of a trace, every field of which is as the format says; by kind."""
+    entries = defaultdict(list)
+    for entry in json.loads(path.read_bytes()):
+        fields = FIELDS[entry["ph"]]
+        assert {name: type(value) for name, value in entry.items()} == fields, entry
+        assert entry["pid"] >= 0
+        assert entry["tid"] >= 0
+        if entry["ph"] == "M":
+            assert {name: type(value) for name, value in entry["args"].items()} == ARGS_OF_NAMES[entry["name"]]
+        else:
+            assert entry["ts"] > 0
+            assert entry.get("dur", 0) >= 0
+        assert entry.get("s", "p") in ("g", "p", "t")
+        entries[entry["ph"]].append(entry)
+    named = {(entry["pid"], entry["tid"]) for entry in entries["M"] if entry["name"] == "thread_name"}
+    assert {(entry["pid"], entry["tid"]) for entry in entries["X"]} == named
+    return entries
+
+
+def insist_on_order(spans):
+    """Spans of one row come one after the other; those of a call lie within its own."""
+    rows = defaultdict(list)
+    for span in spans:
+        rows[span["pid"], span["tid"]].append((span["ts"], span["ts"] + span["dur"]))
+    for row in rows.values():
+        row.sort()
+        assert all(before[1] <= after[0] for before, after in zip(row, row[1:], strict=False)), row
+    for whole in (span for span in spans if span["name"] in ("save", "load")):
+        inner = [
+            span
+            for span in spans
+            if span["pid"] == whole["pid"]
+            and span["args"]["where"] == whole["args"]["where"]
+            and same_call(span, whole)
+        ]
+        assert len(inner) > 3
+        assert all(
+            whole["ts"] <= span["ts"] and span["ts"] + span["dur"] <= whole["ts"] + whole["dur"] for span in inner
+        )
+
+
+def same_call(span, whole):
+    return (span["tid"] >= 800) == (whole["name"] == "load")
+
+
+def traced(path, where, times):
+    with sk.trace(path):
+        handles = [sk.async_save(scene.state(), f"{where}-{time}", step=time, max_in_flight=2) for time in range(times)]
+        del handles
+    with sk.trace(path + ".loads"):
+        sk.load(scene.state(), f"{where}-0")
+    return os.path.exists(path)
+
+
+def test_a_trace_of_asynchronous_saves_on_two_ranks(rank_pool, tmp_path):
+    """
+    One file with the phases of both ranks, valid, each row in order, each call around its phases; saves that had not
+    ended are waited for.
+    """
+    assert rank_pool.run(2, traced, str(tmp_path / "trace.json"), str(tmp_path / "ck"), 3) == [True, True]
+    entries = read(tmp_path / "trace.json")
+    insist_on_order(entries["X"])
+    assert {entry["args"]["name"] for entry in entries["M"] if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
+    for rank, late in ((0, ["commit", "wait"]), (1, [])):
+        mine = [span for span in entries["X"] if span["pid"] == rank]
+        for step in range(3):
+            found = sorted(span["name"] for span in mine if span["args"]["step"] == step)
+            assert found == sorted(["save", "queue", "describe", "stage", "plan", "write", *late])
+        assert all(span["args"]["bytes"] > scene.ROWS * 65536 for span in mine if span["name"] in ("write", "save"))
+    loads = read(tmp_path / "trace.json.loads")
+    insist_on_order(loads["X"])
+    assert sorted(span["name"] for span in loads["X"] if span["pid"] == 1) == ["load", "open", "place", "plan", "read"]
+
+
+def without_a_group_in_the_end(path, where):
+    with sk.trace(path):
+        sk.save(scene.state(), where)
+        dist.barrier()
+        dist.destroy_process_group()
+    return None
+
+
+def test_other_ranks_never_touch_the_file(rank_pool, tmp_path):
+    """
+    Also where the process group is gone in the end, and every rank seems to be alone.
+    """
+    rank_pool.run(2, without_a_group_in_the_end, str(tmp_path / "trace.json"), str(tmp_path / "ck"))
+    assert {span["pid"] for span in read(tmp_path / "trace.json")["X"]} == {0, 1}
+
+
+def test_failures_and_moments_are_in_a_trace(tmp_path):
+    """
+    A save that fails shows how far it came; retries, skipped steps and prunes are moments.
+    """
+    store = FaultyStore(sk.MemoryStore(), "full", at=0, verbs={"write_at"})
+    with sk.trace(tmp_path / "trace.json"):
+        with pytest.raises(sk.StorageFull):
+            sk.save(scene.state(), store, step=4)
+        for event in (
+            Retried(rank=0, where="x", attempt=1, kind="StorageError", message="EIO", wait_s=1.0),
+            Pruned(rank=0, where="x"),
+            StepSkipped(rank=0, where="x", reason="torn"),
+        ):
+            tell(type(event), lambda event=event: event)
+    entries = read(tmp_path / "trace.json")
+    assert [entry["name"] for entry in entries["i"]] == ["SaveFailed", "Retried", "Pruned", "StepSkipped"]
+    assert entries["i"][0]["args"]["kind"] == "StorageFull"
+    assert [span["name"] for span in entries["X"]] == ["save", "describe", "plan", "write"]
+    insist_on_order(entries["X"])
+
+
+def test_a_trace_of_nothing_is_one(tmp_path):
+    """
+    Without a call inside there is still a file that opens, in place of an older one.
+    """
+    (tmp_path / "trace.json").write_text("an older one")
+    with sk.trace(tmp_path / "trace.json"):
+        pass
+    entries = read(tmp_path / "trace.json")
+    assert (entries["X"], entries["i"], len(entries["M"])) == ([], [], 1)
+
+
+def test_an_exception_leaves_a_valid_trace_and_does_not_wait(tmp_path):
+    """
+    What ended before is in it; a save under way is left alone.
+    """
+    store = HeldStore(sk.MemoryStore(), "create")
+
+    def fail():
+        with sk.trace(tmp_path / "trace.json"):
+            sk.save(scene.state(), tmp_path / "ck", step=1)
+            handles.append(sk.async_save(scene.state(), store, step=2))
+            raise RuntimeError("training went wrong")
+
+    handles = []
+    with pytest.raises(RuntimeError, match="training went wrong"):
+        fail()
+    assert {span["args"]["step"] for span in read(tmp_path / "trace.json")["X"]} == {1}
+    store.release.set()
+    handles[0].result()
+    assert {span["args"]["step"] for span in read(tmp_path / "trace.json")["X"]} == {1}
+
+
+def test_what_a_killed_job_leaves_needs_only_its_bracket(tmp_path):
+    """
+    Each call is on disk when it has ended: the file lacks nothing but what viewers do without.
+    """
+    path = tmp_path / "trace.json"
+    seen = []
+    with sk.trace(path), sk.on_event(lambda _: seen.append(path.read_bytes()), kinds=[SaveCommitted]):
+        sk.save(scene.state(), tmp_path / "ck")
+    assert len(seen) == 1
+    assert [entry["name"] for entry in json.loads(seen[0] + b"]") if entry["ph"] == "X"][0] == "save"
+
+
+def test_a_file_that_cannot_be_written_fails_the_trace_alone(tmp_path):
+    """
+    The save is made; the end of the trace says what went wrong.
+    """
+    with (
+        pytest.raises(sk.StorageError, match=r"nowhere/trace\.json") as caught,
+        sk.trace(tmp_path / "nowhere/trace.json"),
+    ):
+        sk.save(scene.state(), tmp_path / "ck")
+    assert caught.value.errno == 2
+    sk.open(tmp_path / "ck").verify()
+
+
+def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
+    """
+    One that ends inside is in it, one that does not is not.
+    """
+    early, late = HeldStore(sk.MemoryStore(), "create"), HeldStore(sk.MemoryStore(), "create")
+    handles = [sk.async_save(scene.state(), store, step=1, max_in_flight=2) for store in (early, late)]
+    with sk.trace(tmp_path / "trace.json"):
+        early.release.set()
+        handles[0].result()
+    late.release.set()
+    handles[1].result()
+    assert len([span for span in read(tmp_path / "trace.json")["X"] if span["name"] == "save"]) == 1
