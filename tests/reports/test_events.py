@@ -20,8 +20,10 @@ from shardkeep.events import (
     SaveFailed,
     SaveProgressed,
     StepSkipped,
-    heard as somebody_hears,
     tell,
+)
+from shardkeep.events import (
+    heard as somebody_hears,
 )
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore

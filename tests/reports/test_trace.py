@@ -1,5 +1,6 @@
 """Traces, held against the trace event format: what Perfetto and chrome://tracing read."""
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -54,7 +55,7 @@ def insist_on_order(spans):
         rows[span["pid"], span["tid"]].append((span["ts"], span["ts"] + span["dur"]))
     for row in rows.values():
         row.sort()
-        assert all(before[1] <= after[0] for before, after in zip(row, row[1:], strict=False)), row
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(row)), row
     for whole in (span for span in spans if span["name"] in ("save", "load")):
         inner = [
             span
@@ -107,7 +108,6 @@ def without_a_group_in_the_end(path, where):
         sk.save(scene.state(), where)
         dist.barrier()
         dist.destroy_process_group()
-    return None
 
 
 def test_other_ranks_never_touch_the_file(rank_pool, tmp_path):
@@ -180,7 +180,7 @@ def test_what_a_killed_job_leaves_needs_only_its_bracket(tmp_path):
     with sk.trace(path), sk.on_event(lambda _: seen.append(path.read_bytes()), kinds=[SaveCommitted]):
         sk.save(scene.state(), tmp_path / "ck")
     assert len(seen) == 1
-    assert [entry["name"] for entry in json.loads(seen[0] + b"]") if entry["ph"] == "X"][0] == "save"
+    assert next(entry["name"] for entry in json.loads(seen[0] + b"]") if entry["ph"] == "X") == "save"
 
 
 def test_a_file_that_cannot_be_written_fails_the_trace_alone(tmp_path):

@@ -1,0 +1,142 @@
+"""The progress bar, in a terminal and where there is none."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+import torch
+
+import shardkeep as sk
+from tests.asynchronous.scene import broken
+from tests.reports import scene
+
+pytest.importorskip("rich")
+
+OPTIONS = sk.Options(io_threads=1, host_budget_bytes=16 << 20)
+"""One thread and windows of 8 MiB."""
+SIZE = 8 << 20
+"""Numbers in the tensor: four windows."""
+LONG_S = 0.25
+"""For a window, so that each is drawn: ten times a second."""
+
+
+@contextlib.contextmanager
+def terminal(**environment):
+    """Let standard error be a terminal of 80 columns; in the end gives what it got, without colours and movements."""
+    master, slave = pty.openpty()
+    got = []
+
+    def drain():
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(master, 1 << 16):
+                got.append(data)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    before, environment_before = sys.stderr, dict(os.environ)
+    os.environ.update({"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **environment})
+    shown = []
+    try:
+        with open(slave, "w") as sys.stderr:
+            yield shown
+    finally:
+        sys.stderr = before
+        os.environ.clear()
+        os.environ.update(environment_before)
+        reader.join(60)
+        os.close(master)
+        shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(got).decode()))
+
+
+def save_in_terminal(where, background):
+    state = {"w": torch.ones(SIZE)}
+    store = scene.SlowStore(where, "write_at", LONG_S)
+    with terminal() as shown, sk.show_progress(), scene.logged() as lines:
+        if background:
+            report = sk.async_save(state, store, options=OPTIONS).result()
+        else:
+            report = sk.save(state, store, options=OPTIONS)
+        drawing = [each for each in threading.enumerate() if type(each).__module__.startswith("rich")]
+        for thread in drawing:
+            thread.join(60)
+        unchanged = sys.stderr.isatty() and not any(thread.is_alive() for thread in drawing)
+    return shown[0], lines, unchanged, report.bytes_written
+
+
+@pytest.mark.parametrize(("background", "verbs"), [(True, {"stage", "write"}), (False, {"write"})])
+def test_a_terminal_gets_bars(rank_pool, tmp_path, background, verbs):
+    """
+    A save has its bars, with its name and what is done of how much, within 80 columns; afterwards nothing draws.
+    """
+    [(shown, lines, unchanged, written)] = rank_pool.run(1, save_in_terminal, tmp_path / "step-7", background)
+    assert set(re.findall(r"(\w+) step-7", shown)) == verbs
+    done = {float(found) for found in re.findall(r"write step-7 \S+ +(\d+\.\d)/33\.6 MB", shown)}
+    assert written // 10**5 == 335
+    assert len(done) > 1, shown
+    assert max(done) < 33.7
+    assert max(len(line) for line in re.split(r"[\r\n]+", shown)) <= 80
+    assert (unchanged, len(lines)) == (True, 1)
+
+
+def fail_in_terminal():
+    with terminal() as shown, sk.show_progress(), scene.logged() as lines:
+        for save in (sk.save, sk.async_save):
+            with contextlib.suppress(sk.StorageError):
+                handle = save({"w": torch.ones(4)}, broken())
+                handle.exception()
+        sk.finish_saves()
+        print("afterwards", file=sys.stderr)
+    return shown[0], lines
+
+
+def test_a_save_that_fails_leaves_no_bar(rank_pool):
+    """
+    What is printed next is the last on the terminal, and no callback went wrong.
+    """
+    [(shown, lines)] = rank_pool.run(1, fail_in_terminal)
+    assert shown.endswith("afterwards\r\n")
+    assert not [line for line in lines if "SaveFailed" in line or "SaveBegan" in line]
+
+
+def save_without_terminal(where, environment):
+    before, environment_before = sys.stderr, dict(os.environ)
+    os.environ.update(environment)
+    sys.stderr = io.StringIO()
+    try:
+        with sk.show_progress():
+            sk.save({"w": torch.ones(SIZE)}, where)
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = before
+        os.environ.clear()
+        os.environ.update(environment_before)
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}])
+def test_nothing_is_shown_without_a_terminal(rank_pool, tmp_path, environment):
+    """
+    Not even where variables ask for colours in logs, which rich takes for a terminal.
+    """
+    assert rank_pool.run(1, save_without_terminal, tmp_path / "ck", environment) == [""]
+
+
+def save_on_ranks(where, closed):
+    with terminal() as shown:
+        if closed:
+            sys.stderr.close()
+        with sk.show_progress():
+            sk.save(scene.state(), where)
+    return "step-7" in shown[0]
+
+
+def test_rank_0_alone_shows_anything(rank_pool, tmp_path):
+    """
+    Of two ranks in terminals of their own, rank 1 shows nothing; nor does any where standard error is closed.
+    """
+    assert rank_pool.run(2, save_on_ranks, tmp_path / "step-7", False) == [True, False]
+    assert rank_pool.run(2, save_on_ranks, tmp_path / "step-7b", True) == [False, False]
