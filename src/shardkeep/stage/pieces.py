@@ -8,6 +8,7 @@ optimizer waits, or the caller does).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 from collections.abc import Hashable, Iterable, Sequence
@@ -29,10 +30,15 @@ from shardkeep.store.aligned import address_of
 log = logging.getLogger("shardkeep")
 
 _ALIGNMENT = 64
+_SMALL_NBYTES = 64 << 10
+"""Up to here a copy keeps the interpreter's lock: who lets go of it for each of a thousand may wait as often for it."""
 _PART_NBYTES = 16 << 20
 """Larger copies are shared out between threads in parts of this size."""
 _ROOM = 0.5
 """How much of the free memory of a device a copy on it may take."""
+
+_signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
 
 @dataclass
@@ -183,15 +189,19 @@ def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) 
     """Copy tensors in host memory into one arena; those that are one and the same are copied once."""
     sources = [taken.found[row] for row in rows]
     places: dict[Hashable, int] = {}
+    starts: list[int] = []
     copies: list[tuple[int, int, torch.Tensor]] = []
     end = 0
-    for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
+    for source, key in zip(sources, memory_keys(sources), strict=True):
         start = places.setdefault(key, end)
+        starts.append(start)
         if start == end:
             nbytes = source.nbytes
             copies.append((start, nbytes, source))
             end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
-        taken.in_arena.append((row, start, source.dtype, source.shape))
+    # Now: until somebody asks for tensors, the caller may have given its own another shape.
+    dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
+    taken.in_arena = list(zip(rows, starts, dtypes, shapes, strict=True))
     taken.arena = arenas.take(end)
     _copy_all(copies, taken.arena, threads)
 
@@ -202,6 +212,8 @@ def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, thread
     for start, nbytes, source in copies:
         if not source.is_contiguous():
             scattered(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
+        elif nbytes <= _SMALL_NBYTES:
+            _copy_small(base + start, source.data_ptr(), nbytes)
         elif nbytes < _PART_NBYTES:
             copy_memory(base + start, source.data_ptr(), nbytes)
         else:

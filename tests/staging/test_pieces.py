@@ -1,0 +1,92 @@
+"""What a save copies in its call: the bytes as they were, each once, as tensors when these are asked for."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from shardkeep.stage.buffers import Arenas, Buffer, ordinary_buffer
+from shardkeep.stage.pieces import Pieces, take_pieces
+from tests.engine.samples import all_dtypes, bits, random_tensor
+
+
+def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> Pieces:
+    return take_pieces(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
+
+
+@pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
+def test_bytes_of_every_dtype(dtype):
+    """
+    Tensors of any dtype, also scalars and those of many axes, come out with the bytes and the form they had.
+    """
+    sources = [
+        random_tensor(shape, dtype, seed=at) for at, shape in enumerate([(), (1,), (3, 5), (2, 1, 3, 2), (70_000,)])
+    ]
+    before = [bits(source) for source in sources]
+
+    found = taken(sources)
+    for source in sources:
+        source.untyped_storage().fill_(255)
+
+    assert [bits(each) for each in found.tensors] == before
+    assert all(each.is_contiguous() for each in found.tensors)
+
+
+def test_tensors_are_what_they_were_at_the_call():
+    """
+    A tensor that gets another shape or other memory before anybody asks is still given as it was.
+    """
+    resized, replaced, transposed = torch.arange(6.0), torch.arange(4), torch.arange(12).view(3, 4).t()
+    wanted = copy.deepcopy([resized, replaced, transposed])
+
+    found = taken([resized, replaced, transposed])
+    resized.resize_(2, 1)
+    replaced.data = torch.ones(2, 2, dtype=torch.int8)
+    transposed.t_()
+
+    assert all(map(torch.equal, found.tensors, wanted))
+
+
+def test_what_is_the_same_memory_is_copied_once():
+    """
+    Two views that are one and the same take room once, whatever storage they are of; any others are copied alone.
+    """
+    array = np.arange(1000.0)
+    one = torch.from_numpy(array)
+    again, halves, bits = torch.from_numpy(array), one.view(2, 500), one.view(torch.int64)
+
+    found = taken([one, again, one, halves, bits])
+
+    assert found.arena.view.nbytes == 3 * 8000
+    first, *others = found.tensors
+    assert [each.data_ptr() == first.data_ptr() for each in others] == [True, True, False, False]
+    assert torch.equal(others[2], halves)
+    assert torch.equal(others[3], bits)
+
+
+def test_memory_that_begins_inside_a_buffer():
+    """
+    An arena whose tensor does not begin where its storage does, or ends at an odd byte, holds the copies all the same.
+    """
+
+    def make(nbytes):
+        whole = ordinary_buffer(nbytes + 192)
+        return Buffer(whole.view[128 : 128 + nbytes + 3], whole.tensor[128 : 128 + nbytes + 3])
+
+    source = torch.arange(33, dtype=torch.int16)
+    found = taken([source, source[1:]], Arenas(make))
+
+    assert torch.equal(found.tensors[0], source)
+    assert torch.equal(found.tensors[1], source[1:])
+
+
+def test_whoever_empties_the_list_lets_go_of_all():
+    """
+    Tensors are asked for once; a list that was emptied holds nothing of the state.
+    """
+    found = taken([torch.ones(3)])
+    found.tensors.clear()
+
+    assert found.tensors == []
+    assert found.found == []
