@@ -63,7 +63,8 @@ def describe(
     flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
-    tensors = {key: leaf for key, leaf in flat.items() if type(leaf) is torch.Tensor or is_tensor(leaf)}
+    plain = torch.Tensor
+    tensors = {key: leaf for key, leaf in flat.items() if type(leaf) is plain or is_tensor(leaf)}
     values = {key: leaf for key, leaf in flat.items() if key not in tensors} if len(tensors) < len(flat) else {}
     return describe_leaves(tensors, tree=tree, values=values, filling=filling)
 
@@ -78,14 +79,14 @@ def describe_leaves(
         for key, leaf in tensors.items()
     ]
     # Those that needed a closer look: in most states none.
-    closer = {at: each for at, each in enumerate(found) if isinstance(each, TensorLeaf)}
+    closer = {at: each for at, each in enumerate(found) if type(each) is TensorLeaf}
     dtypes, shapes = [each[0] for each in found], [each[1] for each in found]
     codes = {dtype: of_torch(dtype).code for dtype in set(dtypes)}
     axes = max(map(len, shapes), default=0)
     shape = matrix_of(shapes, axes, 1)
     origin = np.zeros(len(leaves), np.uint8)
     origin[[at for at in closer if isinstance(leaves[at], np.ndarray)]] = 1
-    row_tensor, boxes, pieces = _rows(found, shape)
+    row_tensor, boxes, pieces = _rows(found, closer, shape)
     return Description(
         tree=tree,
         values=values or {},
@@ -105,10 +106,12 @@ def describe_leaves(
 _Found = Ordinary | TensorLeaf
 
 
-def _rows(found: Sequence[_Found], shape: IntArray) -> tuple[IntArray, Boxes, list[torch.Tensor]]:
+def _rows(
+    found: Sequence[_Found], closer: Mapping[int, TensorLeaf], shape: IntArray
+) -> tuple[IntArray, Boxes, list[torch.Tensor]]:
     """Return the rows of all tensors: which tensor, which box of it, which memory."""
-    whole = [each[3] for each in found if not isinstance(each, TensorLeaf)]
-    if len(whole) == len(found):  # as in most states; the rest says the same of any
+    if not closer:  # the rest says the same of these too
+        whole: list[Any] = [each[3] for each in found]
         return np.arange(len(found), dtype=np.int64), Boxes(np.zeros_like(shape), shape.copy()), whole
     axes = shape.shape[1]
     rows: list[tuple[int, Ints, Ints, torch.Tensor]] = []
@@ -124,7 +127,7 @@ def _rows(found: Sequence[_Found], shape: IntArray) -> tuple[IntArray, Boxes, li
 def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int, TensorLeaf]) -> IntArray:
     """Return, for each tensor, the position of the first one that is the same memory."""
     # Most tensors begin where no other does, and are not compared with any.
-    starts = Counter([each[2] for each in found if not isinstance(each, TensorLeaf)])
+    starts = Counter([each[2] for at, each in enumerate(found) if at not in closer])
     often = {start for start, times in starts.items() if times > 1}
     often.update([piece.tensor.data_ptr() for leaf in closer.values() for piece in leaf.pieces])
     aliases = np.arange(len(found), dtype=np.int64)

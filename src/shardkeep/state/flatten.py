@@ -153,6 +153,8 @@ class _Walk:
 
     def _kind(self, value: Any) -> str:
         kind = self._kind_of_type(type(value))
+        if type(value) is dict:  # as most containers are; the rest would say the same
+            return kind
         # A sharded tensor of some framework may well be a mapping or a tuple.
         if not kind or self._is_tensor(value):
             return ""

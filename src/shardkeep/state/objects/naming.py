@@ -16,17 +16,40 @@ from shardkeep.state.training.names import parameter_names
 class Names(NamedTuple):
     """All names of a parameter, in each of the forms in which optimizers are saved."""
 
-    usual: tuple[str, ...]
-    other: tuple[str, ...]
+    homes: list[tuple[str, tuple[str, ...]]]
+    """The modules in the state that have it, each with its names there."""
     given: tuple[str, ...]
     """Those the optimizer was built with."""
-    in_state: tuple[str, ...]
-    """Its flat names in the state, as a part of its modules."""
+    several: bool
+    """Whether there are several modules in the state."""
+
+    @property
+    def in_state(self) -> tuple[str, ...]:
+        """Its flat names in the state, as a part of its modules."""
+        return tuple(f"{home}.{one}" for home, found in self.homes for one in found)
+
+    @property
+    def in_modules(self) -> tuple[str, ...]:
+        """Its names in its modules."""
+        return tuple(dict.fromkeys(one for _, found in self.homes for one in found))
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """Those of which the first is the one it is saved under, if it has a module."""
+        return self.in_state if self.several else self.in_modules
+
+    @property
+    def other(self) -> tuple[str, ...]:
+        """Those it would be saved under with another number of modules in the state."""
+        return self.in_modules if self.several else self.in_state
 
     @property
     def first(self) -> str:
         """The one it is saved under."""
-        return (self.usual or self.given)[0]
+        if not self.homes:
+            return self.given[0]
+        home, found = self.homes[0]
+        return f"{home}.{found[0]}" if self.several else found[0]
 
 
 def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int) -> dict[Any, Names]:
@@ -49,18 +72,15 @@ def names_of(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], 
                 hint="put the optimizer into a PerRank too",
                 key=name,
             )
-        long = tuple([f"{home}.{one}" for home, found in homes for one in found])
-        short = homes[0][1] if len(homes) == 1 else tuple(dict.fromkeys([one for _, found in homes for one in found]))
-        usual, other = (long, short) if several else (short, long)
         own = (given[parameter],) if given and parameter in given else ()
-        if not usual and not own:
+        if not homes and not own:
             raise StateError(
                 f"{name!r} optimizes a parameter of shape {tuple(parameter.shape)} that no module in the state has, so it"
                 " has no name to be saved under",
                 hint="put the module into the same state, or build the optimizer from named_parameters()",
                 key=name,
             )
-        names[parameter] = Names(usual, other, own, long)
+        names[parameter] = Names(homes, own, several)
     _refuse_equal_names(name, names)
     return names
 

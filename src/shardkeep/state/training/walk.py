@@ -15,16 +15,30 @@ from torch import nn
 _NAMED_MODULES = nn.Module.named_modules
 
 
-def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module inside a module, itself included, by every name that it has."""
-    return _found(module, None)
-
-
 def modules(module: nn.Module) -> list[nn.Module]:
     """Return every module inside a module, itself included, once."""
     if not _is_torchs(module, "modules"):
         return list(module.modules())
-    return [part for _, part in _found(module, set())]
+    seen: set[nn.Module] = set()
+    found: list[nn.Module] = []
+    ahead = [module]
+    while ahead:
+        part = ahead.pop()
+        if getattr(part.named_modules, "__func__", None) is not _NAMED_MODULES:
+            found += [each for _, each in part.named_modules(seen)]
+        elif part not in seen:
+            seen.add(part)
+            found.append(part)
+            if part._modules:
+                ahead += [child for child in part._modules.values() if child is not None][::-1]
+    return found
+
+
+def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module inside a module, itself included, by every name that it has."""
+    found: list[tuple[str, nn.Module]] = []
+    _add_named(module, "", found)
+    return found
 
 
 def named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
@@ -39,25 +53,14 @@ def named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     ]
 
 
-def _found(module: nn.Module, seen: set[nn.Module] | None) -> list[tuple[str, nn.Module]]:
-    """Go through a module; each module comes once if those that came are to be noted in `seen`."""
-    found: list[tuple[str, nn.Module]] = []
-    _walk(module, "", seen, found)
-    return found
-
-
-def _walk(module: nn.Module, prefix: str, seen: set[nn.Module] | None, found: list[tuple[str, nn.Module]]) -> None:
+def _add_named(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
     if getattr(module.named_modules, "__func__", None) is not _NAMED_MODULES:
-        found += module.named_modules(set() if seen is None else seen, prefix, remove_duplicate=seen is not None)
+        found += module.named_modules(set(), prefix, remove_duplicate=False)
         return
-    if seen is not None:
-        if module in seen:
-            return
-        seen.add(module)
     found.append((prefix, module))
     for name, child in module._modules.items():
         if child is not None:
-            _walk(child, f"{prefix}.{name}" if prefix else name, seen, found)
+            _add_named(child, f"{prefix}.{name}" if prefix else name, found)
 
 
 def _is_torchs(module: nn.Module, method: str) -> bool:

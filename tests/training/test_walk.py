@@ -1,0 +1,118 @@
+"""Going through a module gives what torch's own generators give, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkeep.state.training import walk
+from shardkeep.state.training.fsdp1 import fsdp_modules
+from shardkeep.state.training.names import all_canonical
+from tests.training.test_names import Hiding, Tied
+
+
+class Shared(nn.Module):
+    """Modules and parameters under several names, and names without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = self.first
+        self.register_module("gone", None)
+        self.register_parameter("none", None)
+        self.inner = nn.ModuleDict({"x": nn.Sequential(self.first, nn.BatchNorm1d(2)), "y": nn.Identity()})
+        self.tied = self.first.weight
+
+
+class OwnModules(nn.Module):
+    """Shows one of its modules only, and under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = nn.Sequential(nn.Linear(2, 2))
+        self.hidden = nn.Linear(2, 2)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self
+        yield from self.shown.named_modules(memo, f"{prefix}.seen" if prefix else "seen", remove_duplicate)
+
+
+class OwnParameters(nn.Linear):
+    """Calls its parameters otherwise."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((f"my_{name}", parameter) for name, parameter in super().named_parameters(*args, **kwargs))
+
+
+class OwnList(nn.Sequential):
+    """Gives only itself as its modules."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter([self])
+
+
+def _by_instance() -> nn.Module:
+    """A module that was given another way to be gone through, alone of its class."""
+    module = Shared()
+    module.inner.named_modules = lambda *_, **__: iter([("odd", module.first)])  # type: ignore[method-assign]
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 1), module, module)
+
+
+OUTER = [Shared, Tied, Hiding, OwnModules, lambda: OwnParameters(2, 2), lambda: OwnList(nn.ReLU()), _by_instance]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", OUTER)
+def test_as_torch_goes_through_it(make: Any, inside: bool) -> None:
+    """
+    Modules and parameters come by the same names, in the same order, as often, also where a module has its own ways.
+    """
+    torch.manual_seed(0)
+    module = _inside(make()) if inside else make()
+
+    assert _ids(walk.named_modules(module)) == _ids(module.named_modules(remove_duplicate=False))
+    assert list(map(id, walk.modules(module))) == list(map(id, module.modules()))
+    assert _ids(walk.named_parameters(module)) == _ids(module.named_parameters(remove_duplicate=False))
+
+
+def _ids(named: Any) -> list[tuple[str, int]]:
+    return [(name, id(each)) for name, each in named]
+
+
+def test_a_module_that_contains_itself() -> None:
+    """
+    Every module comes once from a module that contains itself; asked for every name, it is refused as by torch.
+    """
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.add_module("itself", module)
+
+    assert walk.modules(module) == list(module.modules())
+    with pytest.raises(RecursionError):
+        walk.named_modules(module)
+
+
+def test_what_is_added_is_seen_at_once() -> None:
+    """
+    Nothing is remembered of a module: what wraps or hides a part of it counts from the moment it is there.
+    """
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert all_canonical(module)
+    assert fsdp_modules(module) == []
+
+    module[1].add_module("_checkpoint_wrapped_module", nn.Linear(2, 2))
+    assert not all_canonical(module)
+
+    del module[1]._checkpoint_wrapped_module
+    assert all_canonical(module)
+    module[0]._fqn_modifiers = dict
+    assert not all_canonical(module)
