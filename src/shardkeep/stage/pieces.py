@@ -119,10 +119,18 @@ def _copy_on_device(taken: Pieces, rows: list[int], staging: str, optimizers: Se
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
     devices = {tensors[at].device for at in rows}
     copies: dict[Hashable, torch.Tensor] = {}
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
+        source = tensors[at]
         if key not in copies:
-            copies[key] = tensors[at].clone()
+            copies[key] = torch.empty_like(source)
+            ours, theirs = alike.setdefault((source.device, source.dtype), ([], []))
+            ours.append(copies[key])
+            theirs.append(source)
         tensors[at] = copies[key]
+    with torch.no_grad():
+        for ours, theirs in alike.values():  # a few kernels: each one has to wait where the device's queue is full
+            torch._foreach_copy_(ours, theirs)
     taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
 
 
