@@ -280,7 +280,8 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
     Call a function with each event of this process from now on.
 
     It is called on the thread where the event happens, which may be one that saves in the background, perhaps on several
-    at a time; it has to be quick. What it raises is logged, once, and hurts nothing.
+    at a time. It has to be quick, and must not wait for the save that it is told of, which waits for it. What it raises
+    is logged, once, and hurts nothing.
 
     Args:
         callback: Called with the event.

@@ -66,6 +66,20 @@ def test_one_rank_blames_nobody(tmp_path):
     assert "slowest" not in "".join(lines)
 
 
+def test_a_call_that_waits_for_an_earlier_save_says_so(tmp_path):
+    """
+    Time that the call spent waiting for another save is told apart.
+    """
+    with scene.logged() as lines:
+        first = sk.async_save(scene.state(), scene.SlowStore(tmp_path / "first", "create"))
+        second = sk.async_save(scene.state(), tmp_path / "second").result()
+        first.result()
+    queued = sum(span.seconds for span in second.phases if span.name == "queue")
+    assert second.blocked_s >= queued > 0.1
+    assert f"blocked {second.blocked_s:.2f} s ({queued:.2f} s by earlier saves), staged" in lines[1]
+    assert "earlier" not in lines[0]
+
+
 def ranks_that_took(*times):
     return [
         RankPhases(rank, [Span(name, 0.0, seconds) for name, seconds in each.items()])

@@ -196,6 +196,21 @@ def test_a_file_that_cannot_be_written_fails_the_trace_alone(tmp_path):
     sk.open(tmp_path / "ck").verify()
 
 
+def test_a_file_that_cannot_be_written_hides_no_exception(tmp_path):
+    """
+    What went wrong inside is raised, and the trace's own trouble is logged.
+    """
+
+    def fail():
+        with sk.trace(tmp_path / "nowhere/trace.json"):
+            sk.save(scene.state(), tmp_path / "ck")
+            raise RuntimeError("training went wrong")
+
+    with scene.logged() as lines, pytest.raises(RuntimeError, match="training went wrong"):
+        fail()
+    assert "nowhere/trace.json" in lines[-1]
+
+
 def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
     """
     One that ends inside is in it, one that does not is not.

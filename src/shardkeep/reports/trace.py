@@ -8,6 +8,7 @@ opened: viewers do not need the closing bracket.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,8 @@ from shardkeep.events import (
     on_event,
 )
 from shardkeep.reports.first_rank import from_first, is_first
+
+log = logging.getLogger("shardkeep")
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
@@ -73,7 +76,10 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            tracing.close(wait=False)
+            try:
+                tracing.close(wait=False)
+            except StorageError as error:  # which tells less than what is on its way
+                log.warning("%s", error)
             raise
         tracing.close(wait=True)
 
@@ -190,9 +196,7 @@ class _Rows:
         }
 
 
-def _with_whole(
-    name: str, did: RankPhases, event: SaveCommitted | SaveFailed | LoadFinished | LoadFailed
-) -> list[Span]:
+def _with_whole(name: str, did: RankPhases, event: _End) -> list[Span]:
     """Return the spans of a rank after one for the whole of its call, as far as it is known here."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
     if did.rank == event.rank:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardkeep")
 
 _BETWEEN_PROGRESS_S = 0.1
+_WORTH_SAYING_S = 0.01
 
 
 class _Telling:
@@ -96,13 +97,15 @@ class SaveTelling(_Telling):
         """Tell that the checkpoint is there, and log it."""
         self._step = saved.step
         if self._rank == 0:
+            queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
             log.info(
-                "saved %s: %.3f GB in %.2f s (%.2f GB/s): blocked %.2f s, staged %.2f s, written %.2f s%s",
+                "saved %s: %.3f GB in %.2f s (%.2f GB/s): blocked %.2f s%s, staged %.2f s, written %.2f s%s",
                 self._where,
                 saved.bytes_total / 1e9,
                 saved.seconds,
                 saved.gb_per_s,
                 saved.blocked_s,
+                f" ({queued_s:.2f} s by earlier saves)" if queued_s >= _WORTH_SAYING_S else "",
                 saved.staged_s,
                 saved.written_s,
                 _blame(saved.slowest),
