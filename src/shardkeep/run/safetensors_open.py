@@ -45,6 +45,10 @@ class SafetensorsSource(TorchSource):
     seen: Mapping[str, SafetensorsFile]
     """Headers as they were when it was opened, by the file's name."""
 
+    def check(self, tensors: IntArray) -> None:
+        """Insist that the chunks of these tensors, or of those they are tied to, tile them, and that files have them."""
+        super().check(np.unique(np.asarray(self.index.tensors.alias, np.int64)[tensors]))
+
     def check_index(self, tensors: IntArray) -> None:
         """Insist that what is said of these tensors makes sense."""
         self.check(tensors)

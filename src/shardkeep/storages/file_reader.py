@@ -86,7 +86,7 @@ class FileSystemReader(StorageReader):
         except BlobNotFound:
             if kwargs.get("rank") is not None or not is_native(store):
                 raise
-            self._native = NativeView(store, self.path)
+            self._native = NativeView.open(store, self.path)
             metadata = self._native.metadata()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

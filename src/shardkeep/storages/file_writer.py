@@ -197,7 +197,7 @@ class _FileSystemWriter(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
-        _keep_sums(metadata, sums)
+        keep_sums(metadata, sums)
         rank = None if self.use_collectives else self.rank
         Commit(self.fs, self.path, sync=self.sync_files).publish(
             metadata_files(metadata, metadata_name(rank)),
@@ -223,7 +223,7 @@ class _FileSystemWriter(StorageWriter):
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
-def _keep_sums(metadata: Metadata, sums: dict[str, Sums]) -> None:
+def keep_sums(metadata: Metadata, sums: dict[str, Sums]) -> None:
     """Put what is known of the data files where torch's classes have nothing: it is pickled, and torch ignores it."""
     vars(metadata)["shardkeep_sums"] = {
         name: (each.nbytes, each.block_nbytes, each.checksum) for name, each in sorted(sums.items())

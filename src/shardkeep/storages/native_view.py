@@ -68,12 +68,19 @@ class _Leaf(NamedTuple):
 
 
 class NativeView:
-    """An opened native checkpoint."""
+    """An opened checkpoint that has a native index."""
 
-    def __init__(self, store: Reads, path: PathLike) -> None:
-        record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
-        self._source = Source(store, record, native.read_index(store, record), Headers())
+    def __init__(self, source: Source, path: PathLike) -> None:
+        self._source = source
         self._path = path
+        self.rows: dict[str, int] = {}
+        """Row in the index of each tensor, by the name that torch gives it; known after `metadata`."""
+
+    @classmethod
+    def open(cls, store: Reads, path: PathLike) -> NativeView:
+        """Open a native checkpoint."""
+        record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
+        return cls(Source(store, record, native.read_index(store, record), Headers()), path)
 
     def metadata(self) -> Metadata:
         """Describe the checkpoint in the terms of the protocol."""
@@ -91,6 +98,7 @@ class NativeView:
             paths[key] = path
             if self._is_tensor(value):
                 entries[key] = self._tensor(key, value.row, places)
+                self.rows[key] = value.row
             else:
                 entries[key] = BytesStorageMetadata()
                 places[MetadataIndex(key)] = StoredObject(value)
@@ -127,7 +135,7 @@ class NativeView:
         for request in plan.items:
             place = places[request.storage_index]
             if request.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(request, self._object(place, options))
+                planner.load_bytes(request, self.saved_object(place, options))
             else:
                 chunks.append((request, place, planner.resolve_tensor(request).detach()))
         into = [plain_target(target, key=request.storage_index.fqn) for request, _, target in chunks]
@@ -155,7 +163,8 @@ class NativeView:
                 target.copy_(filled)
             planner.commit_tensor(request, target)
 
-    def _object(self, place: StoredObject, options: Options) -> io.BytesIO:
+    def saved_object(self, place: StoredObject, options: Options) -> io.BytesIO:
+        """Return an object as `torch.save` writes it."""
         stream = io.BytesIO()
         torch.save(self._filled(place.value, options), stream)
         stream.seek(0)

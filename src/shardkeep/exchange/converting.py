@@ -1,0 +1,167 @@
+"""
+Convert: all of a checkpoint, from the layout it has to another one, in one process and bounded memory.
+
+    open -> leave out what is to be dropped -> write in windows -> read back and compare -> commit
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shardkeep.errors import CheckpointError, PickleRefused, StateError, UnsupportedLeaf
+from shardkeep.exchange.pruning import without
+from shardkeep.exchange.to_native import write_native
+from shardkeep.exchange.to_safetensors import write_safetensors
+from shardkeep.exchange.to_torch_layout import write_torch_layout
+from shardkeep.format.values import decode_value
+from shardkeep.options import Options
+from shardkeep.run.read import Headers, Source
+from shardkeep.run.sources import find
+from shardkeep.state.names import Patterns
+from shardkeep.store.local import LocalStore
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+Layout = Literal["native", "dcp", "safetensors"]
+LAYOUTS = ("native", "dcp", "safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertReport:
+    """What a conversion wrote, all of it read back and found to be what was meant."""
+
+    to: str
+    layout: str
+    tensors: int
+    values: int
+    bytes_written: int
+    """Of the data files."""
+    seconds: float
+    left_out: list[str] = field(default_factory=list)
+    """What the new layout has no place for: `step` and `meta` of the commit record, in torch's."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """What was written over the time it took, reading and comparing included."""
+        return self.bytes_written / max(self.seconds, 1e-9) / 1e9
+
+
+def convert(
+    where: str | os.PathLike[str] | Store,
+    to: str | os.PathLike[str] | Store,
+    layout: Layout = "native",
+    *,
+    drop: Patterns = None,
+    max_shard_bytes: float = 5e9,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    options: Options | None = None,
+) -> ConvertReport:
+    """
+    Write all of a checkpoint in another layout, or anew in its own; in one process.
+
+    Tensors come out bit for bit, nesting and plain values as they were; for safetensors files these are kept in the
+    header of the first one. Memory is `Options.host_budget_bytes` at most, besides plain values. What is written is
+    read back and compared before it is committed.
+
+    Args:
+        where: the checkpoint: native, torch's, or safetensors files.
+        to: where it goes: a path; for "native" also a store.
+        layout: "native", "dcp" (torch's), or "safetensors".
+        drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
+        max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
+        overwrite: replace a checkpoint that is there.
+        allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
+        options: threads and memory.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint at `where`.
+        CheckpointExists: one is at `to`, and `overwrite` was not given.
+        UnsupportedLeaf: the new layout cannot hold a leaf; names it.
+        PickleRefused: a value is pickled, and `allow_pickle` was not given.
+        DamagedCheckpoint: what is stored is not what was saved.
+        StorageError: the files cannot be written.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> root = tempfile.mkdtemp()
+        >>> _ = sk.save({"model": {"w": torch.ones(4, 4)}, "step": 1}, root + "/a")
+        >>> sk.convert(root + "/a", root + "/b", "safetensors").tensors
+        1
+        >>> sk.open(root + "/b")["step"]
+        1
+
+    """
+    began = time.perf_counter()
+    if layout not in LAYOUTS:
+        raise StateError(f"layout={layout!r}", hint=f"give one of {', '.join(LAYOUTS)}")
+    options = options or Options()
+    if allow_pickle:
+        options = replace(options, allow_pickle=True)
+    origin = open_store(where, direct=options.direct_io)
+    target = open_store(to, direct=options.direct_io)
+    _check_apart(origin, target)
+    source = without(find(origin).open(options, Headers()), drop)
+    if not options.allow_pickle:
+        _refuse_pickles(source)
+    if layout == "native":
+        nbytes = write_native(target, source, overwrite=overwrite, options=options)
+    elif layout == "dcp":
+        nbytes = write_torch_layout(_directory(target), source, overwrite=overwrite, options=options)
+    else:
+        nbytes = write_safetensors(
+            _directory(target), source, max_shard_bytes=max_shard_bytes, overwrite=overwrite, options=options
+        )
+    report = ConvertReport(
+        to=target.url,
+        layout=layout,
+        tensors=len(source.index.keys),
+        values=len(source.index.value_keys),
+        bytes_written=nbytes,
+        seconds=time.perf_counter() - began,
+        left_out=list(_label(source)) if layout == "dcp" else [],
+    )
+    log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
+    return report
+
+
+def _check_apart(origin: Store, target: Store) -> None:
+    if isinstance(origin, LocalStore) and isinstance(target, LocalStore):
+        source, to = (os.path.realpath(store.url) for store in (origin, target))
+        if to in (source, os.path.dirname(source) if os.path.isfile(source) else source):
+            raise CheckpointError(
+                f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another directory"
+            )
+
+
+def _directory(target: Store) -> str:
+    if not isinstance(target, LocalStore):
+        raise CheckpointError(f"{target.url}: only native checkpoints go to a store", hint="give a path")
+    return target.url
+
+
+def _refuse_pickles(source: Source) -> None:
+    index = source.index
+    for key, row in index.value_rows.items():
+        try:
+            decode_value(index.value_data.raw(row), key=key, allow_pickle=False)
+        except PickleRefused as exc:
+            raise PickleRefused(
+                exc.message, hint=f"pass allow_pickle=True if you trust it, or leave it out: drop={key!r}", key=key
+            ) from exc
+        except UnsupportedLeaf:
+            pass  # sound, only not to be rebuilt here
+
+
+def _label(source: Source) -> Iterator[str]:
+    if source.record.step is not None:
+        yield "step"
+    if source.record.meta:
+        yield "meta"

@@ -1,0 +1,180 @@
+"""
+Export: the weights of a checkpoint of any layout, for those who only use the model.
+
+    pick (names, dtype) -> write in windows under temporary names -> read back and compare -> publish
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from shardkeep.errors import CheckpointError, StateError
+from shardkeep.exchange.models import write_model
+from shardkeep.exchange.picking import Picked, dtype_of, pick
+from shardkeep.exchange.torch_file import write_torch_file
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, FORMAT_KEY, SAVE_ID_KEY
+from shardkeep.layout.safetensors_state import STATE_KEY
+from shardkeep.options import Options
+from shardkeep.run.read import Headers
+from shardkeep.run.sources import find
+from shardkeep.state.names import Patterns, Renames
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import Store
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("shardkeep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What an export wrote, all of it read back and found to be what was meant."""
+
+    to: str
+    format: str
+    files: list[str]
+    tensors: int
+    bytes_written: int
+    seconds: float
+    ties: dict[str, str] = field(default_factory=dict)
+    """Names of tensors that are the same memory as another one. Hugging Face files hold that one alone: a model that
+    ties its weights finds both."""
+    left_out: list[str] = field(default_factory=list)
+    """Plain values, which Hugging Face files cannot hold."""
+    infinite: list[str] = field(default_factory=list)
+    """Tensors with infinite numbers once they were float16, which ends at 65504."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """What was written over the time it took, reading and comparing included."""
+        return self.bytes_written / max(self.seconds, 1e-9) / 1e9
+
+
+def export(
+    where: str | os.PathLike[str] | Store,
+    to: str | os.PathLike[str],
+    *,
+    format: Literal["hf", "torch"] = "hf",  # noqa: A002 - the user's word for it
+    dtype: str | torch.dtype | None = None,
+    max_shard_bytes: float = 5e9,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    rename: Renames = None,
+    prefix: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> ExportReport:
+    """
+    Write the tensors of a checkpoint as a Hugging Face model, or as one file for `torch.load`; in one process.
+
+    Memory is `Options.host_budget_bytes` at most, however large the checkpoint. What is written is read back and
+    compared before it gets its name. If anything fails, what was at `to` is still there, and nothing else is.
+
+    Args:
+        where: the checkpoint: native, torch's, or safetensors files.
+        to: a directory for "hf", a file for "torch".
+        format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
+            flat dict, which `torch.load(weights_only=True)` opens.
+        dtype: what floating point numbers of 16 to 64 bits become; others stay what they are.
+        max_shard_bytes: how large a file of "hf" may be, if no tensor is larger alone.
+        include: only these names, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
+        exclude: not these.
+        rename: from a name without its prefix to the one outside, as in `load`: a mapping of names or dotted prefixes,
+            pairs of regular expression and replacement, or a callable (None drops a name).
+        prefix: only names that begin so, and without it. None: `model.` where the state has a dict `model` at its top,
+            else nothing.
+        config: a directory with `config.json`: all files in it but weights are copied beside the model.
+        overwrite: replace what is there.
+        options: threads and memory.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint at `where`.
+        CheckpointExists: something is at `to`, and `overwrite` was not given.
+        StateError: nothing was picked, or an argument makes no sense.
+        DamagedCheckpoint: what is stored is not what was saved.
+        StorageError: the files cannot be written.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> root = tempfile.mkdtemp()
+        >>> _ = sk.save({"model": {"w": torch.ones(4, 4)}, "step": 1}, root + "/step-1")
+        >>> sk.export(root + "/step-1", root + "/hf", dtype="bf16").files
+        ['model.safetensors']
+
+    """
+    began = time.perf_counter()
+    if format not in ("hf", "torch"):
+        raise StateError(f"format={format!r}", hint='give "hf" or "torch"')
+    if format == "torch" and config is not None:
+        raise StateError("config is for format='hf': a single file holds no configuration")
+    options = options or Options()
+    source = find(open_store(where, direct=options.direct_io)).open(options, Headers())
+    picked = pick(source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=dtype_of(dtype))
+    target = _path(to)
+    if format == "hf":
+        written = write_model(
+            target,
+            picked.tensors,
+            source,
+            max_shard_bytes=max_shard_bytes,
+            metadata=_metadata(picked),
+            config=None if config is None else os.fspath(config),
+            overwrite=overwrite,
+            options=options,
+        )
+        files, nbytes, infinite, left_out = written.files, written.nbytes, written.infinite, list(picked.values)
+    else:
+        nbytes, infinite = write_torch_file(target, picked, source, overwrite=overwrite, options=options)
+        files, left_out = [os.path.basename(target)], []
+    report = ExportReport(
+        to=target,
+        format=format,
+        files=files,
+        tensors=len(picked.tensors),
+        bytes_written=nbytes,
+        seconds=time.perf_counter() - began,
+        ties=picked.ties,
+        left_out=left_out,
+        infinite=sorted(infinite),
+    )
+    _tell(report)
+    return report
+
+
+def _path(to: str | os.PathLike[str]) -> str:
+    path = os.fspath(to)
+    if not isinstance(path, str) or not path or "://" in path:
+        raise CheckpointError(f"{to!r} is no path of this machine", hint="export to a directory, then copy it")
+    return path
+
+
+def _metadata(picked: Picked) -> dict[str, str]:
+    """Say which names are tied, as the safetensors library does; what readers look for means what it means to them."""
+    reserved = {FORMAT_KEY, CUSTOM_METADATA_KEY, SAVE_ID_KEY, FILE_COUNT_KEY, STATE_KEY}
+    return {name: owner for name, owner in picked.ties.items() if name not in reserved}
+
+
+def _tell(report: ExportReport) -> None:
+    log.info(
+        "exported %s: %d tensors, %.3f GB in %.2f s",
+        report.to,
+        report.tensors,
+        report.bytes_written / 1e9,
+        report.seconds,
+    )
+    if report.left_out:
+        log.warning(
+            "%s: %d plain values are left out, which safetensors files cannot hold: %s",
+            report.to, len(report.left_out), ", ".join(report.left_out[:4]),
+        )  # fmt: skip
+    if report.infinite:
+        log.warning(
+            "%s: %d tensors have infinite numbers as float16: %s; use bf16",
+            report.to, len(report.infinite), ", ".join(report.infinite[:4]),
+        )  # fmt: skip

@@ -1,0 +1,225 @@
+"""
+Files whose bytes come from an opened checkpoint as they are written: never more than a window a thread is in memory.
+
+A file is a row of parts: bytes at hand, or a box of a stored tensor, converted to another dtype if need be. Files are
+written by the pipeline of all saves, durable on return or removed, and their digests are taken before the bytes leave
+memory: `check_written` reads them back and compares.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardkeep.format.collector import collector_paused
+from shardkeep.format.columns import Boxes, matrix_of
+from shardkeep.format.dtypes import DType, to_torch
+from shardkeep.format.header import block_nbytes_for
+from shardkeep.format.record import FileEntry
+from shardkeep.format.region import Box, flat_range_to_boxes
+from shardkeep.options import Options
+from shardkeep.plan.ranges import every_block
+from shardkeep.run.item_files import Digests
+from shardkeep.run.read import Reads, Source, read_files
+from shardkeep.run.workers import window_for
+from shardkeep.run.write import FileJob, Window, hash_and_write, write_files
+from shardkeep.store.protocol import BlobWriter, Store
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A box of a stored tensor, its elements in row-major order, as elements of some dtype."""
+
+    key: str
+    row: int
+    """Of the tensor in the index."""
+    box: Box
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self.box.volume * self.dtype.itemsize
+
+
+Part = memoryview | StoredPart
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A file to write, and what it is made of."""
+
+    job: FileJob
+    parts: Sequence[Part]
+    """Those that have bytes; one for each source of the job."""
+
+
+def streamed(
+    name: str, parts: Sequence[Part], *, header: bytearray | None = None, block_nbytes: int | None = None
+) -> Streamed:
+    """
+    Lay parts end to end in a file.
+
+    Args:
+        name: of the file.
+        parts: each stored one at a multiple of its elements' size.
+        header: of the native layout, with room for the digests; else there are none in the file.
+        block_nbytes: what digests are taken of; by default as many bytes as fit the file.
+
+    """
+    filled = [part for part in parts if part.nbytes]
+    ends = np.cumsum([part.nbytes for part in filled], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    start = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+    job = FileJob(
+        name=name,
+        header=bytearray() if header is None else header,
+        data_nbytes=total,
+        block_nbytes=block_nbytes or block_nbytes_for(total),
+        start=start,
+        address=np.zeros(len(start), np.int64),
+        scattered={},
+    )
+    return Streamed(job, filled)
+
+
+class Gathering:
+    """Fills memory with parts of an opened checkpoint. Used by several threads."""
+
+    def __init__(self, source: Source, *, threads: int, budget_nbytes: int) -> None:
+        self._source = source
+        self._threads = threads
+        self._budget_nbytes = budget_nbytes
+        self._lock = threading.Lock()
+        self.infinite: set[str] = set()
+        """Tensors of which numbers became infinite, or were, when they were converted to a smaller type."""
+
+    def fill(self, wanted: Sequence[tuple[StoredPart, int, int, memoryview]]) -> None:
+        """Fill memory with bytes of parts, from one of its whole elements to another."""
+        if not wanted:
+            return
+        rows: list[int] = []
+        boxes: list[Box] = []
+        into: list[torch.Tensor] = []
+        flats: list[tuple[StoredPart, torch.Tensor]] = []
+        with collector_paused():  # a window may hold many thousand tensors
+            for part, start, stop, memory in wanted:
+                size, at = part.dtype.itemsize, 0
+                flat = torch.frombuffer(memory, dtype=torch.uint8).view(to_torch(part.dtype))
+                flats.append((part, flat))
+                for box in flat_range_to_boxes(part.box.sizes, start // size, stop // size):
+                    offsets = tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True))
+                    rows.append(part.row)
+                    boxes.append(Box(offsets, box.sizes))
+                    into.append(flat[at : at + box.volume].view(box.sizes))
+                    at += box.volume
+        axes = max((len(box.sizes) for box in boxes), default=0)
+        self._source.fill(
+            np.array(rows, np.int64),
+            Boxes(matrix_of([b.offsets for b in boxes], axes, 0), matrix_of([b.sizes for b in boxes], axes, 1)),
+            into,
+            threads=self._threads,
+            budget_nbytes=self._budget_nbytes,
+        )
+        for part, flat in flats:
+            if flat.dtype == torch.float16 and self._source.index.dtype(part.row) is not part.dtype:
+                self._look_at(part, flat)
+
+    def _look_at(self, part: StoredPart, flat: torch.Tensor) -> None:
+        if bool(torch.isinf(flat).any()):
+            with self._lock:
+                self.infinite.add(part.key)
+
+
+class _Sink:
+    """Where windows go: gathered, hashed and written by the thread that calls."""
+
+    def __init__(self, store: Store, files: Mapping[str, Streamed], gathering: Gathering) -> None:
+        self._store = store
+        self._files = files
+        self._gathering = gathering
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        return self._store.create(job.name, job.nbytes)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        data = own[: window.nbytes]
+        self._gather(window, data)
+        return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+
+    def _gather(self, window: Window, data: memoryview) -> None:
+        parts = self._files[window.job.name].parts
+        wanted = []
+        for row in window.rows:
+            begin = int(window.job.start[row])
+            part = parts[row]
+            low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
+            into = data[low - window.start : high - window.start]
+            if isinstance(part, memoryview):
+                into[:] = part[low - begin : high - begin]
+            else:
+                wanted.append((part, low - begin, high - begin, into))
+        self._gathering.fill(wanted)
+
+
+def write_streamed(
+    store: Store, files: Sequence[Streamed], source: Source, options: Options
+) -> tuple[list[bytes], set[str]]:
+    """
+    Write files, durable on return; if anything fails, all of them are removed.
+
+    Returns:
+        The digests of each file's blocks, and the tensors that have infinite numbers after they were converted.
+
+    """
+    threads, window = _limits(options)
+    gathering = Gathering(source, threads=1, budget_nbytes=2 * window)
+    sink = _Sink(store, {file.job.name: file for file in files}, gathering)
+    digests = write_files(store, [file.job for file in files], threads=threads, window_nbytes=window, sink=sink)
+    return digests, gathering.infinite
+
+
+def check_written(store: Reads, files: Sequence[Streamed], digests: Sequence[bytes], options: Options) -> None:
+    """
+    Read files back, every byte, and compare them with what was meant to be written.
+
+    Raises:
+        ChecksumMismatch: they differ; names the file, the offset and the tensors.
+
+    """
+    threads, window = _limits(options)
+    known = Digests()
+    entries = []
+    for file, of_file in zip(files, digests, strict=True):
+        job = file.job
+        entries.append(
+            FileEntry(
+                name=job.name,
+                nbytes=job.nbytes,
+                header_nbytes=len(job.header),
+                block_nbytes=job.block_nbytes,
+                checksum="",
+            )
+        )
+        known.keep(entries[-1], of_file)
+
+    def key_at(file: int, at: int, end: int) -> str:
+        job, parts = files[file].job, files[file].parts
+        hit = [
+            repr(part.key)
+            for part, start in zip(parts, job.start.tolist(), strict=True)
+            if isinstance(part, StoredPart) and start < end and start + part.nbytes > at
+        ]
+        return ", ".join(hit[:4]) + (" and others" if len(hit) > 4 else "") or "the header"
+
+    plans = [every_block(number, file.job.data_nbytes, window_nbytes=window) for number, file in enumerate(files)]
+    read_files(store, entries, plans, {}, key_at=key_at, threads=threads, window_nbytes=window, headers=known)
+
+
+def _limits(options: Options) -> tuple[int, int]:
+    """Return threads and the size of a window: each thread has one to write, and one to read through."""
+    return window_for(options.io_threads, options.host_budget_bytes // 2)

@@ -1,0 +1,76 @@
+"""
+A checkpoint of any layout written anew as safetensors files: tensors under their flat names, and all else in a header.
+
+What safetensors cannot hold stands in the metadata of the first file (`layout.safetensors_state`): nesting, plain
+values, ties, step and meta. So nothing is lost on the way there and back, and other tools see the tensors alone.
+"""
+
+from __future__ import annotations
+
+from shardkeep.errors import UnsupportedLeaf
+from shardkeep.exchange.models import write_model
+from shardkeep.exchange.streams import StoredPart
+from shardkeep.format.region import whole
+from shardkeep.format.tree import decode_tree, leaf_keys
+from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, encode_state, to_text
+from shardkeep.options import Options
+from shardkeep.run.read import Source
+
+
+def write_safetensors(to: str, source: Source, *, max_shard_bytes: float, overwrite: bool, options: Options) -> int:
+    """
+    Write all of a checkpoint into a directory, and return the bytes of its files.
+
+    Raises:
+        UnsupportedLeaf: a tensor is of a dtype that safetensors does not have.
+        CheckpointExists: a checkpoint is there, and `overwrite` was not given.
+
+    """
+    tensors = _tensors(source)
+    kept = encode_state(_state(source))
+    written = write_model(
+        to,
+        tensors,
+        source,
+        max_shard_bytes=max_shard_bytes,
+        metadata={STATE_KEY: kept},
+        config=None,
+        overwrite=overwrite,
+        options=options,
+    )
+    return written.nbytes
+
+
+def _tensors(source: Source) -> dict[str, StoredPart]:
+    index = source.index
+    parts: dict[str, StoredPart] = {}
+    for key in leaf_keys(decode_tree(index.tree)):
+        row = index.tensor_rows.get(key)
+        if row is None or int(index.tensors.alias[row]) != row:
+            continue
+        dtype, shape = index.dtype(row), index.shape(row)
+        if dtype.safetensors is None or (dtype.packed > 1 and not shape):
+            raise UnsupportedLeaf(
+                f"{key!r} is of dtype {dtype.name}, which safetensors files cannot hold",
+                hint=f"leave it out: drop={key!r} (--drop)",
+                key=key,
+            )
+        if key == "__metadata__":
+            raise UnsupportedLeaf("safetensors files cannot hold a tensor called '__metadata__'", key=key)
+        parts[key] = StoredPart(key, row, whole(shape), dtype)
+    return parts
+
+
+def _state(source: Source) -> KeptState:
+    index, record = source.index, source.record
+    alias = index.tensors.alias.tolist()
+    rows = index.tensor_rows
+    names = list(rows)
+    return KeptState(
+        step=record.step,
+        meta=record.meta,
+        tree=to_text(index.tree),
+        values={key: to_text(index.value_data.raw(row)) for key, row in index.value_rows.items()},
+        numpy=[key for key, row in rows.items() if int(index.tensors.origin[row]) == 1],
+        ties={key: names[alias[row]] for key, row in rows.items() if alias[row] != row},
+    )
