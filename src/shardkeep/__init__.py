@@ -45,8 +45,13 @@ if TYPE_CHECKING:
         WrongSize,
     )
     from shardkeep.events import on_event
+    from shardkeep.exchange.converting import ConvertReport, convert
+    from shardkeep.exchange.exporting import ExportReport, export
     from shardkeep.loading import load
     from shardkeep.manage.catalog import Catalog
+    from shardkeep.manage.checkpointer import Checkpointer
+    from shardkeep.manage.problems import LeaseLost, RootInUse
+    from shardkeep.manage.retention import KeepBest, KeepEvery, KeepLast, KeepYounger
     from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
     from shardkeep.options import Options
     from shardkeep.reports.progress import show_progress
@@ -87,8 +92,13 @@ _HOMES = {
         "WrongSize",
     ),
     "events": ("on_event",),
+    "exchange.converting": ("ConvertReport", "convert"),
+    "exchange.exporting": ("ExportReport", "export"),
     "loading": ("load",),
     "manage.catalog": ("Catalog",),
+    "manage.checkpointer": ("Checkpointer",),
+    "manage.problems": ("LeaseLost", "RootInUse"),
+    "manage.retention": ("KeepBest", "KeepEvery", "KeepLast", "KeepYounger"),
     "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
     "options": ("Options",),
     "reports.progress": ("show_progress",),
@@ -111,12 +121,20 @@ __all__ = [
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
+    "Checkpointer",
     "ChecksumMismatch",
+    "ConvertReport",
     "DamagedCheckpoint",
     "EarlierSaveFailed",
+    "ExportReport",
     "Failure",
     "InvalidShards",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepYounger",
     "KeyCollision",
+    "LeaseLost",
     "LoadReport",
     "LocalStore",
     "MalformedFile",
@@ -127,6 +145,7 @@ __all__ = [
     "RanksDisagree",
     "RanksSilent",
     "ReplicasDiffer",
+    "RootInUse",
     "SaveCancelled",
     "SaveHandle",
     "SaveProgress",
@@ -144,6 +163,8 @@ __all__ = [
     "WrongSize",
     "__version__",
     "async_save",
+    "convert",
+    "export",
     "finish_saves",
     "load",
     "on_event",

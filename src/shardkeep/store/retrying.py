@@ -77,11 +77,12 @@ class Patience:
 class RetryingStore:
     """Pass everything on to `inner`, and try it again where it fails in passing."""
 
-    def __init__(self, inner: Store, patience: Patience) -> None:
-        """Wrap a store."""
+    def __init__(self, inner: Store, patience: Patience, *, before_put: Callable[[], object] | None = None) -> None:
+        """Wrap a store; `before_put` is called before each `put`, which does not happen if it raises."""
         self.inner = inner
         self.url = inner.url
         self._patience = patience
+        self._before_put = before_put
 
     def __repr__(self) -> str:
         return f"RetryingStore({self.inner!r})"
@@ -106,6 +107,8 @@ class RetryingStore:
 
     def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         def work(failed: int) -> None:
+            if self._before_put is not None:
+                self._before_put()
             try:
                 self.inner.put(name, data, replace=replace)
             except StorageError as error:

@@ -1,0 +1,345 @@
+"""
+Many checkpoints over a long run: when one is saved, which one is restored, which are kept.
+
+    a step -> due? (by its number, or agreed with rank 0) -> save -> commit -> `latest` -> prune and sweep
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import Self
+
+from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError
+from shardkeep.events import Callback, Event, Listening
+from shardkeep.events import on_event as listen
+from shardkeep.manage.agreement import Decision
+from shardkeep.manage.browsing import checked
+from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.failures import Failures, OnError
+from shardkeep.manage.jobs import Job
+from shardkeep.manage.policies import Best, best_of, policy_of
+from shardkeep.manage.requests import KINDS, Requests
+from shardkeep.manage.resuming import Resuming
+from shardkeep.manage.retention import Policy
+from shardkeep.manage.saves import Saved, Saves
+from shardkeep.manage.schedule import Steps, Timer
+from shardkeep.manage.seams import Seams
+from shardkeep.manage.signals import Handlers, numbers_of
+from shardkeep.options import Options
+from shardkeep.ranks.world import World
+from shardkeep.store.place import open_root
+from shardkeep.store.roots import Root
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("shardkeep")
+
+
+class Checkpointer(Resuming):
+    """
+    The checkpoints of a training run, below one root; made and used by all ranks alike.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> state = {"model": torch.nn.Linear(4, 4), "step": 0}
+        >>> with sk.Checkpointer(tempfile.mkdtemp(), every_steps=2, keep_last=2) as ckpt:
+        ...     start = ckpt.restore_latest(state) or 0
+        ...     for step in range(start + 1, 8):
+        ...         state["step"] = step
+        ...         saved = ckpt.step(step, state)
+        ...     ckpt.wait()
+        ...     ckpt.all_steps()
+        [4, 6]
+
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Root,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        at_steps: Iterable[int] = (),
+        signals: Iterable[int | str] = (),
+        request_file: str | None = "save-now",
+        template: str = "step-{step}",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
+        keep_hours: float | None = None,
+        retention: Policy | None = None,
+        asynchronous: bool = True,
+        staging: Literal["auto", "overlap", "device", "host"] = "auto",
+        writer: Literal["thread", "process"] = "thread",
+        max_in_flight: int = 1,
+        allow_pickle: bool = False,
+        options: Options | None = None,
+        group: ProcessGroup | World | None = None,
+        on_error: OnError = "raise",
+        retries: int = 3,
+        takeover: bool = False,
+        on_event: Callback | None = None,
+        seams: Seams | None = None,
+    ) -> None:
+        """
+        Touch nothing yet: a root that does not exist is made by the first save.
+
+        Args:
+            root: a path, a `file://` URL, or a root. All ranks see the same one.
+            every_steps: `step` saves each time that a multiple of it is reached.
+            every_minutes: `step` saves when so much time has passed since the last save; rank 0's clock counts.
+            at_steps: `step` saves at these.
+            signals: `step` saves when one of these came ("SIGTERM"), to whichever rank; it returns when the checkpoint
+                is durable, and `should_stop` is True from then on. Needs the main thread.
+            request_file: `step` saves when a file of this name appears in the root, and deletes it. None: nobody looks.
+                Without this, `every_minutes` and `signals`, ranks never talk to each other but to save.
+            template: what the checkpoint of a step is called.
+            keep_last: keep so many of the newest.
+            keep_every: keep those whose step is a multiple of it.
+            keep_best: keep the best by a metric: "loss", ("loss", 3), ("accuracy", 3, "max").
+            keep_hours: keep those that are younger.
+            retention: a policy of your own. A checkpoint stays if any of these wants it, or if it is pinned, or the
+                newest. Without any of them, all stay.
+            asynchronous: save while training goes on. The failure of such a save is told by a later call.
+            staging: as for `async_save`.
+            writer: as for `async_save`.
+            max_in_flight: as for `async_save`.
+            allow_pickle: as for `save`, and for `load`.
+            options: threads, memory and deadlines.
+            group: the ranks that take part.
+            on_error: what becomes of a save that failed. "raise": the call raises, of an asynchronous save a later call,
+                the same on all ranks. "warn": it is logged. Or a function that is called with the error. Whatever it is,
+                nothing is deleted after a save that failed, and the next one is tried.
+            retries: how often an operation of a store is tried again that fails in passing.
+            takeover: take the root from another job that saves to it.
+            on_event: is called with each event of this root.
+            seams: for tests.
+
+        Raises:
+            StateError: an argument makes no sense.
+
+        """
+        self._options = options or Options()
+        self._seams = seams or Seams()
+        self._root = open_root(root, direct=self._options.direct_io)
+        super().__init__(Catalog(self._root, template), best_of(keep_best))
+        if max_in_flight < 1 or retries < 0:
+            raise StateError(f"max_in_flight={max_in_flight}, retries={retries}")
+        self._failures = Failures(on_error, self._root.url)
+        at = sorted(map(checked, at_steps))
+        self._steps = Steps(every_steps, at)
+        self._requests = Requests(
+            self._root,
+            request_file,
+            Timer(every_minutes, self._seams.clock),
+            clock=self._seams.clock,
+            interval_s=self._seams.interval_s,
+        )
+        wanted = numbers_of(signals)
+        self._job = Job(
+            self._root,
+            self._seams,
+            group=group,
+            timeout_s=self._options.timeout_s,
+            talks=bool(wanted) or every_minutes is not None or request_file is not None,
+            told=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight],
+        )
+        self._saves = Saves(
+            self._catalog,
+            self._job,
+            self._seams,
+            policy=policy_of(last=keep_last, every=keep_every, best=self._best, hours=keep_hours, more=retention),
+            retries=retries,
+            takeover=takeover,
+            max_in_flight=max_in_flight,
+            asynchronous=asynchronous,
+            how={"allow_pickle": allow_pickle, "options": self._options, "group": group},
+            how_asynchronous={"staging": staging, "writer": writer, "max_in_flight": max_in_flight},
+        )
+        self._how_to_load = {"allow_pickle": allow_pickle, "options": self._options, "group": group}
+        self._should_stop = False
+        self._listening = None if on_event is None else _listen(on_event, self._root.url)
+        # Last: nothing after it may fail.
+        self._handlers = Handlers(wanted, self._requests.stop.raise_)
+
+    def __repr__(self) -> str:
+        return f"Checkpointer({self._root.url!r})"
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> Saved | None:
+        """
+        Save the state if it is time to; called by all ranks after each step, with the same steps.
+
+        Args:
+            step: the number of the step that is done, 0 or more. After a restore, steps are counted from that one, which
+                is not saved again; what there is of later steps is overwritten.
+            state: as for `save`.
+            metrics: numbers by which checkpoints are compared; rank 0's are kept.
+            meta: as for `save`.
+            force: save in any case.
+
+        Returns:
+            A handle of the save, or its report where saves are not asynchronous; None where it was not time, or where it
+            failed and `on_error` is not "raise".
+
+        Raises:
+            EarlierSaveFailed: an earlier asynchronous save failed; why is its cause. If a save was due now, it has been
+                begun all the same: it is the error's `response`.
+            RootInUse: another job saves to this root.
+            CheckpointExists: the root has this step or later ones, and nothing was restored.
+
+        """
+        self._check_open()
+        step = checked(step)
+        why, stop, failed = self._steps.reached(step), False, []
+        if force:
+            why = "the caller wants it"
+        if self._job.talks:
+            if self._job.world.rank > 0 and (asked := self._requests.take()):
+                self._job.agreement.ask(asked)
+            if self._job.agreement.reached():
+                made = self._job.agreement.decision(step, lambda asked: self._decide(step, asked), KINDS)
+                why, stop, failed = why or made.why, made.stop, made.failed
+        errors = self._saves.pending.end(failed)
+        saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop) if why else None
+        self._should_stop = self._should_stop or stop
+        self._failures.tell_earlier(errors, saved)
+        return saved
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Saved | None:
+        """
+        Save the state now; called by all ranks. As `step`, which it does not replace: it is not asked what is due.
+
+        `overwrite` replaces a checkpoint of this step that is there; without it, one that is not of a past that this
+        job has gone back from is an error.
+        """
+        self._check_open()
+        errors: list[BaseException] = []
+        saved = self._save(checked(step), state, metrics, meta, why="now", errors=errors, overwrite=overwrite)
+        self._failures.tell_earlier(errors, saved)
+        return saved
+
+    def request_save(self) -> None:
+        """Have the next `step` save, or one soon after; may be called on any rank, from any thread."""
+        if not self._job.talks:
+            raise StateError(
+                "ranks do not talk about requests here", hint="give a request_file, every_minutes or signals"
+            )
+        self._requests.save.raise_()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal came, to whichever rank, and the checkpoint that it asked for is durable; same on all ranks."""
+        return self._should_stop
+
+    def wait(self) -> None:
+        """
+        Wait for all saves to be durable, and for what no policy wants to be deleted; called by all ranks.
+
+        Raises:
+            EarlierSaveFailed: one failed; why is its cause.
+
+        """
+        errors = self._saves.wait()
+        self._failures.tell_earlier(errors)
+
+    def close(self) -> None:
+        """
+        Wait for all saves, then give back the root, threads and signal handlers. Safe when called twice.
+
+        Raises:
+            EarlierSaveFailed: a save failed, and it was not told before.
+
+        """
+        if self._closed:
+            return
+        self._closed = True
+        errors: list[BaseException] = []
+        try:
+            errors = self._saves.wait()
+        finally:
+            self._handlers.remove()
+            self._saves.close()
+            if self._listening is not None:
+                self._listening.stop()
+        self._failures.tell_earlier(errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:  # noqa: BLE001 - the first one tells more
+            log.error("%s: while %s was raised: %s", self._root.url, type(error).__name__, second)  # noqa: TRY400
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _decide(self, step: int, asked: Collection[str]) -> Decision:
+        why, stop = self._requests.why(asked)
+        return Decision(step=step, why=why, stop=stop, failed=self._saves.pending.failed())
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        meta: Mapping[str, Any] | None,
+        *,
+        why: str,
+        errors: list[BaseException],
+        wait: bool = False,
+        overwrite: bool = False,
+    ) -> Saved | None:
+        errors += self._saves.make_room()
+        self._saves.begin(step)
+        if self._job.world.rank == 0:
+            log.info("step %d is saved to %s: %s", step, self._root.url, why)
+        try:
+            saved = self._saves.save(step, state, metrics=metrics, meta=meta, overwrite=overwrite)
+            if wait:
+                self._saves.wait_for(saved)
+        except CheckpointError as error:
+            if isinstance(error, EarlierSaveFailed) or self._failures.raises:
+                raise
+            self._failures.tell(error)
+            return None
+        finally:
+            self._requests.timer.restart()
+        return saved
+
+
+def _listen(callback: Callback, url: str) -> Listening:
+    def hear(event: Event) -> None:
+        if event.where == url or event.where.startswith(f"{url}/"):
+            callback(event)
+
+    return listen(hear)

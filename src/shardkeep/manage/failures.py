@@ -1,0 +1,52 @@
+"""What becomes of a save that failed: it is raised, logged, or given to a function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from shardkeep.errors import EarlierSaveFailed, StateError
+
+log = logging.getLogger("shardkeep")
+
+OnError = Literal["raise", "warn"] | Callable[[BaseException], object]
+
+
+class Failures:
+    """Tells of saves that failed, as the user wants it."""
+
+    def __init__(self, on_error: OnError, where: str) -> None:
+        """Say how; `where` is the root, in messages."""
+        if on_error not in ("raise", "warn") and not callable(on_error):
+            raise StateError(f"on_error={on_error!r}", hint='give "raise", "warn", or a function of the error')
+        self.raises = on_error == "raise"
+        self._on_error = on_error
+        self._where = where
+
+    def tell(self, error: BaseException) -> None:
+        """Tell of a failure that is not raised."""
+        if callable(self._on_error):
+            self._on_error(error)
+        else:
+            log.error("%s: a save failed, and training goes on: %s", self._where, error)
+
+    def tell_earlier(self, errors: Sequence[BaseException], saved: Any = None) -> None:
+        """
+        Tell of asynchronous saves that failed.
+
+        Raises:
+            EarlierSaveFailed: where failures are raised; `saved` is its response.
+
+        """
+        if not errors or not self.raises:
+            for error in errors:
+                self.tell(error)
+            return
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        earlier = EarlierSaveFailed(
+            f"{self._where}: an earlier asynchronous save failed{more}: {errors[0]}",
+            hint='on_error="warn" goes on without it; what this call saves is not affected',
+        )
+        earlier.response = saved
+        raise earlier from errors[0]

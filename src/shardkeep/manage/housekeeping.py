@@ -1,0 +1,166 @@
+"""
+What rank 0 does to a root around a save: finds out how things stand before the first one, and after each that succeeded
+points to it, deletes what no policy wants, and sweeps what dead writers left.
+
+All of it is done by one thread, in this order, and none of it can fail a save. Before anything is deleted the commit
+records are read anew, and the new checkpoint must be among them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import datetime
+
+from shardkeep.errors import CheckpointError
+from shardkeep.events import Pruned, tell
+from shardkeep.layout import leftovers
+from shardkeep.layout.native import claim_name, save_id_of
+from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.entries import Entry
+from shardkeep.manage.in_use import InUse
+from shardkeep.manage.lease import Lease
+from shardkeep.manage.problems import LeaseLost, PruneFailed
+from shardkeep.manage.retention import KeepAll, Policy, plan
+from shardkeep.store.roots import REMOVING_NAME, makes_a_checkpoint
+
+log = logging.getLogger("shardkeep")
+
+LATEST_NAME = "latest"
+"""The blob of a root that names its newest checkpoint: a hint for people and scripts."""
+
+
+class Housekeeping:
+    """Keeps a root in order."""
+
+    def __init__(
+        self, catalog: Catalog, policy: Policy, lease: Lease, in_use: InUse, now: Callable[[], datetime]
+    ) -> None:
+        """
+        Begin nothing yet.
+
+        Args:
+            catalog: of the root.
+            policy: what is kept.
+            lease: without which nothing is deleted.
+            in_use: places that are being saved to.
+            now: tells the time, with its zone.
+
+        """
+        self.distrusted: Collection[str] = ()
+        """Places that could not be restored: they do not count as kept, and are left alone."""
+        self._catalog = catalog
+        self._root = catalog.root
+        self._policy = policy
+        self._lease = lease
+        self._in_use = in_use
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
+        self._last: Future[None] | None = None
+
+    def survey(self) -> list[Entry]:
+        """Sweep, and return what the root has."""
+        entries = self._catalog.entries()
+        self.sweep(entries)
+        return entries
+
+    def after(self, name: str, succeeded: Callable[[], bool]) -> None:
+        """Do what follows a save, once it has ended, in the background."""
+        self._last = self._thread.submit(self._after, name, succeeded)
+
+    def wait(self) -> None:
+        """Wait until all is done that was begun."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self._thread.shutdown()
+
+    def _after(self, name: str, succeeded: Callable[[], bool]) -> None:
+        try:
+            done = succeeded()
+        finally:
+            self._in_use.end(name)
+        if not done:
+            return
+        try:
+            self._lease.insist()
+            self._root.put(LATEST_NAME, f"{name}\n".encode(), replace=True)
+            if not isinstance(self._policy, KeepAll):
+                self.sweep(self._prune(name))
+        except Exception as error:  # noqa: BLE001 - a save that is committed has not failed because of this
+            self._failed(self._root.url, error, None)
+
+    def _prune(self, just: str) -> list[Entry]:
+        """Delete what no policy wants, and return what there was."""
+        entries = self._catalog.entries()
+        trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
+        if not any(each.name == just and each.committed for each in trusted):
+            log.warning("%s: %s was committed, but is not seen: nothing is deleted", self._root.url, just)
+            return []
+        spared = {just, *self._in_use.names()}
+        for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
+            with self._in_use.removing(entry.name) as free:
+                if free:
+                    self._remove(entry)
+        return entries
+
+    def _remove(self, entry: Entry) -> None:
+        where = f"{self._root.url}/{entry.name}"
+        self._lease.insist()
+        try:
+            self._root.remove(entry.name)
+        except CheckpointError as error:
+            self._failed(where, error, entry.step)
+            return
+        log.info("removed %s", where)
+        tell(Pruned, lambda: Pruned(rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
+
+    # -- what dead writers left ----------------------------------------------------------------------------------
+
+    def sweep(self, entries: Sequence[Entry]) -> None:
+        """Remove what writers left that are certainly dead, and what is left of removals; never raises but LeaseLost."""
+        known = {entry.name for entry in entries}
+        # Places in which nothing is are not among the entries.
+        empty = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
+        for name in [*(e.name for e in entries if e.status == "unfinished"), *(n for n in empty if n not in known)]:
+            with self._in_use.removing(name) as free:
+                if not free:
+                    continue
+                try:
+                    self._lease.insist()
+                    self._sweep(name)
+                except LeaseLost:
+                    raise
+                except CheckpointError as error:
+                    self._failed(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
+
+    def _sweep(self, name: str) -> None:
+        store = self._root.place(name)
+        found = leftovers.survey(store)
+        # Only now: a save that was over by then, and has no commit here, never will have.
+        names = [info.name for info in store.list()]
+        if not found.over or any(map(makes_a_checkpoint, names)):
+            return
+        if REMOVING_NAME in names:
+            self._root.remove(name)
+            return
+        # Claims last: while they are there, the rest is not taken for a checkpoint that lost its record.
+        for each in sorted(found.dead, key=_is_claim):
+            store.delete(each)
+        if found.dead:
+            log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
+        self._root.drop_empty(name)
+
+    def _failed(self, where: str, error: BaseException, step: int | None) -> None:
+        log.warning("%s could not be tidied up: %s", where, error, exc_info=error)
+        kind, message = type(error).__name__, str(error)
+        tell(PruneFailed, lambda: PruneFailed(rank=0, where=where, step=step, kind=kind, message=message))
+
+
+def _is_claim(name: str) -> bool:
+    save_id = save_id_of(name)
+    return save_id is not None and name == claim_name(save_id)

@@ -1,0 +1,259 @@
+"""
+One job at a time saves to a root: its rank 0 holds a lease, a blob in the root that it writes anew every so often.
+
+Whose process is certainly gone (it was on this machine) holds nothing. Of a holder elsewhere one can only see whether it
+still writes: whoever wants the lease watches it, by a clock that does not jump, and is refused as soon as it moves. If it
+was not written for as long as a lease lasts, it is taken over. A job that was taken over finds out before its next
+commit at the latest. Reading needs no lease.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+
+import msgspec
+
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
+from shardkeep.manage.problems import LeaseLost, RootInUse
+from shardkeep.store.process import host, started
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+LEASE_NAME = "lease.json"
+LEASE_S = 300.0
+_RENEWALS = 10
+"""While a lease lasts."""
+_MAX_NBYTES = 4096
+_HOW_TO_TAKE = (
+    "wait for that job to end, close its Checkpointer, or save to another root; takeover=True takes the root from it"
+)
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process holds a root."""
+
+    id: str
+    """Of the Checkpointer."""
+    machine: str
+    """As people call it."""
+    host: str
+    """Machine, boot and process namespace: equal only where process numbers mean the same."""
+    pid: int
+    started: str
+    since: str
+    beat: int = 0
+    """Goes up with each renewal."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.machine}, since {self.since}"
+
+
+class Lease:
+    """The right to save to a root. May be used by several threads."""
+
+    def __init__(
+        self,
+        root: Store,
+        *,
+        lasts_s: float = LEASE_S,
+        takeover: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """
+        Take nothing yet.
+
+        Args:
+            root: whose.
+            lasts_s: how long it lasts when it is not renewed.
+            takeover: take it from whoever has it.
+            clock: never jumps.
+            sleep: waits.
+
+        """
+        self._root = root
+        self._lasts_s = lasts_s
+        self._takeover = takeover
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost = ""
+        self._mine = Holder(
+            id=secrets.token_hex(8),
+            machine=socket.gethostname(),
+            host=host(),
+            pid=os.getpid(),
+            started=started(os.getpid()),
+            since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    @property
+    def held(self) -> bool:
+        """Whether it was taken, and nothing says that it was lost since."""
+        return self._thread is not None and not self._lost and not self._ended.is_set()
+
+    def take(self) -> None:
+        """
+        Take the lease, and renew it from now on; does nothing where it is held.
+
+        Raises:
+            RootInUse: somebody else has it; names them.
+            LeaseLost: somebody took it from this job.
+
+        """
+        if self._thread is not None:
+            self.insist()
+            return
+        while not self._try():
+            pass
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="shardkeep-lease")
+        self._thread.start()
+        atexit.register(self.release)
+
+    def insist(self) -> None:
+        """
+        Look once more whether it is still this job's.
+
+        Raises:
+            LeaseLost: it is not.
+
+        """
+        with self._lock:
+            self._renew_or_lose(write=False)
+        if self._lost:
+            raise LeaseLost(
+                f"{self._root.url}: another job saves here now ({self._lost}); this one does no more",
+                hint="let only one job save to a root; what was committed before is as it was",
+            )
+
+    def release(self) -> None:
+        """Give it up, if it is still this job's. Never raises; safe when called twice."""
+        atexit.unregister(self.release)
+        self._ended.set()
+        if self._thread is None or self._mine.pid != os.getpid():
+            return
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._lasts_s / _RENEWALS)
+        with self._lock, suppress(CheckpointError):
+            if not self._lost and self._is_mine(self._read()):
+                self._root.delete(LEASE_NAME)
+        self._lost = self._lost or "the lease was given up"
+
+    # -- taking --------------------------------------------------------------------------------------------------
+
+    def _try(self) -> bool:
+        """Take it if it is free, dead or to be taken over; False where things have changed meanwhile."""
+        try:
+            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine))
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        else:
+            return True
+        seen = self._read()
+        if seen is None:
+            return False
+        holder = _decoded(seen)
+        if not self._takeover and not (holder and _certainly_gone(holder)):
+            if holder and holder.host == self._mine.host:
+                whose = "this process itself" if holder.pid == os.getpid() else str(holder)
+                raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
+            if not self._outwait(seen, holder):
+                return False
+        log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
+        self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), replace=True)
+        return self._is_mine(self._read())
+
+    def _outwait(self, seen: bytes, holder: Holder | None) -> bool:
+        """Watch a lease of elsewhere; True when it has run out, False when it is gone, and refused when it moves."""
+        # Whatever age the store's clock gives it, it is watched for a while: that clock may have jumped.
+        renewal_s = self._lasts_s / _RENEWALS
+        wait_s = max(1.5 * renewal_s, self._lasts_s - self._age_s())
+        log.warning("%s is held by %s: waiting %.0f s for a sign of it", self._root.url, holder or "somebody", wait_s)
+        until = self._clock() + wait_s
+        while self._clock() < until:
+            self._sleep(min(1.0, renewal_s / 4))
+            now = self._read()
+            if now is None:
+                return False
+            if now != seen:
+                raise RootInUse(
+                    f"{self._root.url}: another job saves here ({_decoded(now) or 'unreadable'})", hint=_HOW_TO_TAKE
+                )
+        return True
+
+    def _age_s(self) -> float:
+        """Say how old the lease is by the store's own clock, which a blob that is made just now tells."""
+        probe = f"lease-probe-{self._mine.id}"
+        self._root.put(probe, b"", replace=True)
+        when = {info.name: info.modified_s for info in self._root.list() if info.name in (probe, LEASE_NAME)}
+        self._root.delete(probe)
+        return when.get(probe, 0.0) - when.get(LEASE_NAME, when.get(probe, 0.0))
+
+    # -- keeping -------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._lasts_s / _RENEWALS) and not self._lost:
+            try:
+                with self._lock:
+                    if not self._ended.is_set():
+                        self._renew_or_lose(write=True)
+            except CheckpointError as error:
+                log.warning("%s: the lease could not be renewed: %s", self._root.url, error)
+
+    def _renew_or_lose(self, *, write: bool) -> None:
+        if self._lost or self._thread is None:
+            return
+        seen = self._read()
+        if seen is not None and not self._is_mine(seen):
+            self._lost = str(_decoded(seen) or "an unreadable lease")
+            log.error("%s: another job saves here now (%s)", self._root.url, self._lost)
+            return
+        if write:
+            self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
+        if write or seen is None:  # somebody has tidied up
+            self._put_back(replace=seen is not None)
+
+    def _put_back(self, *, replace: bool) -> None:
+        try:
+            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), replace=replace)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            self._lost = str(_decoded(self._read() or b"") or "an unreadable lease")
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._root.get(LEASE_NAME, limit=_MAX_NBYTES)
+        except BlobNotFound:
+            return None
+        except MalformedFile:  # far too long
+            return b"unreadable"
+
+    def _is_mine(self, seen: bytes | None) -> bool:
+        holder = _decoded(seen or b"")
+        return holder is not None and holder.id == self._mine.id
+
+
+def _decoded(data: bytes) -> Holder | None:
+    try:
+        return msgspec.json.decode(data, type=Holder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _certainly_gone(holder: Holder) -> bool:
+    return holder.host == host() and started(holder.pid) != holder.started

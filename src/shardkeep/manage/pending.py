@@ -1,0 +1,52 @@
+"""Asynchronous saves of a Checkpointer that have not ended, or whose failure was not told yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from shardkeep.run.handles import SaveHandle
+
+
+class Pending:
+    """Saves by number, the same numbers on all ranks. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, SaveHandle[Any]] = {}
+        self.count = 0
+        """Of all saves that were begun."""
+
+    def add(self, handle: SaveHandle[Any]) -> None:
+        """Take a save that was begun; its failure is told by its Checkpointer, and by nobody else."""
+        handle.asked = True
+        self._handles[self.count] = handle
+        self.count += 1
+
+    def skip(self) -> None:
+        """Count a save that failed in its call here, as it may be under way on other ranks."""
+        self.count += 1
+
+    def failed(self) -> list[int]:
+        """Number those that have failed by now, on this rank; forget those that ended well."""
+        ended = [number for number, handle in self._handles.items() if handle.done()]
+        failed = [number for number in ended if self._handles[number].exception() is not None]
+        for number in set(ended) - set(failed):
+            del self._handles[number]
+        return failed
+
+    def before(self, number: int) -> list[int]:
+        """Number those that were begun before one."""
+        return [each for each in self._handles if each < number]
+
+    def end(self, numbers: Collection[int]) -> list[BaseException]:
+        """Wait for saves to end, forget them, and return what went wrong."""
+        errors = []
+        for number in sorted(numbers):
+            handle = self._handles.get(number)
+            if handle is None:  # it ended well here, or its call has raised
+                continue
+            error = handle.exception()
+            del self._handles[number]
+            if error is not None:
+                errors.append(error)
+        return errors

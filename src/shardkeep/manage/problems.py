@@ -1,0 +1,21 @@
+"""What goes wrong between jobs that share a root, and events of a root that engines know nothing of."""
+
+from __future__ import annotations
+
+from shardkeep.errors import CheckpointError
+from shardkeep.events import Event
+
+
+class RootInUse(CheckpointError, RuntimeError):
+    """Another job saves to this root; says which."""
+
+
+class LeaseLost(CheckpointError, RuntimeError):
+    """Another job has taken this root over: this one saves and deletes no more."""
+
+
+class PruneFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint, or what is left of one, could not be removed; it is tried again after the next save."""
+
+    kind: str
+    message: str

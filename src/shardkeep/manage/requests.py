@@ -1,0 +1,90 @@
+"""What asks for a save but the number of a step: time, signals, a file in the root, a call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from shardkeep.errors import BlobNotFound, CheckpointError
+from shardkeep.manage.schedule import Flag, Timer
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+SAVE, STOP = "save", "stop"
+KINDS = (SAVE, STOP)
+_QUIET_S = 5.0
+"""A signal that is sent to all ranks reaches some of them later: within this time it is one and the same."""
+
+
+class Requests:
+    """What was asked for on this rank; on rank 0 also what the others pass on."""
+
+    def __init__(
+        self, root: Store, file: str | None, timer: Timer, *, clock: Callable[[], float], interval_s: float
+    ) -> None:
+        """
+        Begin to listen.
+
+        Args:
+            root: where the file would be.
+            file: what the blob is called that asks for a save.
+            timer: when the time has come.
+            clock: never jumps.
+            interval_s: how often to look for the file.
+
+        """
+        self.save = Flag()
+        self.stop = Flag()
+        self.timer = timer
+        self._root = root
+        self._file = file
+        self._clock = clock
+        self._interval_s = interval_s
+        self._looked_s = clock() - interval_s
+        self._stuck = False
+        self._signal: tuple[bool, float] | None = None
+
+    def take(self) -> list[str]:
+        """Return what was asked for on this rank, to be passed on to rank 0."""
+        return [kind for kind, flag in ((SAVE, self.save), (STOP, self.stop)) if flag.take()]
+
+    def why(self, asked: Collection[str]) -> tuple[str, bool]:
+        """On rank 0: say why to save now (nothing: do not), and whether a signal asked for it."""
+        if self._signalled(asked):
+            return "a signal came", True
+        if self.save.take() or SAVE in asked:
+            return "it was asked for", False
+        if self._file_found():
+            return f"{self._file} was there", False
+        return ("the time has come", False) if self.timer.due() else ("", False)
+
+    def _signalled(self, asked: Collection[str]) -> bool:
+        own = self.stop.take()
+        if not own and STOP not in asked:
+            return False
+        before, self._signal = self._signal, (own, self._clock())
+        # From another side than the last one, and soon after it: sent once, to all ranks.
+        return before is None or before[0] == own or self._clock() - before[1] > _QUIET_S
+
+    def _file_found(self) -> bool:
+        """Look for the file, and take it away."""
+        if self._file is None or self._clock() - self._looked_s < self._interval_s:
+            return False
+        self._looked_s = self._clock()
+        try:
+            self._root.open(self._file).close()
+        except BlobNotFound:
+            self._stuck = False
+            return False
+        except CheckpointError as error:
+            log.warning("cannot look for %s in %s: %s", self._file, self._root.url, error)
+            return False
+        if self._stuck:  # it was served, and cannot be deleted
+            return False
+        try:
+            self._root.delete(self._file)
+        except CheckpointError as error:
+            self._stuck = True
+            log.warning("%s asks for no more saves until somebody deletes it: %s", self._file, error)
+        return True

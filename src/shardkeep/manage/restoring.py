@@ -1,0 +1,153 @@
+"""
+Which checkpoint is restored: rank 0 chooses by the commit records, all ranks load the same one, and one that turns out
+to be damaged is passed over for the next, with its reason.
+
+A state that does not fit, a store that fails, or a format that is too new is raised, and passes over nothing: an older
+checkpoint would not be what is wanted then. So is the case that there are checkpoints and none can be loaded: to begin
+anew would be to lose them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint, StorageError, UnsupportedVersion
+from shardkeep.events import StepSkipped, tell
+from shardkeep.loading import load
+from shardkeep.manage.entries import Entry
+from shardkeep.ranks.agree import meet
+from shardkeep.ranks.world import World
+from shardkeep.run.reports import LoadReport
+from shardkeep.store.protocol import Store
+
+log = logging.getLogger("shardkeep")
+
+_DAMAGE = (DamagedCheckpoint, BlobNotFound, CheckpointNotFound)
+"""What makes a checkpoint one to pass over: it is not what was saved, or not all there."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 says of a checkpoint that may be restored."""
+
+    name: str
+    step: int
+    timeline: int
+    torch: bool
+    """Whether it is of torch's layout."""
+    reason: str = ""
+    """Why it is not to be tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A checkpoint that was passed over."""
+
+    name: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a restore did."""
+
+    name: str
+    step: int
+    timeline: int
+    skipped: tuple[Skipped, ...]
+    """Those that were wanted more, and why they were not taken."""
+    report: LoadReport
+
+
+def candidates(entries: Sequence[Entry]) -> list[Candidate]:
+    """
+    Name what may be restored, in order, with what is damaged already by its record among it.
+
+    Raises:
+        UnsupportedVersion, StorageError: the first of them cannot even be looked at.
+
+    """
+    found: list[Candidate] = []
+    for entry in entries:
+        if entry.status == "unfinished":
+            continue
+        if isinstance(entry.problem, (UnsupportedVersion, StorageError)) and not any(not each.reason for each in found):
+            raise entry.problem
+        found.append(
+            Candidate(
+                name=entry.name,
+                step=entry.step,
+                timeline=entry.timeline,
+                torch=entry.layout == "torch",
+                reason="" if entry.committed else entry.reason,
+            )
+        )
+    return found
+
+
+def restore(
+    state: MutableMapping[str, Any],
+    *,
+    world: World,
+    what: str,
+    where: str,
+    choose: Callable[[], list[Candidate]],
+    open_place: Callable[[Candidate], Store],
+    walk: bool = True,
+    **load_options: Any,
+) -> Restored | None:
+    """
+    Restore the first candidate that can be; called by all ranks. None where there is no candidate.
+
+    Args:
+        state: what to fill.
+        world: the ranks, which meet here to choose.
+        what: what is wanted, in messages.
+        where: the root, in messages.
+        choose: on rank 0: names the candidates, in order.
+        open_place: gives the store of one.
+        walk: pass over those that are damaged.
+        **load_options: as for `load`.
+
+    Raises:
+        DamagedCheckpoint: there are candidates, and none can be loaded.
+
+    """
+    with meet(world, f"restore {what} of {where}") as meeting:
+        told = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
+    found = msgspec.msgpack.decode(told, type=list[Candidate])
+    skipped: list[Skipped] = []
+    cause: Exception | None = None
+    for each in found:
+        reason = each.reason
+        if not reason:
+            try:
+                report = load(state, open_place(each), **load_options)
+            except _DAMAGE as error:  # the same on all ranks
+                if not walk:
+                    raise
+                cause, reason = error, f"{type(error).__name__}: {error}"
+            else:
+                return Restored(
+                    name=each.name, step=each.step, timeline=each.timeline, skipped=tuple(skipped), report=report
+                )
+        skipped.append(Skipped(name=each.name, step=each.step, reason=reason))
+        _tell(skipped[-1], f"{where}/{each.name}", rank=world.rank)
+    if not found:
+        return None
+    reasons = "".join(f"\n  {each.name}: {each.reason}" for each in skipped)
+    raise DamagedCheckpoint(
+        f"{where}: none of {len(found)} checkpoints can be restored:{reasons}",
+        hint="nothing is begun anew by itself: mend one of them, or choose another root",
+    ) from cause
+
+
+def _tell(skipped: Skipped, where: str, *, rank: int) -> None:
+    if rank == 0:
+        log.warning("%s cannot be restored, and is passed over: %s", where, skipped.reason)
+    tell(StepSkipped, lambda: StepSkipped(rank=rank, where=where, step=skipped.step, reason=skipped.reason))

@@ -1,0 +1,122 @@
+"""Restoring checkpoints of a root, and going on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from shardkeep.errors import StateError
+from shardkeep.manage.browsing import Browser, checked
+from shardkeep.manage.entries import Entry
+from shardkeep.manage.failures import Failures
+from shardkeep.manage.jobs import Job
+from shardkeep.manage.requests import Requests
+from shardkeep.manage.restoring import Restored, candidates, restore
+from shardkeep.manage.retention import Mode
+from shardkeep.manage.saves import Saves
+from shardkeep.manage.schedule import Steps
+from shardkeep.store.roots import Root
+
+
+class Resuming(Browser):
+    """The part of a Checkpointer that restores."""
+
+    _root: Root
+    _job: Job
+    _saves: Saves
+    _steps: Steps
+    _requests: Requests
+    _failures: Failures
+    _how_to_load: dict[str, Any]
+    _closed: bool = False
+    _last_restore: Restored | None = None
+
+    def restore_latest(self, state: MutableMapping[str, Any], **load_options: Any) -> int | None:
+        """
+        Fill a state from the newest checkpoint that is whole; called by all ranks.
+
+        One that is damaged is passed over for the one before, which `last_restore` tells of. A state that does not fit is
+        an error, and so is a root whose checkpoints are all damaged.
+
+        Args:
+            state: as for `load`.
+            **load_options: as for `load`: strict, include, exclude, rename, cast.
+
+        Returns:
+            The step, on all ranks the same; None where there is no checkpoint.
+
+        """
+        return self._restore(state, "the latest checkpoint", self._catalog.entries, load_options)
+
+    def restore(self, step: int, state: MutableMapping[str, Any], **load_options: Any) -> int:
+        """
+        Fill a state from the checkpoint of a step; called by all ranks.
+
+        Where later ones exist, what is saved from now on begins a new timeline: it is newer than they are.
+
+        Raises:
+            CheckpointNotFound: there is none.
+
+        """
+        step = checked(step)
+
+        def choose() -> list[Entry]:
+            found = self._catalog.find(step)
+            if found is None or found.status == "unfinished":
+                raise self._not_found(step)
+            if found.problem is not None:
+                raise found.problem
+            return [found]
+
+        restored = self._restore(state, f"step {step}", choose, load_options, walk=False)
+        return step if restored is None else restored
+
+    def restore_best(
+        self, state: MutableMapping[str, Any], metric: str | None = None, mode: Mode | None = None, **load_options: Any
+    ) -> int | None:
+        """
+        Fill a state from the best checkpoint by a metric, by default that of `keep_best`; called by all ranks.
+
+        As `restore_latest`: one that is damaged is passed over for the next best.
+        """
+        best = self._best_by(metric, mode)
+        what = f"the best checkpoint by {best.metric}"
+        return self._restore(state, what, lambda: best.ranked(self._committed()), load_options)
+
+    @property
+    def last_restore(self) -> Restored | None:
+        """What the last restore took, and what it passed over, with reasons."""
+        return self._last_restore
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"this Checkpointer of {self._root.url} is closed")
+
+    def _restore(
+        self,
+        state: MutableMapping[str, Any],
+        what: str,
+        choose: Callable[[], list[Entry]],
+        load_options: dict[str, Any],
+        *,
+        walk: bool = True,
+    ) -> int | None:
+        self._check_open()
+        errors = self._saves.wait()
+
+        self._last_restore = found = restore(
+            state,
+            world=self._job.world,
+            what=what,
+            where=self._root.url,
+            choose=lambda: candidates(choose()),
+            open_place=self._saves.place_to_read,
+            walk=walk,
+            **{**self._how_to_load, **load_options},
+        )
+        if found is not None:
+            self._steps.begin_after(found.step)
+            self._saves.restored(found)
+            self._requests.timer.restart()
+        self._failures.tell_earlier(errors)
+        return None if found is None else found.step

@@ -1,0 +1,254 @@
+"""
+The saves of a Checkpointer: where each goes, what it may overwrite, and what is done before the first and after each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError, StorageError
+from shardkeep.events import Retried, tell
+from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.entries import meta_with
+from shardkeep.manage.housekeeping import Housekeeping
+from shardkeep.manage.in_use import InUse
+from shardkeep.manage.jobs import Job
+from shardkeep.manage.lease import Lease
+from shardkeep.manage.pending import Pending
+from shardkeep.manage.pins import pinned
+from shardkeep.manage.restoring import Candidate, Restored
+from shardkeep.manage.retention import Policy
+from shardkeep.manage.seams import Seams
+from shardkeep.manage.timelines import Timeline, timeline_of
+from shardkeep.ranks.agree import meet
+from shardkeep.run.handles import SaveHandle
+from shardkeep.run.reports import SaveReport
+from shardkeep.saving import async_save, save
+from shardkeep.store.protocol import Store
+from shardkeep.store.retrying import Patience, RetryingStore
+
+Saved = SaveHandle[SaveReport] | SaveReport
+"""A save that goes on, or what one did that is over."""
+
+log = logging.getLogger("shardkeep")
+
+
+class Saves:
+    """Saves of one Checkpointer. Used by one thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        job: Job,
+        seams: Seams,
+        *,
+        policy: Policy,
+        retries: int,
+        takeover: bool,
+        max_in_flight: int,
+        asynchronous: bool,
+        how: Mapping[str, Any],
+        how_asynchronous: Mapping[str, Any],
+    ) -> None:
+        """
+        Begin nothing yet.
+
+        Args:
+            catalog: of the root.
+            job: the ranks.
+            seams: clocks and waits.
+            policy: what is kept.
+            retries: how often an operation of a store is tried again.
+            takeover: take the root from another job.
+            max_in_flight: how many saves may be under way.
+            asynchronous: save while training goes on.
+            how: arguments of all saves.
+            how_asynchronous: more arguments of asynchronous ones.
+
+        """
+        self.pending = Pending()
+        self._catalog = catalog
+        self._root = catalog.root
+        self._job = job
+        self._seams = seams
+        self._retries = retries
+        self._max_in_flight = max_in_flight
+        self._asynchronous = asynchronous
+        self._how = how
+        self._how_asynchronous = how_asynchronous
+        self._lease = Lease(
+            RetryingStore(self._root, Patience(retries, sleep=seams.sleep)),
+            lasts_s=seams.lease_s,
+            takeover=takeover,
+            clock=seams.clock,
+            sleep=seams.sleep,
+        )
+        self._in_use = InUse()
+        self._house = Housekeeping(catalog, policy, self._lease, self._in_use, seams.now)
+        self._timeline: Timeline | None = None
+        self._restored: Restored | None = None
+
+    def restored(self, restored: Restored) -> None:
+        """Go on from a checkpoint."""
+        self._restored = restored
+        self._timeline = None
+        self._house.distrusted = {each.name for each in restored.skipped}
+
+    def make_room(self) -> list[BaseException]:
+        """Wait until another save may begin, and return what went wrong with those that it waited for."""
+        return self.pending.end(self.pending.before(self.pending.count - self._max_in_flight + 1))
+
+    def wait(self) -> list[BaseException]:
+        """Wait for all saves, and for what follows them; return what went wrong."""
+        errors = self.pending.end(self.pending.before(self.pending.count))
+        self._house.wait()
+        return errors
+
+    def wait_for(self, saved: Saved) -> None:
+        """Wait for a save, and for what follows it; raises what went wrong."""
+        if isinstance(saved, SaveHandle):
+            for error in self.pending.end([self.pending.count - 1]):
+                raise error
+        self._house.wait()
+
+    def close(self) -> None:
+        """Give back the root, and end threads."""
+        self._house.close()
+        self._lease.release()
+
+    def begin(self, step: int) -> None:
+        """
+        Before the first save, and the first after a restore: take the root, sweep it, and find out what it has.
+
+        Raises:
+            RootInUse: another job saves to it.
+            CheckpointExists: it has this step or later ones, and nothing was restored.
+
+        """
+        if self._timeline is not None and not self._written_elsewhere:
+            return
+        with meet(self._job.world, f"begin to save step {step} to {self._root.url}") as meeting:
+            meeting.agree("begin", bytes, lambda payloads: self._begun(step, payloads))
+        self._timeline = self._timeline or Timeline()
+
+    @property
+    def _written_elsewhere(self) -> bool:
+        """Whether another process writes, to a plain store: then nobody looks at the lease but before a save."""
+        return self._asynchronous and self._how_asynchronous["writer"] == "process"
+
+    def _begun(self, step: int, payloads: list[bytes]) -> list[bytes]:
+        """On rank 0."""
+        self._lease.take()
+        if self._timeline is None:
+            restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
+            self._timeline = timeline_of(self._house.survey(), restored, step, where=self._root.url)
+        return [b""] * len(payloads)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None,
+        meta: Mapping[str, Any] | None,
+        overwrite: bool,
+    ) -> Saved:
+        """Save, or begin to, after `begin`."""
+        timeline = self._timeline or Timeline()
+        name = self._catalog.naming.name(step)
+        overwrite = overwrite or (timeline.may_overwrite(step) and not self._is_pinned(name))
+        how = {"step": step, "meta": _meta(meta, metrics, timeline.number), "overwrite": overwrite, **self._how}
+        store = self._place_to_write(name, step)
+        first = self._job.world.rank == 0
+        if first:
+            self._in_use.begin(name)
+        elsewhere: EarlierSaveFailed | None = None
+        saved: Saved
+        try:
+            if self._asynchronous:
+                saved = async_save(state, store, **how, **self._how_asynchronous)
+            else:
+                saved = save(state, store, **how)
+        except EarlierSaveFailed as error:  # one that is none of ours
+            elsewhere, saved = error, error.response
+        except BaseException:
+            self.pending.skip()
+            if first:
+                self._in_use.end(name)
+            raise
+        if isinstance(saved, SaveHandle):
+            self.pending.add(saved)
+        if first:
+            self._house.after(name, lambda: _ended_well(saved, step, timeline))
+        if elsewhere is not None:
+            raise elsewhere
+        return saved
+
+    def place_to_read(self, candidate: Candidate) -> Store:
+        """Return where a checkpoint is read from."""
+        place = self._root.place(candidate.name)
+        # Files of torch's layout may be called, and be links to, anything: their reader knows the plain store.
+        return place if candidate.torch else RetryingStore(place, self._patience(place, candidate.step))
+
+    def _place_to_write(self, name: str, step: int) -> Store:
+        place = self._root.place(name)
+        if self._written_elsewhere:
+            return place
+        before_put: Callable[[], None] | None = self._lease.insist if self._job.world.rank == 0 else None
+        return RetryingStore(place, self._patience(place, step), before_put=before_put)
+
+    def _patience(self, place: Store, step: int) -> Patience:
+        rank = self._job.world.rank
+
+        def told(attempt: int, error: StorageError, wait_s: float) -> None:
+            kind, message = type(error).__name__, str(error)
+            tell(
+                Retried,
+                lambda: Retried(
+                    rank=rank, where=place.url, step=step, attempt=attempt, kind=kind, message=message, wait_s=wait_s
+                ),
+            )
+
+        return Patience(self._retries, told=told, sleep=self._seams.sleep)
+
+    def _is_pinned(self, name: str) -> bool:
+        try:
+            return name in pinned(self._root)
+        except CheckpointError as error:
+            log.warning("%s: cannot look for pins: %s", self._root.url, error)
+            return True
+
+
+def _ended_well(saved: Saved, step: int, timeline: Timeline) -> bool:
+    """Wait for a save, and say whether it is committed."""
+    error = saved.exception() if isinstance(saved, SaveHandle) else None
+    if error is None:
+        timeline.saved.add(step)
+    elif isinstance(saved, SaveHandle):  # said now, as nobody may ask before the next save
+        log.error("an asynchronous save, to %s, failed: %s", saved.where, error, exc_info=error)
+    return error is None
+
+
+def _meta(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: int) -> Mapping[str, Any]:
+    try:
+        return meta_with(meta, metrics, timeline)
+    except StateError as error:
+        return _Refused(error)
+
+
+class _Refused(Mapping[str, Any]):
+    """Meta that raises when it is looked at: inside the save, from where it reaches all ranks."""
+
+    def __init__(self, error: StateError) -> None:
+        self._error = error
+
+    def __getitem__(self, key: str) -> NoReturn:
+        raise self._error
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error
+
+    def __len__(self) -> int:
+        return 1

@@ -1,0 +1,58 @@
+"""
+Which attempt at its steps a job makes, and which steps it may overwrite.
+
+A job that restores step 100 while 200 exists, and goes on from there, saves other steps than those that are there. They
+are of a new timeline, which is newer than the old one whatever its numbers: the next `restore_latest` takes 150 of the
+new one and not 200 of the old. No clock has a say in this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardkeep.errors import CheckpointExists
+from shardkeep.manage.entries import Entry
+
+
+@dataclass
+class Timeline:
+    """Where a job is. Only rank 0 has to know."""
+
+    number: int = 0
+    after: int | None = None
+    """The step it goes on from; None where nothing was restored."""
+    saved: set[int] = field(default_factory=set)
+    """Steps that it has committed."""
+
+    def may_overwrite(self, step: int) -> bool:
+        """Say whether what there is of a step is of a past that this job has gone back from."""
+        return self.after is not None and step > self.after and step not in self.saved
+
+
+def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, where: str) -> Timeline:
+    """
+    Find out where a job is that is about to save its first step.
+
+    Args:
+        entries: what the root has.
+        restored: timeline and step that were restored.
+        step: what is to be saved.
+        where: the root, in messages.
+
+    Raises:
+        CheckpointExists: nothing was restored, and the root has this step or later ones.
+
+    """
+    there = [entry for entry in entries if entry.status != "unfinished"]
+    highest = max((entry.timeline for entry in there), default=0)
+    if restored is None:
+        newest = max((entry.step for entry in there), default=-1)
+        if step <= newest:
+            raise CheckpointExists(
+                f"{where} has checkpoints up to step {newest}, this job restored none of them and saves step {step}",
+                hint="call restore_latest() or restore(step) first, or choose another root",
+            )
+        return Timeline(highest)
+    newer = any(entry.age > restored for entry in there)
+    return Timeline(highest + 1 if newer else restored[0], after=restored[1])
