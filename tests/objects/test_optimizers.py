@@ -342,3 +342,16 @@ def test_an_optimizer_with_its_own_state_dict_is_taken_at_its_word(tmp_path):
     fresh = Own(model.parameters(), lr=5.0)
     sk.load({"optim": fresh}, tmp_path / "c")
     assert fresh.param_groups[0]["lr"] == 3.0
+
+
+def test_tensors_that_an_optimizer_keeps_for_no_parameter(tmp_path):
+    """
+    A tensor of many elements that belongs to no parameter, and is neither true nor false, is saved and loaded.
+    """
+    model = Net()
+    optimizer, fresh = (torch.optim.Adam(trainable(model)) for _ in range(2))
+    train(model, optimizer, 1, seed=0)
+    optimizer.state["history"] = torch.arange(4.0)
+    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    sk.load({"model": model, "optim": fresh}, tmp_path / "c")
+    assert torch.equal(fresh.state["history"], torch.arange(4.0))
