@@ -15,6 +15,7 @@ from typing import Literal
 
 from shardkeep.errors import CheckpointError, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.exchange.pruning import without
+from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
 from shardkeep.exchange.to_torch_layout import write_torch_layout
@@ -63,6 +64,7 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     options: Options | None = None,
+    progress: Progress | None = None,
 ) -> ConvertReport:
     """
     Write all of a checkpoint in another layout, or anew in its own; in one process.
@@ -80,6 +82,7 @@ def convert(
         overwrite: replace a checkpoint that is there.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
         options: threads and memory.
+        progress: called with the bytes written so far and those to write, from any thread.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at `where`.
@@ -112,12 +115,17 @@ def convert(
     if not options.allow_pickle:
         _refuse_pickles(source)
     if layout == "native":
-        nbytes = write_native(target, source, overwrite=overwrite, options=options)
+        nbytes = write_native(target, source, overwrite=overwrite, options=options, progress=progress)
     elif layout == "dcp":
-        nbytes = write_torch_layout(_directory(target), source, overwrite=overwrite, options=options)
+        nbytes = write_torch_layout(_directory(target), source, overwrite=overwrite, options=options, progress=progress)
     else:
         nbytes = write_safetensors(
-            _directory(target), source, max_shard_bytes=max_shard_bytes, overwrite=overwrite, options=options
+            _directory(target),
+            source,
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            options=options,
+            progress=progress,
         )
     report = ConvertReport(
         to=target.url,

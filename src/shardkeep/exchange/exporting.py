@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.exchange.models import write_model
 from shardkeep.exchange.picking import Picked, dtype_of, pick
+from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.torch_file import write_torch_file
 from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, FORMAT_KEY, SAVE_ID_KEY
 from shardkeep.layout.safetensors_state import STATE_KEY
@@ -69,6 +70,7 @@ def export(
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     options: Options | None = None,
+    progress: Progress | None = None,
 ) -> ExportReport:
     """
     Write the tensors of a checkpoint as a Hugging Face model, or as one file for `torch.load`; in one process.
@@ -92,6 +94,7 @@ def export(
         config: a directory with `config.json`: all files in it but weights are copied beside the model.
         overwrite: replace what is there.
         options: threads and memory.
+        progress: called with the bytes written so far and those to write, from any thread.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at `where`.
@@ -127,10 +130,13 @@ def export(
             config=None if config is None else os.fspath(config),
             overwrite=overwrite,
             options=options,
+            progress=progress,
         )
         files, nbytes, infinite, left_out = written.files, written.nbytes, written.infinite, list(picked.values)
     else:
-        nbytes, infinite = write_torch_file(target, picked, source, overwrite=overwrite, options=options)
+        nbytes, infinite = write_torch_file(
+            target, picked, source, overwrite=overwrite, options=options, progress=progress
+        )
         files, left_out = [os.path.basename(target)], []
     report = ExportReport(
         to=target,

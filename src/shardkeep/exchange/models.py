@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardkeep.errors import CheckpointExists, StateError
-from shardkeep.exchange.streams import Part, StoredPart, Streamed, check_written, streamed, write_streamed
+from shardkeep.exchange.streams import Part, Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.safetensors_files import alignment_of, build_header
 from shardkeep.layout.safetensors_names import FORMAT_KEY, FORMAT_VALUE, SINGLE_NAME, file_name
@@ -54,6 +54,7 @@ def write_model(
     config: str | None,
     overwrite: bool,
     options: Options,
+    progress: Progress | None,
 ) -> Written:
     """
     Make a directory hold these tensors, in this order, in files of at most `max_shard_bytes` where tensors allow it.
@@ -77,7 +78,7 @@ def write_model(
     try:
         store = LocalStore(to, direct=options.direct_io)
         hidden = [_renamed(file, temporary(file.job.name, save_id)) for file in files]
-        digests, infinite = write_streamed(store, hidden, source, options)
+        digests, infinite = write_streamed(store, hidden, source, options, progress)
         check_written(store, hidden, digests, options)
         for name, data in others.items():
             store.put(name, data, replace=True)

@@ -9,7 +9,7 @@ memory: `check_written` reads them back and compares.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,8 @@ class StoredPart:
 
 
 Part = memoryview | StoredPart
+Progress = Callable[[int, int], None]
+"""Told, now and then and from any thread, how many bytes are done and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,16 @@ class Gathering:
 class _Sink:
     """Where windows go: gathered, hashed and written by the thread that calls."""
 
-    def __init__(self, store: Store, files: Mapping[str, Streamed], gathering: Gathering) -> None:
+    def __init__(
+        self, store: Store, files: Mapping[str, Streamed], gathering: Gathering, progress: Progress | None
+    ) -> None:
         self._store = store
         self._files = files
         self._gathering = gathering
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self._total = sum(file.job.data_nbytes for file in files.values())
 
     def begin(self, job: FileJob) -> BlobWriter:
         return self._store.create(job.name, job.nbytes)
@@ -149,7 +157,12 @@ class _Sink:
     def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
         data = own[: window.nbytes]
         self._gather(window, data)
-        return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+        digests = hash_and_write(file, window.offset, data, window.job.block_nbytes)
+        if self._progress is not None:
+            with self._lock:
+                self._done += window.nbytes
+                self._progress(self._done, self._total)
+        return digests
 
     def _gather(self, window: Window, data: memoryview) -> None:
         parts = self._files[window.job.name].parts
@@ -167,7 +180,7 @@ class _Sink:
 
 
 def write_streamed(
-    store: Store, files: Sequence[Streamed], source: Source, options: Options
+    store: Store, files: Sequence[Streamed], source: Source, options: Options, progress: Progress | None = None
 ) -> tuple[list[bytes], set[str]]:
     """
     Write files, durable on return; if anything fails, all of them are removed.
@@ -178,7 +191,7 @@ def write_streamed(
     """
     threads, window = _limits(options)
     gathering = Gathering(source, threads=1, budget_nbytes=2 * window)
-    sink = _Sink(store, {file.job.name: file for file in files}, gathering)
+    sink = _Sink(store, {file.job.name: file for file in files}, gathering, progress)
     digests = write_files(store, [file.job for file in files], threads=threads, window_nbytes=window, sink=sink)
     return digests, gathering.infinite
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.errors import CheckpointError
-from shardkeep.exchange.streams import StoredPart, Streamed, check_written, streamed, write_streamed
+from shardkeep.exchange.streams import Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.columns import Boxes
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.header import HeaderEntry, build_header
@@ -30,7 +30,7 @@ from shardkeep.state.describe import Description, file_groups
 from shardkeep.store.protocol import Store
 
 
-def write_native(store: Store, source: Source, *, overwrite: bool, options: Options) -> int:
+def write_native(store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None) -> int:
     """
     Write all of a checkpoint, and return the bytes of its data files.
 
@@ -46,7 +46,7 @@ def write_native(store: Store, source: Source, *, overwrite: bool, options: Opti
             [told] = coordinator.plan([encode(_draft(source.index, rows))])
             orders = msgspec.msgpack.decode(told, type=Orders)
             files = _files(source.index, rows, orders)
-            digests, _ = write_streamed(store, files, source, options)
+            digests, _ = write_streamed(store, files, source, options, progress)
             try:
                 check_written(store, files, digests, options)
                 entries = [entry_of(file.job) for file in files]

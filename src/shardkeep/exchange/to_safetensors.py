@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.exchange.models import write_model
-from shardkeep.exchange.streams import StoredPart
+from shardkeep.exchange.streams import Progress, StoredPart
 from shardkeep.format.region import whole
 from shardkeep.format.tree import decode_tree, leaf_keys
 from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, encode_state, to_text
@@ -17,7 +17,15 @@ from shardkeep.options import Options
 from shardkeep.run.read import Source
 
 
-def write_safetensors(to: str, source: Source, *, max_shard_bytes: float, overwrite: bool, options: Options) -> int:
+def write_safetensors(
+    to: str,
+    source: Source,
+    *,
+    max_shard_bytes: float,
+    overwrite: bool,
+    options: Options,
+    progress: Progress | None,
+) -> int:
     """
     Write all of a checkpoint into a directory, and return the bytes of its files.
 
@@ -37,6 +45,7 @@ def write_safetensors(to: str, source: Source, *, max_shard_bytes: float, overwr
         config=None,
         overwrite=overwrite,
         options=options,
+        progress=progress,
     )
     return written.nbytes
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardkeep.errors import CheckpointError, CheckpointExists
-from shardkeep.exchange.streams import Part, StoredPart, Streamed, check_written, streamed, write_streamed
+from shardkeep.exchange.streams import Part, Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.region import whole
 from shardkeep.format.torch_archive import frame_tensor
@@ -55,7 +55,7 @@ class _Item(NamedTuple):
         return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
 
 
-def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Options) -> int:
+def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Options, progress: Progress | None) -> int:
     """
     Write all of a checkpoint into a directory, and return the bytes of its data files.
 
@@ -78,7 +78,7 @@ def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Opt
     for group in _groups(items):
         name = next(names)
         files.append(_lay_out(name, group, places))
-    digests, _ = write_streamed(store, files, source, options)
+    digests, _ = write_streamed(store, files, source, options, progress)
     made = [file.job.name for file in files]
     try:
         check_written(store, files, digests, options)

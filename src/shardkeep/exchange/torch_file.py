@@ -18,7 +18,7 @@ from shardkeep.errors import CheckpointExists, ChecksumMismatch, StorageError, U
 from shardkeep.exchange import archive_file
 from shardkeep.exchange.archive_pickle import StandIn, pickle_state
 from shardkeep.exchange.picking import Picked
-from shardkeep.exchange.streams import Gathering
+from shardkeep.exchange.streams import Gathering, Progress
 from shardkeep.format.index import Index
 from shardkeep.format.torch_archive_writer import ArchiveLayout
 from shardkeep.format.values import decode_value
@@ -28,7 +28,7 @@ from shardkeep.store.protocol import BlobReader
 
 
 def write_torch_file(
-    to: str, picked: Picked, source: Source, *, overwrite: bool, options: Options
+    to: str, picked: Picked, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
 ) -> tuple[int, set[str]]:
     """
     Write the file; it replaces what is at its place once it is complete, if `overwrite` was given.
@@ -45,12 +45,16 @@ def write_torch_file(
         raise _taken(to)
     layout, names = _layout(picked, source, options)
     gathering = Gathering(source, threads=options.io_threads, budget_nbytes=options.host_budget_bytes // 2)
+    done = [0]
     hashes = [xxhash.xxh3_128() for _ in names]
 
     def fill(parts: list[archive_file.Part]) -> None:
         gathering.fill([(picked.tensors[names[each.storage]], each.start, each.stop, each.into) for each in parts])
         for each in parts:
             hashes[each.storage].update(each.into)
+        if progress is not None:
+            done[0] += sum(len(each.into) for each in parts)
+            progress(done[0], sum(layout.sizes))
 
     def check(reader: BlobReader) -> None:
         buffer = memoryview(bytearray(archive_file.window_nbytes()))

@@ -205,8 +205,10 @@ def _record(
     ids = {file.metadata.get(SAVE_ID_KEY) for file in headers}
     save_id = ids.pop() if len(ids) == 1 else None
     name = folder.index or (headers[0].path if headers else INDEX_NAME)
-    with closing(folder.opens.open(name)) as reader:
-        nbytes = reader.nbytes
+    nbytes = 0  # without an index file, headers say what there is
+    if folder.index is not None:
+        with closing(folder.opens.open(name)) as reader:
+            nbytes = reader.nbytes
     return Record(
         format=FORMAT,
         save_id=save_id or text_of(together)[-20:],

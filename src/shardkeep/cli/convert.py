@@ -1,0 +1,57 @@
+"""`shardkeep convert`: all of a checkpoint in another layout."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from shardkeep.cli.export import bar, parse_size
+from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
+from shardkeep.cli.places import explained
+
+EXAMPLES = """
+  shardkeep convert dcp-checkpoint runs/a/step-500 --to native
+  shardkeep convert runs/a/step-500 /scratch/for-torch --to dcp
+  shardkeep convert runs/a/step-500 /scratch/model --to safetensors --drop optimizer
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
+    parser.add_argument("to_path", metavar="TO", help="a directory")
+    parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
+    parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
+    parser.add_argument("--allow-pickle", action="store_true", help="pickled values, too: only if you trust them")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert it, and say what was written."""
+    from shardkeep.exchange.converting import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
+
+    size = parse_size(args.shard_size)
+    with ExitStack() as stack, explained(args.checkpoint):
+        report = convert(
+            args.checkpoint,
+            args.to_path,
+            args.to,
+            drop=args.drop,
+            max_shard_bytes=size,
+            overwrite=args.overwrite,
+            allow_pickle=args.allow_pickle,
+            progress=bar(stack, "convert"),
+        )
+    if args.json:
+        print_json({**asdict(report), "gb_per_s": report.gb_per_s})
+        return 0
+    say(
+        f"{styled('wrote', 'green')} {shown(report.to)}: {count_text(report.tensors, 'tensor')},"
+        f" {count_text(report.values, 'value')}, {size_text(report.bytes_written)} as {report.layout},"
+        f" read back and equal ({report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s)"
+    )
+    if report.left_out:
+        remark(f"torch's layout has no place for {' and '.join(report.left_out)} of the commit record", "yellow")
+    return 0

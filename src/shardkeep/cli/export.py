@@ -1,0 +1,119 @@
+"""`shardkeep export`: the weights of a checkpoint for Hugging Face, or as one file for `torch.load`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
+from shardkeep.cli.places import explained
+from shardkeep.cli.problems import NotUsable
+from shardkeep.cli.progress import Progress
+
+EXAMPLES = """
+  shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
+  shardkeep export runs/a/step-500 out/model --rename 's/^net\\.//' --exclude '*.ema'
+  shardkeep export runs/a/step-500 out/model.pt --format torch
+"""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_MOST_SHOWN = 4
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
+    parser.add_argument("to", metavar="TO", help="a directory (hf), or a file (torch)")
+    parser.add_argument("--format", choices=("hf", "torch"), default="hf", help="what to write (default: hf)")
+    parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: what floating point weights become")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="how large a file may be (default: 5GB)")
+    parser.add_argument("--include", metavar="GLOB", action="append", help="only these names (may be repeated)")
+    parser.add_argument("--exclude", metavar="GLOB", action="append", help="not these names (may be repeated)")
+    parser.add_argument(
+        "--rename", metavar="s/RE/TEXT/", action="append", help="change names by a regular expression (may be repeated)"
+    )
+    parser.add_argument("--prefix", metavar="TEXT", help="only names that begin so, without it (default: model.)")
+    parser.add_argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at TO")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write it, and say what was written."""
+    from shardkeep.exchange.exporting import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
+
+    renames = [parse_rename(text) for text in args.rename or ()]
+    size = parse_size(args.shard_size)
+    with ExitStack() as stack, explained(args.checkpoint):
+        report = export(
+            args.checkpoint,
+            args.to,
+            format=args.format,
+            dtype=args.dtype,
+            max_shard_bytes=size,
+            include=args.include,
+            exclude=args.exclude,
+            rename=renames or None,
+            prefix=args.prefix,
+            config=args.config,
+            overwrite=args.overwrite,
+            progress=bar(stack, "export"),
+        )
+    if args.json:
+        print_json({**asdict(report), "gb_per_s": report.gb_per_s})
+        return 0
+    speed = f"{report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s"
+    say(f"{styled('wrote', 'green')} {shown(report.to)}: {count_text(report.tensors, 'tensor')},"
+        f" {size_text(report.bytes_written)} in {count_text(len(report.files), 'file')}, read back and equal ({speed})")  # fmt: skip
+    for name, owner in list(report.ties.items())[:_MOST_SHOWN]:
+        say(f"  {shown(name)} is tied to {shown(owner)}" + (" and not stored twice" if args.format == "hf" else ""))
+    if report.left_out:
+        remark(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
+    if report.infinite:
+        remark(f"infinite as float16, which ends at 65504: {_some(report.infinite)}; try --dtype bf16", "yellow")
+    return 0
+
+
+def bar(stack: ExitStack, what: str) -> _Bar:
+    """Make what shows how far it has come, until the stack ends."""
+    return _Bar(stack, what)
+
+
+class _Bar:
+    """Told of bytes done and to do; draws a bar if somebody looks."""
+
+    def __init__(self, stack: ExitStack, what: str) -> None:
+        self._stack = stack
+        self._what = what
+        self._bar: Progress | None = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(Progress(self._what, total))
+        self._bar.add(done - self._done)
+        self._done = done
+
+
+def parse_size(text: str) -> float:
+    """Return the bytes that a text such as 5GB or 512MiB means."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise NotUsable(f"{text!r} is no size", hint="write 500MB, 5GB or 2GiB")
+    base = 1024 if found[3] else 1000
+    return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
+
+
+def parse_rename(text: str) -> tuple[str, str]:
+    """Return the pair that `s/RE/TEXT/` means; any sign may stand for the slash."""
+    parts = text[2:].split(text[1]) if len(text) > 3 and text[0] == "s" and not text[1].isalnum() else []
+    if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
+        raise NotUsable(
+            f"--rename {text!r} cannot be understood", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed"
+        )
+    return parts[0], parts[1]
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(map(shown, names[:_MOST_SHOWN])) + rest
