@@ -70,9 +70,8 @@ class OptimizerObject:
         }
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        names = self._names
         for parameter, kept in self._optimizer.state.items():
-            if parameter in names and kept:
+            if parameter in self._names and kept:
                 yield parameter, kept
 
     def give(self, differing: Collection[str]) -> dict[str, Any]:
