@@ -137,6 +137,21 @@ def test_it_writes_what_threads_write(place):
     assert found[0] == found[1]
 
 
+def stop(pid):
+    """Make a process hang, and wait until it does: it may be in the middle of something."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        states = []
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat", encoding="ascii") as file:
+                states.append(file.read().rpartition(")")[2].split()[0])
+        if set(states) == {"T"}:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"process {pid} did not stop: {states}")
+
+
 def test_the_process_is_small_patient_and_hard_to_disturb(place):
     """
     It has no torch, is niced, outlives signals that are meant for all processes of a job, and is used again.
@@ -170,7 +185,7 @@ def test_killed_while_a_request_is_under_way(place, number):
     The save fails at once and says who died of what, leaves nothing, and the next one starts a new process.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     handle = save(large(), f"{place}-2")
     until_asked(handle)
     os.kill(pid, number)
@@ -225,7 +240,7 @@ def test_all_saves_in_flight_fail_with_it(place):
     Two saves share the process: both fail, and the failure nobody asked for is raised by the next save.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     handles = [save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2)]
     until_asked(handles[0])
     os.kill(pid, signal.SIGKILL)
@@ -258,7 +273,7 @@ def test_a_cancelled_save_leaves_nothing(place):
     A save that is cancelled while the process is slow ends as soon as that answers.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     handle = save(large(), f"{place}-2")
     until_asked(handle)
     assert handle.cancel()
@@ -272,7 +287,7 @@ def test_one_that_hangs_is_ended_at_the_deadline(place):
     The save says that nobody answered, and leaves nothing; the next one starts a new process.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with pytest.raises(WriterDied, match=rf"pid {pid}\) did not answer within") as raised:
         save(full(2), f"{place}-2", options=HASTY).result(PATIENCE_S)
     assert "Options.timeout_s" in raised.value.hint
@@ -288,7 +303,7 @@ def test_one_that_hangs_is_ended_by_a_cancel(place):
     Long before the deadline: the save was cancelled, leaves nothing, and the next one starts a new process.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     handle = save(large(), f"{place}-2", options=sk.Options(io_threads=2, timeout_s=10 * PATIENCE_S))
     until_asked(handle)
     assert handle.cancel()
@@ -305,7 +320,7 @@ def test_a_cancel_does_not_end_what_another_save_needs(place):
     Two saves share a process that is slow: one is cancelled, the other has its checkpoint.
     """
     pid = started_child(place)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     cancelled, other = (save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2))
     until_asked(cancelled)
     assert cancelled.cancel()
@@ -384,7 +399,7 @@ def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
     file = alone.ask(Create(place_in(tmp_path), "blob", len(data)), Patience(PATIENCE_S)).file
     alone.ask(WriteBytes(file, 0, data), Patience(PATIENCE_S))
     assert (tmp_path / "blob").read_bytes() == data
-    os.kill(alone.pid, signal.SIGSTOP)
+    stop(alone.pid)
     with pytest.raises(WriterDied, match="did not answer"):
         alone.ask(WriteBytes(file, 0, data), Patience(0.3))
     assert not started(alone.pid)
@@ -518,7 +533,7 @@ def test_a_script_ends_though_its_writer_hangs(place):
         for n, timeout_s in enumerate((600, 0.5)):
             sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-{n}", writer="process").result()
             pid = writer_hold().pid
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             options = sk.Options(timeout_s=timeout_s)
             handle = sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-late-{n}", writer="process", options=options)
             print(pid)
@@ -614,7 +629,7 @@ def on_ranks(where, killed):
     save(state, f"{where}-0").result(PATIENCE_S)
     pid = writer_hold().pid
     if rank == killed:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     handle = save(state, f"{where}-1")
     if rank == killed:
         until_asked(handle)

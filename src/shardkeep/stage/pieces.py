@@ -23,7 +23,7 @@ from shardkeep.format.region import strides_of
 from shardkeep.stage.aliases import memory_keys
 from shardkeep.stage.buffers import Arenas, Buffer
 from shardkeep.stage.memory import copy_memory
-from shardkeep.stage.tensors import scattered
+from shardkeep.stage.tensors import as_raw, scattered
 from shardkeep.state.toolkit.recognise import is_dtensor
 from shardkeep.store.aligned import address_of
 
@@ -119,18 +119,17 @@ def _copy_on_device(taken: Pieces, rows: list[int], staging: str, optimizers: Se
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
     devices = {tensors[at].device for at in rows}
     copies: dict[Hashable, torch.Tensor] = {}
-    alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    alike: dict[tuple[torch.device, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
         source = tensors[at]
         if key not in copies:
             copies[key] = torch.empty_like(source)
-            ours, theirs = alike.setdefault((source.device, source.dtype), ([], []))
-            ours.append(copies[key])
-            theirs.append(source)
+            ours, theirs = alike.setdefault((source.device, source.element_size()), ([], []))
+            ours.append(as_raw(copies[key]))
+            theirs.append(as_raw(source))
         tensors[at] = copies[key]
-    with torch.no_grad():
-        for ours, theirs in alike.values():  # a few kernels: each one has to wait where the device's queue is full
-            torch._foreach_copy_(ours, theirs)
+    for ours, theirs in alike.values():  # a few kernels: each one has to wait where the device's queue is full
+        torch._foreach_copy_(ours, theirs)
     taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
 
 

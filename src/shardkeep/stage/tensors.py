@@ -33,6 +33,11 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 """Types of each element size that both torch and numpy have: bytes are moved as these, whatever they mean."""
 
 
+def as_raw(tensor: torch.Tensor) -> torch.Tensor:
+    """See a tensor as whole numbers of the size of its elements, which every device can copy."""
+    return tensor.view(_RAW[tensor.element_size()])
+
+
 def host_address(tensor: torch.Tensor) -> int:
     """Return where a tensor's bytes begin if they lie in order in host memory, else 0."""
     return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
@@ -61,7 +66,7 @@ class HostScattered:
     """A strided tensor in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._array: npt.NDArray[np.generic] = tensor.view(_RAW[tensor.element_size()]).numpy()
+        self._array: npt.NDArray[np.generic] = as_raw(tensor).numpy()
         self.nbytes = tensor.nbytes
         self.accelerator: int | None = None
         self._matrices: dict[tuple[Ints, Box, Box], _Matrix | None] = {}
@@ -123,7 +128,7 @@ class TorchScattered:
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype) -> None:
         same = tensor.dtype == stored
-        self._tensor = tensor.view(_RAW[tensor.element_size()]) if same else tensor
+        self._tensor = as_raw(tensor) if same else tensor
         self._stored = self._tensor.dtype if same else stored
         self._flat: torch.Tensor | None = None
         if same and tensor.is_contiguous():
