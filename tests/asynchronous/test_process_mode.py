@@ -533,7 +533,7 @@ def test_a_script_ends_though_its_writer_hangs(place):
         for n, timeout_s in enumerate((600, 0.5)):
             sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-{n}", writer="process").result()
             pid = writer_hold().pid
-            stop(pid)
+            os.kill(pid, signal.SIGSTOP)
             options = sk.Options(timeout_s=timeout_s)
             handle = sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-late-{n}", writer="process", options=options)
             print(pid)
