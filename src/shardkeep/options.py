@@ -41,6 +41,12 @@ def _fair_threads() -> int:
     return min(8, max(4, cores() // local_ranks()))
 
 
+def _fair_pinned_nbytes() -> int:
+    # More of it stages faster, as less has to be moved out of it meanwhile; but nobody else can have it.
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    return min(4096 * MIB, max(256 * MIB, whole // 32 // local_ranks()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a save or a load uses the machine. What is saved never depends on it."""
@@ -54,8 +60,11 @@ class Options:
     How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it. Also how long the
     process that writes may take for one answer.
     """
-    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", 2048 * MIB))
-    """Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most."""
+    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
+    """
+    Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most. By default
+    the ranks of a machine share a 32nd of its memory, up to 4 GiB each.
+    """
     staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
     """
     Most host memory that asynchronous saves copy the state of accelerators to. 0: as much as it takes, up to a fair part
