@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,10 +17,33 @@ import torch
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.region import Box, flat_range_to_boxes, slices
 from shardkeep.opening import StoredTensor
+from shardkeep.options import cores
 
 BLOCK_ELEMENTS = 4 << 20
-"""At most so many at a time: 32 MiB as float64, in which they are looked at."""
+"""Read at a time, at most."""
+PIECE_ELEMENTS = 1 << 18
+"""Calculated with at a time: 2 MiB as float64, which stay in the CPU's cache and cost no fresh memory."""
+_MOST_THREADS = 4
+"""Each holds a block or two."""
 _SUB_BYTE = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+
+
+@contextmanager
+def calculators() -> Iterator[ThreadPoolExecutor]:
+    """
+    Lend threads that read and calculate, one a core. Work that waits is called off when the caller fails.
+
+    Torch itself calculates with one thread in each: its own would wait for each other in every small step.
+    """
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(min(_MOST_THREADS, cores()), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(before)
 
 
 def blocks_of(stored: StoredTensor, block_elements: int = BLOCK_ELEMENTS) -> Iterator[Box]:
@@ -34,9 +59,15 @@ def read_block(stored: StoredTensor, box: Box) -> torch.Tensor:
     return stored[slices(box)]
 
 
+def pieces_of(block: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a flat block into pieces to calculate with."""
+    for start in range(0, len(block), PIECE_ELEMENTS):
+        yield block.narrow(0, start, min(PIECE_ELEMENTS, len(block) - start))
+
+
 def as_numbers(block: torch.Tensor) -> torch.Tensor:
     """
-    Return elements as something that can be calculated with, exactly: float64, int64, or complex128.
+    Return elements as something that can be calculated with, exactly: float64 or complex128; int64 where that rounds.
 
     Raises:
         UnsupportedLeaf: they are no numbers, such as raw bits, or several are packed in one.
@@ -54,7 +85,7 @@ def as_numbers(block: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64 if not array.size or array.max() < 1 << 63 else np.float64))
     if name in _SUB_BYTE or name.startswith(("bits", "float4")):
         raise UnsupportedLeaf(f"there is no arithmetic with {name}: several numbers may lie in a byte")
-    return block.to(torch.int64)
+    return block.to(torch.int64 if dtype.itemsize == 8 else torch.float64)
 
 
 def plain_values(block: torch.Tensor) -> torch.Tensor:

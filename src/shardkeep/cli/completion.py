@@ -13,10 +13,9 @@ from shardkeep.cli.output import print_json, say
 from shardkeep.cli.problems import NotUsable
 
 EXAMPLES = """
-  shardkeep completion bash > ~/.local/share/bash-completion/completions/shardkeep
+  eval "$(shardkeep completion bash)"              in ~/.bashrc
   shardkeep completion zsh > "${fpath[1]}/_shardkeep"
   shardkeep completion fish > ~/.config/fish/completions/shardkeep.fish
-  eval "$(shardkeep completion bash)"              for this shell alone
 """
 SHELLS = ("bash", "zsh", "fish")
 _NOT_A_PATH = {"KEY", "PATTERN"}

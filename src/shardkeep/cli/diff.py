@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from shardkeep.cli.places import open_one
 from shardkeep.cli.problems import NotUsable
 from shardkeep.cli.progress import Progress
 from shardkeep.opening import Checkpoint
-from shardkeep.options import cores
 
 if TYPE_CHECKING:
     from shardkeep.cli.diff_values import Change
@@ -32,7 +30,6 @@ EXAMPLES = """
   shardkeep diff runs/a/step-500 exported --rtol 1e-2 --ignore-dtype
   shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
 """
-_WORKERS = 4
 
 Pair = tuple[Item, Item]
 
@@ -134,20 +131,14 @@ def _changes(
     """Read pairs of tensors, several at a time, and say how each differs, in the order of the pairs."""
     if not pairs:
         return
-    from shardkeep.cli.diff_values import compare as compare_tensors  # noqa: PLC0415 - torch only where values are read
+    from shardkeep.cli.blocks import calculators  # noqa: PLC0415 - torch only where values are read
+    from shardkeep.cli.diff_values import compare as compare_tensors  # noqa: PLC0415
 
-    with (
-        Progress("comparing", sum(one.nbytes for one, _ in pairs)) as progress,
-        ThreadPoolExecutor(min(_WORKERS, cores())) as pool,
-    ):
+    with Progress("comparing", sum(one.nbytes for one, _ in pairs)) as progress, calculators() as threads:
 
         def work(pair: Pair) -> Change:
             stored: tuple[Any, Any] = a[pair[0].key], b[pair[1].key]
             return compare_tensors(*stored, rtol=args.rtol, atol=args.atol, on_block=progress.add)
 
-        try:
-            for pair, change in zip(pairs, pool.map(work, pairs), strict=True):
-                yield pair[0], change
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # the first failure is told at once, not after the last tensor
-            raise
+        for pair, change in zip(pairs, threads.map(work, pairs), strict=True):
+            yield pair[0], change

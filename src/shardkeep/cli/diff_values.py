@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from shardkeep.cli.blocks import as_numbers, blocks_of, read_block
+from shardkeep.cli.blocks import PIECE_ELEMENTS, as_numbers, blocks_of, read_block
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.region import Box
 from shardkeep.opening import StoredTensor
-
-_BLOCK_ELEMENTS = 1 << 20
-"""Several tensors are compared at a time, each with a handful of blocks as float64."""
 
 
 @dataclass
@@ -62,14 +60,32 @@ def compare(
 ) -> Change:
     """Read two tensors of one shape, and say how they differ; `on_block` is told the bytes read of the first."""
     found = Change()
-    for box in blocks_of(one, _BLOCK_ELEMENTS):
-        a, b = read_block(one, box), read_block(other, box)
-        _add(found, a, b, box, rtol, atol)
+    for box in blocks_of(one):
+        a, b = read_block(one, box).reshape(-1), read_block(other, box).reshape(-1)
+        for start in range(0, len(a), PIECE_ELEMENTS):
+            many = min(PIECE_ELEMENTS, len(a) - start)
+            _add(found, _Piece(a.narrow(0, start, many), b.narrow(0, start, many), box, start), rtol, atol)
         on_block(a.nbytes)
     return found
 
 
-def _add(found: Change, a: torch.Tensor, b: torch.Tensor, box: Box, rtol: float, atol: float) -> None:
+class _Piece(NamedTuple):
+    """Some elements of a block of both tensors, in a row."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    box: Box
+    start: int
+    """How many elements of the block come before."""
+
+    def place_of(self, at: int) -> tuple[int, ...]:
+        """Return where an element of the piece is in the whole tensor."""
+        inside = np.unravel_index(self.start + at, self.box.sizes)
+        return tuple(offset + int(i) for offset, i in zip(self.box.offsets, inside, strict=True))
+
+
+def _add(found: Change, piece: _Piece, rtol: float, atol: float) -> None:
+    a, b = piece.a, piece.b
     found.elements += a.numel()
     same_type = a.dtype == b.dtype
     bits = _bits_differ(a, b) if same_type else None
@@ -78,25 +94,29 @@ def _add(found: Change, a: torch.Tensor, b: torch.Tensor, box: Box, rtol: float,
     except UnsupportedLeaf:
         found.has_numbers = False
         differs = bits if bits is not None else torch.ones(a.shape, dtype=torch.bool)
-        _note(found, differs, a.view(torch.uint8), b.view(torch.uint8), box)
+        _note(found, differs, _raw(a), _raw(b), piece)
         return
     finite = x.isfinite()
-    found.base_squares += float(x[finite].abs().to(torch.float64).square_().sum())
+    all_finite = bool(finite.all())
+    found.base_squares += float((x if all_finite else x[finite]).abs().to(torch.float64).square_().sum())
     if bits is not None and not bits.any():
         return
-    same_number = (x == y) | (x.isnan() & y.isnan())
+    is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
+    # Of whole numbers bits tell, and need no rounding.
+    same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
+    distance = _distance(x, y)
     if rtol or atol:
-        # Distances of infinities are NaN or infinite, and close to nothing.
-        differs = ~same_number & ~((x - y).abs() <= atol + rtol * y.abs())
+        # Infinite distances are close to nothing, not even to an infinite tolerance.
+        differs = ~same_number & ~(distance.isfinite() & (distance <= atol + rtol * y.abs().to(torch.float64)))
     elif bits is not None:
         differs = bits
         found.bits_alone += int((bits & same_number).sum())
     else:
         differs = ~same_number
-    _note(found, differs, x, y, box)
+    _note(found, differs, x, y, piece)
     both = finite & y.isfinite()
     found.not_finite += int((differs & ~both & ~same_number).sum())
-    apart = (x - y)[both & ~same_number].abs().to(torch.float64)
+    apart = distance[both & ~same_number]
     if apart.numel():
         found.max_abs = max(found.max_abs, float(apart.max()))
         found.squares += float(apart.square_().sum())
@@ -108,19 +128,32 @@ def _both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return x.to(common), y.to(common)
 
 
+def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return |x - y| as float64; of int64 without a wrap."""
+    apart = x - y
+    if x.dtype != torch.int64:
+        return apart.abs().to(torch.float64)
+    wrapped = ((x ^ y) & (x ^ apart)) < 0
+    return torch.where(wrapped, x.to(torch.float64) - y.to(torch.float64), apart.to(torch.float64)).abs()
+
+
+def _raw(elements: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of elements, a row each."""
+    return elements.contiguous().view(torch.uint8).reshape(len(elements), -1)
+
+
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Say of each element whether a bit of it differs."""
-    width = a.element_size()
-    raw = [t.contiguous().reshape(-1).view(torch.uint8).reshape(-1, width) for t in (a, b)]
-    if torch.equal(*raw):
-        return torch.zeros(a.shape, dtype=torch.bool)
-    return (raw[0] != raw[1]).any(dim=1).reshape(a.shape)
+    one, other = _raw(a), _raw(b)
+    if torch.equal(one, other):
+        return torch.zeros(len(a), dtype=torch.bool)
+    return (one != other).any(dim=1)
 
 
-def _note(found: Change, differs: torch.Tensor, x: torch.Tensor, y: torch.Tensor, box: Box) -> None:
+def _note(found: Change, differs: torch.Tensor, x: torch.Tensor, y: torch.Tensor, piece: _Piece) -> None:
     many = int(differs.sum())
     found.changed += many
     if many and found.first is None:
-        at = tuple(differs.nonzero()[0].tolist())
-        found.first = tuple(offset + i for offset, i in zip(box.offsets, at, strict=True))
-        found.before, found.after = x[at].item(), y[at].item()
+        at = int(differs.nonzero()[0])
+        found.first = piece.place_of(at)
+        found.before, found.after = x[at].tolist(), y[at].tolist()

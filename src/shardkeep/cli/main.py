@@ -44,7 +44,7 @@ GROUPS = {
     },
     "Try": {
         "bench": "measure this disk against its own limit and torch DCP",
-        "demo": "train on several ranks, kill the job, resume on fewer, compare",
+        "demo": "train on several ranks, kill them, resume on fewer, compare",
         "completion": "print the completion script for your shell",
     },
 }
@@ -168,7 +168,7 @@ def _overview() -> None:
             title = ""  # noqa: PLW2901 - once a group
     say("\nshardkeep COMMAND --help   says more, with examples")
     say("shardkeep COMMAND --json   prints one JSON document, for programs")
-    say("\nexit codes: 0 all is well, 1 something is wrong or different, 2 it could not run")
+    say("\nexit codes: 0 all is well, 1 something is wrong or different, 2 could not run")
 
 
 def _let_go_of_stdout() -> None:

@@ -7,12 +7,13 @@ Sums are float64 and blocks are joined by their means, so that the deviation of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from shardkeep.cli.blocks import as_numbers, blocks_of, read_block
+from shardkeep.cli.blocks import as_numbers, blocks_of, calculators, pieces_of, read_block
+from shardkeep.format.region import Box
 from shardkeep.opening import StoredTensor
 
 Number = int | float
@@ -44,10 +45,14 @@ class Statistics:
     @property
     def norm(self) -> float:
         """The Euclidean norm of the finite elements."""
-        return math.sqrt(self._spread + self.finite * self.mean**2) if self.finite else 0.0
+        return math.sqrt(self._spread + self.finite * self.mean * self.mean) if self.finite else 0.0
 
     def add(self, block: torch.Tensor) -> None:
         """Take the elements of one block into account."""
+        for piece in pieces_of(block):
+            self._add(piece)
+
+    def _add(self, block: torch.Tensor) -> None:
         numbers = _real(as_numbers(block))
         self.of_magnitudes |= block.dtype.is_complex
         self.count += numbers.numel()
@@ -63,20 +68,28 @@ class Statistics:
             self._join(numbers, *_bounds(block, numbers))
 
     def _join(self, numbers: torch.Tensor, least: Number, greatest: Number) -> None:
-        self.least = least if self.least is None else min(self.least, least)
-        self.greatest = greatest if self.greatest is None else max(self.greatest, greatest)
-        many = numbers.numel()
         floats = numbers.to(torch.float64)
         mean = float(floats.mean())
         spread = float((floats - mean).square_().sum())
+        self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
+
+    def merge(self, other: Statistics) -> None:
+        """Take the elements of others into account."""
+        for name in ("count", "zeros", "nan", "positive_inf", "negative_inf"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.of_magnitudes |= other.of_magnitudes
+        if not other.finite:
+            return
         if not self.finite:
-            self.mean, self._spread = mean, spread
+            self.least, self.greatest, self.mean, self._spread = other.least, other.greatest, other.mean, other._spread
         else:
-            both = self.finite + many
-            apart = mean - self.mean
-            self.mean += apart * many / both
-            self._spread += spread + apart**2 * self.finite * many / both
-        self.finite += many
+            self.least = min(x for x in (self.least, other.least) if x is not None)
+            self.greatest = max(x for x in (self.greatest, other.greatest) if x is not None)
+            both = self.finite + other.finite
+            apart = other.mean - self.mean
+            self.mean += apart * (other.finite / both)
+            self._spread += other._spread + apart * apart * self.finite * (other.finite / both)
+        self.finite += other.finite
 
 
 def _bounds(block: torch.Tensor, numbers: torch.Tensor) -> tuple[Number, Number]:
@@ -84,7 +97,8 @@ def _bounds(block: torch.Tensor, numbers: torch.Tensor) -> tuple[Number, Number]
         array = block.numpy()
         return int(array.min()), int(array.max())
     least, greatest = (bound.item() for bound in torch.aminmax(numbers))
-    return least, greatest
+    is_whole = not block.dtype.is_floating_point and not block.dtype.is_complex
+    return (int(least), int(greatest)) if is_whole else (least, greatest)
 
 
 def _real(numbers: torch.Tensor) -> torch.Tensor:
@@ -107,11 +121,19 @@ class Histogram:
 
 def statistics_of(stored: StoredTensor, on_block: Callable[[int], None] = lambda _: None) -> Statistics:
     """Read a tensor once; `on_block` is told the bytes of each block."""
-    found = Statistics()
-    for block in _blocks(stored):
+
+    def work(box: Box) -> Statistics:
+        block = read_block(stored, box).reshape(-1)
+        found = Statistics()
         found.add(block)
         on_block(block.nbytes)
-    return found
+        return found
+
+    whole = Statistics()
+    with calculators() as threads:
+        for found in threads.map(work, blocks_of(stored)):
+            whole.merge(found)
+    return whole
 
 
 def histogram_of(
@@ -130,16 +152,21 @@ def histogram_of(
         high = low + bins
     if not math.isfinite(high - low):
         return None  # the whole range of float64: there is no width of an interval
-    counts = torch.zeros(bins, dtype=torch.int64)
-    for block in _blocks(stored):
-        numbers = _real(as_numbers(block)).to(torch.float64)
-        inside = numbers[numbers.isfinite()]
-        at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
-        counts += torch.bincount(at, minlength=bins)
+
+    def work(box: Box) -> torch.Tensor:
+        block = read_block(stored, box).reshape(-1)
+        counts = torch.zeros(bins, dtype=torch.int64)
+        for piece in pieces_of(block):
+            numbers = _real(as_numbers(piece)).to(torch.float64)
+            good = numbers.isfinite()
+            inside = numbers if good.all() else numbers[good]
+            at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
+            counts += torch.bincount(at, minlength=bins)
         on_block(block.nbytes)
-    return Histogram(low, high, counts.tolist())
+        return counts
 
-
-def _blocks(stored: StoredTensor) -> Iterator[torch.Tensor]:
-    for box in blocks_of(stored):
-        yield read_block(stored, box).reshape(-1)
+    whole = torch.zeros(bins, dtype=torch.int64)
+    with calculators() as threads:
+        for counts in threads.map(work, blocks_of(stored)):
+            whole += counts
+    return Histogram(low, high, whole.tolist())

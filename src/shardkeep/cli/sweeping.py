@@ -51,8 +51,17 @@ def _unnamed(store: Store, found: leftovers.Survey) -> list[str]:
 
 
 def sweep(run: Run, litter: Litter) -> None:
-    """Delete what was found, file by file: a save that has begun there since keeps its own."""
+    """Delete what was found and is litter still, file by file: a save that has begun there since keeps its own."""
+    now = find_litter(run, litter.entry)
+    if now is None:
+        return
     store = run.catalog.root.place(litter.entry.name)
-    for name in litter.names:
+    # Claims last: while they are there, the rest is not taken for a checkpoint that lost its record.
+    for name in sorted(set(now.names) & set(litter.names), key=_goes_last):
         store.delete(name)
     run.catalog.root.drop_empty(litter.entry.name)
+
+
+def _goes_last(name: str) -> bool:
+    save_id = native.save_id_of(name)
+    return name == REMOVING_NAME or (save_id is not None and name == native.claim_name(save_id))
