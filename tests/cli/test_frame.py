@@ -1,0 +1,226 @@
+"""The frame around all commands: help, mistakes, JSON, exit codes, pipes, and what is imported."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shardkeep.cli import main as frame
+from shardkeep.cli.main import COMMANDS
+from shardkeep.cli.output import Table, shortened, shown, size_text, span_text
+from shardkeep.cli.problems import did_you_mean
+
+SHARDKEEP = [sys.executable, "-m", "shardkeep"]
+
+
+def test_alone_it_names_every_command(shardkeep):
+    """
+    `shardkeep` alone is no error: it lists what there is, in 80 columns.
+    """
+    answer = shardkeep()
+    assert answer.code == 0
+    assert all(name in answer.out for name in COMMANDS)
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
+    """
+    `--help` of each command ends well, fits 80 columns and, but for the demo, has examples.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    answer = shardkeep(name, "--help")
+    assert answer.code == 0
+    assert "--json" in answer.out
+    assert name == "demo" or f"shardkeep {name}" in answer.out.partition("examples:")[2]
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sohw", "x"], "did you mean show"),
+        (["frobnicate"], "there is no command 'frobnicate'"),
+        (["--json", "ls"], "the command comes first"),
+        (["ls", "x", "--jsno"], "did you mean --json"),
+        (["ls"], "required"),
+        (["show", "x", "y", "--bins", "many"], "invalid int value"),
+    ],
+)
+def test_mistakes_are_explained(shardkeep, words, said):
+    """
+    What is misspelt ends with 2 and a guess, and prints nothing on stdout that a script could take for an answer.
+    """
+    answer = shardkeep(*words)
+    assert answer.code == 2
+    assert said in answer.err
+    if "--json" not in words:
+        assert answer.out == ""
+
+
+def test_errors_are_json_too(shardkeep, tmp_path):
+    """
+    With --json, what went wrong is one document on stdout, and in words on stderr.
+    """
+    answer = shardkeep("ls", tmp_path / "nothing", "--json")
+    assert answer.code == 2
+    assert answer.json["error"]["kind"] == "CheckpointNotFound"
+    assert "no committed checkpoint" in answer.err
+
+
+def test_a_mistake_of_ours_is_no_finding(shardkeep, monkeypatch):
+    """
+    An exception nobody expected ends with 2, not with the 1 of a command that ran, and shows where it came from.
+    """
+    monkeypatch.setattr(frame, "_run", lambda words: 1 // 0)
+    answer = shardkeep("ls", "x")
+    assert answer.code == 2
+    assert "ZeroDivisionError" in answer.err
+    assert "please report" in answer.err
+
+
+LOOKING = [
+    "ls {run}",
+    "ls {run}/step-30 --long",
+    "du {run}",
+    "du {run}/step-30",
+    "cat {run}/step-30",
+    "latest {run}",
+    "verify {run} --deep",
+    "prune {run} --keep-last 1 --dry-run",
+    "diff {run}/step-30 {run}/step-30",
+    "diff {run}/step-30 {run}/step-20 --keys-only",
+    "show {run}/step-30 step",
+    "completion bash",
+]
+
+
+def test_looking_imports_no_torch(run_dir):
+    """
+    Commands that read no tensors start without torch, and draw no bar with rich where nobody looks.
+    """
+    commands = [command.format(run=run_dir).split() for command in LOOKING]
+    script = (
+        "import sys; from shardkeep.cli.main import main\n"
+        f"for words in {commands!r}:\n"
+        "    code, heavy = main(words), {'torch', 'rich'} & set(sys.modules)\n"
+        "    if code or heavy: sys.exit(f'{words}: {code}, imported {heavy}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_silent(checkpoint):
+    """
+    `shardkeep ls … | head` says nothing on stderr, however much was left to print.
+    """
+    command = f"{' '.join(SHARDKEEP)} ls {checkpoint} -l | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*SHARDKEEP, "cat", checkpoint], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_ends_with_130(monkeypatch):
+    """
+    An interrupt ends a command as shells expect, without a traceback.
+    """
+
+    def interrupted(words):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(frame, "_run", interrupted)
+    assert frame.main(["ls", "x"]) == 130
+
+
+def in_terminal(words, environment):
+    """Run a command whose output is a terminal, and return what it wrote there."""
+    leader, follower = pty.openpty()
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", **environment}
+    done = subprocess.run(
+        [*SHARDKEEP, *map(str, words)], stdout=follower, stderr=follower, env=env, timeout=60, check=False
+    )
+    os.close(follower)
+    seen = b""
+    while True:
+        try:
+            more = os.read(leader, 65536)
+        except OSError:  # how Linux says that a terminal has no more writers
+            break
+        if not more:
+            break
+        seen += more
+    os.close(leader)
+    return done.returncode, seen.decode()
+
+
+def test_colours_only_on_a_terminal_and_not_against_the_users_will(checkpoint, shardkeep):
+    """
+    A terminal gets colours and lines of 80 columns, one with NO_COLOR no colours, a pipe neither.
+    """
+    code, coloured = in_terminal(["ls", checkpoint, "--long"], {})
+    assert code == 0
+    assert "\x1b[" in coloured
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    chunk_lines = [line for line in plain.splitlines() if ".safetensors" in line]
+    assert chunk_lines
+    assert max(map(len, chunk_lines)) <= 80
+    assert "\x1b[" not in in_terminal(["ls", checkpoint], {"NO_COLOR": "1"})[1]
+    assert "\x1b[" not in shardkeep("ls", checkpoint).out
+
+
+def test_the_executable_answers(checkpoint):
+    """
+    `python -m shardkeep` and `--json` on a pipe: one document, exit code 0.
+    """
+    done = subprocess.run([*SHARDKEEP, "ls", checkpoint, "--json"], capture_output=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["step"] == 30
+
+
+def test_letters_a_terminal_lacks_are_spelt_out(checkpoint):
+    """
+    Output that is ASCII alone gets escapes instead of an error.
+    """
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [*SHARDKEEP, "ls", checkpoint, "--tree"], capture_output=True, env=env, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\u2514" in done.stdout
+
+
+def test_small_texts():
+    """
+    Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal.
+    """
+    sizes = [size_text(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
+    assert sizes == ["0 B", "999 B", "1.00 kB", "10.0 kB", "12.3 kB", "999 kB", "1.00 MB", "1.50 TB"]
+    assert [span_text(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == ["0 s", "5 s", "1 min", "1 h", "24 h", "2 d"]
+    assert shown("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
+    assert shortened("model.layers.0.weight", 11) == "model…eight"
+    assert did_you_mean("modle", ["model", "optim"]) == "did you mean model?"
+    assert did_you_mean("x", ["model"], otherwise="no idea") == "no idea"
+    many = [f"model.layers.{n}.weight" for n in range(5000)]
+    assert "model.layers.42.weight" in did_you_mean("model.layers.42.weigth", many)
+
+
+def test_tables_leave_out_what_is_empty(capsys):
+    """
+    A column that is empty in every row is not drawn, and numbers stand to the right.
+    """
+    table = Table(("key", "note", "size"), right="size")
+    table.add("a", "", "1")
+    table.add("bb", "", "100", below="remark")
+    table.print()
+    assert capsys.readouterr().out == "key  size\na       1\nbb    100\n  remark\n"

@@ -1,0 +1,222 @@
+"""`shardkeep ls` and `shardkeep du`: of a run, of a checkpoint, of other programs' checkpoints, of damaged ones."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import shardkeep as sk
+from shardkeep.cli.roots import template_of
+from tests.cli.conftest import state_of
+
+
+def test_a_run_is_a_table_of_its_checkpoints(shardkeep, run_dir):
+    """
+    Every step with its size, metric and marks, the newest first; unfinished and damaged ones with their reason.
+    """
+    (run_dir / "step-40").mkdir()
+    shutil.copy(next((run_dir / "step-30").glob("model-*")), run_dir / "step-40")
+    (run_dir / "step-10" / "shardkeep.json").write_text("{}")
+    answer = shardkeep("ls", run_dir)
+    rows = [line.split() for line in answer.out.splitlines() if line.startswith("step-")]
+    assert answer.code == 0
+    assert [row[:3] for row in rows] == [
+        ["step-40", "40", "unfinished"],
+        ["step-30", "30", "committed"],
+        ["step-20", "20", "committed"],
+        ["step-10", "10", "damaged"],
+    ]
+    assert rows[1][-3:] == ["loss", "1.5", "latest"]
+    assert "no commit record" in answer.out
+    assert "does not end in its own checksum" in answer.out
+
+
+def test_a_run_as_json(shardkeep, run_dir):
+    """
+    Programs get the path of the latest, and of each checkpoint all that its record says of it.
+    """
+    document = shardkeep("ls", run_dir, "--json").json
+    assert document["latest"] == f"{run_dir}/step-30"
+    assert [entry["step"] for entry in document["checkpoints"]] == [30, 20, 10]
+    first = document["checkpoints"][0]
+    assert (first["status"], first["world_size"], first["metrics"], first["latest"]) == (
+        "committed",
+        1,
+        {"loss": 1.5},
+        True,
+    )
+    stored = sum(file.stat().st_size for file in (run_dir / "step-30").iterdir() if file.name != "shardkeep.json")
+    assert first["nbytes"] == stored
+
+
+def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
+    """
+    A checkpoint is a table of its keys; tied tensors say so, values are shown.
+    """
+    answer = shardkeep("ls", checkpoint)
+    rows = {line.split()[0]: line.split()[1:] for line in answer.out.splitlines() if line}
+    assert rows["model.layers.0.weight"] == ["bfloat16", "[32,", "32]", "2.05", "kB", "1"]
+    assert rows["model.head.weight"][-2] == "tied"
+    assert rows["step"] == ["value", "30"]
+    assert rows["betas"] == ["value", "(0.9,", "0.95)"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.layers.10"], ["model.layers.10.bias", "model.layers.10.weight"]),
+        (["*.bias", "step"], ["model.layers.10.bias", "step"]),
+        (["--prefix", "model.layers.1"], []),
+        (["--prefix", "model.layers.10"], ["model.layers.10.bias", "model.layers.10.weight"]),
+        (["--prefix", "optim.", "*mask"], ["optim.mask"]),
+    ],
+)
+def test_only_the_keys_asked_for(shardkeep, checkpoint, words, expected):
+    """
+    Keys, dotted prefixes and globs select; what fits nothing is an error, not an empty list.
+    """
+    answer = shardkeep("ls", checkpoint, *words, "--names")
+    assert answer.out.split() == expected
+    assert answer.code == (0 if expected else 2)
+
+
+def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
+    """
+    The tree sorts layers by number, joins what has no branches, and counts tied bytes once.
+    """
+    lines = shardkeep("ls", checkpoint, "--tree").out.splitlines()
+    assert "├─ model  5 keys, 14.5 kB" in lines
+    text = "\n".join(lines)
+    assert text.index("─ 0.weight") < text.index("─ 10  2 keys")
+    shallow = shardkeep("ls", checkpoint, "--tree", "--depth", "1").out
+    assert "weight" not in shallow
+
+
+def test_long_says_where_every_chunk_is(shardkeep, checkpoint):
+    """
+    `--long` gives box, file and offset of every chunk, and the bytes there are the tensor.
+    """
+    document = shardkeep("ls", checkpoint, "optim.exp_avg", "--long", "--json").json
+    [item] = document["items"]
+    [chunk] = item["chunks"]
+    raw = (checkpoint / chunk["file"]).read_bytes()[chunk["offset"] :][: chunk["nbytes"]]
+    assert raw == state_of(30)["optim"]["exp_avg"].numpy().tobytes()
+    assert chunk["file"] in shardkeep("ls", checkpoint, "optim.exp_avg", "--long").out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_other_programs(shardkeep, tmp_path):
+    """
+    Torch's and Hugging Face's checkpoints are listed like our own.
+    """
+    weight = torch.arange(12.0).reshape(3, 4)
+    dcp.save({"model": {"w": weight}, "step": 7}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "hf").mkdir()
+    save_file({"w": weight}, tmp_path / "hf" / "model.safetensors")
+    listed = shardkeep("ls", tmp_path / "dcp", "--json").json
+    assert listed["format"] == "torch.distributed.checkpoint"
+    assert [item["key"] for item in listed["items"]] == ["model.w", "step"]
+    assert "7" in shardkeep("ls", tmp_path / "dcp", "--long").out.splitlines()[-1]
+    [item] = shardkeep("ls", tmp_path / "hf", "--long", "--json").json["items"]
+    assert (item["shape"], item["dtype"]) == ([3, 4], "float32")
+    place = item["chunks"][0]
+    raw = (tmp_path / "hf" / place["file"]).read_bytes()[place["offset"] :][: place["nbytes"]]
+    assert raw == weight.numpy().tobytes()
+    assert shardkeep("du", tmp_path / "dcp", "--json").json["nbytes"] == 48
+
+
+def test_hostile_keys_do_not_reach_the_terminal(shardkeep, tmp_path):
+    """
+    A key with escape sequences is spelt out, in tables, trees and errors alike.
+    """
+    sk.save({"\x1b[2Jevil": torch.ones(2), "ok": 1}, tmp_path / "ck")
+    for words in ([], ["--tree"], ["--long"], ["--names"]):
+        answer = shardkeep("ls", tmp_path / "ck", *words)
+        assert "\x1b" not in answer.out
+        assert "\\x1b[2Jevil" in answer.out
+
+
+def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
+    """
+    A misspelt place or key names what is spelt alike, an empty directory is a run without checkpoints.
+    """
+    assert "did you mean step-30" in shardkeep("ls", run_dir / "step-3O").err
+    assert "did you mean model.head.weight" in shardkeep("ls", run_dir / "step-30", "model.haed.weight").err
+    assert "the latest is" in shardkeep("cat", run_dir).err
+    (tmp_path / "empty").mkdir()
+    answer = shardkeep("ls", tmp_path / "empty", "--json")
+    assert (answer.code, answer.json["checkpoints"]) == (0, [])
+    assert shardkeep("ls", run_dir, "model").code == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "template"),
+    [
+        (["step-5", "step-10"], "step-{step}"),
+        (["checkpoint-500", "checkpoint-1000", "logs"], "checkpoint-{step}"),
+        (["iter_0000100", "iter_0000200"], "iter_{step:07d}"),
+        (["global_step9", "global_step10"], "global_step{step}"),
+        (["step-000900", "step-001000"], "step-{step:06d}"),
+        (["0", "100"], "{step}"),
+        (["logs"], "step-{step}"),
+        ([], "step-{step}"),
+    ],
+)
+def test_names_of_other_trainers_are_recognised(names, template):
+    """
+    What the checkpoints of a run are called is found out from their names.
+    """
+    assert template_of(names) == template
+
+
+def test_other_names_are_listed(shardkeep, run_dir):
+    """
+    A run whose checkpoints are called otherwise is listed all the same.
+    """
+    for step in (10, 20, 30):
+        (run_dir / f"step-{step}").rename(run_dir / f"iter_{step:07d}")
+    assert shardkeep("ls", run_dir, "--names").out.split() == ["iter_0000030", "iter_0000020", "iter_0000010"]
+
+
+def test_du_adds_up_by_prefix(shardkeep, checkpoint):
+    """
+    Bytes by prefix sum to all bytes, tied tensors count once, model and optimizer are told apart.
+    """
+    state = state_of(30)
+    model = sum(tensor.nbytes for key, tensor in state["model"].items() if key != "head.weight")
+    optim = sum(tensor.nbytes for tensor in state["optim"].values())
+    for depth in (0, 1, 2, 5):
+        document = shardkeep("du", checkpoint, "--depth", depth, "--json").json
+        assert sum(prefix["nbytes"] for prefix in document["prefixes"]) == document["nbytes"]
+        sizes = [prefix["nbytes"] for prefix in document["prefixes"]]
+        assert sizes == sorted(sizes, reverse=True)
+    assert document["parts"]["model"]["nbytes"] == model
+    assert document["parts"]["optimizer"]["nbytes"] == optim
+    deep = {prefix["name"] for prefix in shardkeep("du", checkpoint, "--depth", 3, "--json").json["prefixes"]}
+    assert {"model.layers.10.*", "optim.mask", "step"} <= deep
+
+
+def test_du_of_a_run_counts_every_file(shardkeep, run_dir):
+    """
+    What a run takes is what its files take, damaged ones and leftovers included.
+    """
+    (run_dir / "step-10" / "shardkeep.json").write_text("{}")
+    on_disk = sum(file.stat().st_size for file in run_dir.rglob("*") if file.is_file())
+    answer = shardkeep("du", run_dir, "--json")
+    assert answer.json["nbytes"] == on_disk
+    assert "damaged" in shardkeep("du", run_dir).out
+
+
+def test_cat_prints_what_is_stored(shardkeep, checkpoint):
+    """
+    The commit record comes out byte for byte, or as one document; a damaged one is not printed.
+    """
+    stored = (checkpoint / "shardkeep.json").read_text()
+    assert shardkeep("cat", checkpoint).out == stored
+    assert shardkeep("cat", checkpoint, "--json").json["step"] == 30
+    (checkpoint / "shardkeep.json").write_text(stored.replace('"step": 30', '"step": 31'))
+    answer = shardkeep("cat", checkpoint)
+    assert (answer.code, answer.out) == (2, "")
+    assert "checksum" in answer.err

@@ -1,0 +1,201 @@
+"""`shardkeep prune`: only what no rule keeps goes, only after a yes, and never what somebody is writing."""
+
+import os
+import shutil
+
+import msgspec
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.cli import prune
+from shardkeep.layout.leftovers import Claim, claiming, make_claim
+from shardkeep.layout.native import claim_name, new_save_id
+from shardkeep.manage.pins import pin
+from shardkeep.store.process import host
+from tests.cli.conftest import data_file
+
+
+def steps(run_dir):
+    return sorted(int(place.name.removeprefix("step-")) for place in run_dir.iterdir() if place.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (["--keep-last", "1"], [30]),
+        (["--keep-last", "2"], [20, 30]),
+        (["--keep-last", "9"], [10, 20, 30]),
+        (["--keep-every", "20"], [20, 30]),
+        (["--keep-best", "loss:1:max"], [10, 30]),
+        (["--keep-best", "loss"], [30]),
+        (["--keep-last", "1", "--keep-best", "loss:1:max", "--keep-every", "20"], [10, 20, 30]),
+        (["--keep-hours", "1"], [10, 20, 30]),
+        (["--keep-hours", "0.0000001"], [30]),
+    ],
+)
+def test_rules(shardkeep, run_dir, rules, kept):
+    """
+    What any rule keeps stays, the newest always; --dry-run says the same and deletes nothing.
+    """
+    tried = shardkeep("prune", run_dir, *rules, "--dry-run", "--json")
+    assert (tried.code, steps(run_dir)) == (0, [10, 20, 30])
+    done = shardkeep("prune", run_dir, *rules, "--yes", "--json")
+    assert done.code == 0
+    assert steps(run_dir) == kept
+    assert {entry["step"] for entry in done.json["deleted"]} == {10, 20, 30} - set(kept)
+    assert tried.json["kept"] == done.json["kept"]
+    assert tried.json["nbytes"] == done.json["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs a rule"),
+        (["--keep-last", "0"], "1 or more"),
+        (["--keep-best", "los:2"], "did you mean loss"),
+        (["--keep-best", "loss:x"], "METRIC:K"),
+        (["--keep-best", "loss:1:up"], "METRIC:K"),
+        (["--keep-hours", "nan"], "more than 0"),
+        (["--keep-last", "1"], "nobody to ask"),
+        (["--keep-last", "1", "--json"], "nobody to ask"),
+    ],
+)
+def test_refusals(shardkeep, run_dir, words, said):
+    """
+    Without a rule, with a rule that makes no sense, or without a yes, nothing is deleted.
+    """
+    answer = shardkeep("prune", run_dir, *words)
+    assert answer.code == 2
+    assert said in answer.err
+    assert steps(run_dir) == [10, 20, 30]
+
+
+@pytest.mark.parametrize(("typed", "kept"), [("y", [30]), ("n", [10, 20, 30]), ("", [10, 20, 30])])
+def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
+    """
+    On a terminal a yes is asked for, and anything else is a no.
+    """
+    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: typed)
+    answer = shardkeep("prune", run_dir, "--keep-last", "1")
+    assert (answer.code, steps(run_dir)) == (0, kept)
+    assert "2 checkpoints to delete" in answer.out
+
+
+def test_pinned_ones_stay(shardkeep, run_dir):
+    """
+    A pin keeps a checkpoint that no rule keeps, and is given as the reason.
+    """
+    pin(sk.Catalog(run_dir).root, "step-10")
+    answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    assert steps(run_dir) == [10, 30]
+    assert "pinned" in answer.out
+
+
+def test_a_damaged_newest_is_not_what_is_fallen_back_to(shardkeep, run_dir):
+    """
+    A checkpoint whose files are not all there counts for nothing: the newest good one stays beside it.
+    """
+    data_file(run_dir / "step-30").unlink()
+    answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    assert steps(run_dir) == [20, 30]
+    assert "the file is missing" in answer.out
+
+
+def leave(place, claim):
+    """What a save that did not finish leaves: data and a claim."""
+    place.mkdir(exist_ok=True)
+    save_id = new_save_id()
+    (place / f"model-00000-of-00001-{save_id}.safetensors").write_bytes(bytes(1000))
+    if claim is not None:
+        (place / claim_name(save_id)).write_bytes(msgspec.json.encode(claim))
+    return save_id
+
+
+def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
+    """
+    Files of a writer that is gone go, in places of their own and beside a checkpoint, which stays whole.
+    """
+    dead = Claim(host=host(), pid=2**22 + 1, started="1")
+    leave(run_dir / "step-40", dead)
+    leave(run_dir / "step-30", dead)
+    answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes", "--json")
+    assert answer.code == 0
+    assert [litter["name"] for litter in answer.json["swept"]] == ["step-40", "step-30"]
+    assert steps(run_dir) == [10, 20, 30]
+    assert len(list((run_dir / "step-30").glob("*.safetensors"))) == 2
+    assert shardkeep("verify", run_dir, "--deep").code == 0
+
+
+def test_what_the_living_write_is_never_touched(shardkeep, run_dir):
+    """
+    A save under way, one of another machine, and files nobody claims stay as they are.
+    """
+    save_id = leave(run_dir / "step-40", None)
+    leave(run_dir / "step-50", Claim(host="elsewhere", pid=1, started="1"))
+    leave(run_dir / "step-60", None)
+    before = sorted(file.name for file in run_dir.rglob("*"))
+    with claiming(save_id):
+        make_claim(sk.Catalog(run_dir).root.place("step-40"), save_id)
+        answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes")
+    assert answer.code == 0
+    (run_dir / "step-40" / claim_name(save_id)).unlink()
+    assert sorted(file.name for file in run_dir.rglob("*")) == before
+
+
+def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
+    """
+    A checkpoint that was saved anew between the question and the yes is not the one that was to go.
+    """
+    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+
+    def answer_late(prompt):
+        sk.save({"w": torch.zeros(3)}, run_dir / "step-10", step=10, overwrite=True)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer_late)
+    answer = shardkeep("prune", run_dir, "--keep-last", "1")
+    assert answer.code == 2
+    assert steps(run_dir) == [10, 30]
+    assert "meanwhile" in answer.err
+
+
+def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
+    """
+    What could not be deleted is named with its reason, the rest is deleted, and the exit code is 2.
+    """
+
+    def refuse(path, *rest, **more):
+        if "step-10" in str(path):
+            raise PermissionError(13, "not allowed")
+        return unlink(path, *rest, **more)
+
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", refuse)
+    answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    assert answer.code == 2
+    assert "could not delete step-10" in answer.err
+    assert steps(run_dir) == [10, 30]
+
+
+def test_an_empty_run_has_nothing_to_prune(shardkeep, tmp_path):
+    """
+    A run without checkpoints is no error, one that does not exist is.
+    """
+    (tmp_path / "empty").mkdir()
+    answer = shardkeep("prune", tmp_path / "empty", "--keep-last", "1")
+    assert (answer.code, answer.out.strip()) == (0, "nothing to delete")
+    assert shardkeep("prune", tmp_path / "none", "--keep-last", "1").code == 2
+
+
+def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
+    """
+    What is left of a removal goes.
+    """
+    shutil.copytree(run_dir / "step-30", run_dir / "step-40")
+    (run_dir / "step-40" / "shardkeep.json").unlink()
+    (run_dir / "step-40" / "shardkeep.removing").touch()
+    answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes", "--json")
+    assert answer.json["swept"][0]["why"] == "its removal was cut short"
+    assert steps(run_dir) == [10, 20, 30]

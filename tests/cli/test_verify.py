@@ -1,0 +1,164 @@
+"""`shardkeep verify` and `shardkeep latest`: what is damaged is found, named, and never taken for good."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardkeep.cli.watching import watched
+from tests.cli.conftest import data_file, flip
+
+
+def test_a_good_run_is_sound(shardkeep, run_dir):
+    """
+    All checkpoints of a run, and single ones, pass both ways.
+    """
+    for words in ([run_dir], [run_dir, "--deep"], [run_dir / "step-10", run_dir / "step-20", "--deep"]):
+        answer = shardkeep("verify", *words, "--json")
+        assert answer.code == 0
+        assert {found["status"] for found in answer.json["checkpoints"]} == {"sound"}
+    assert "3 of 3 checkpoints sound" in shardkeep("verify", run_dir).out
+
+
+def test_deep_reads_every_byte(shardkeep, checkpoint):
+    """
+    Every byte of every data file is read, and told as it is.
+    """
+    told = []
+    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    from shardkeep import open as open_checkpoint
+
+    open_checkpoint(watched(str(checkpoint), told.append)).verify()
+    assert sum(told) >= stored
+    assert shardkeep("verify", checkpoint, "--deep", "--json").json["checkpoints"][0]["nbytes"] >= stored
+
+
+@pytest.mark.parametrize("offset", [4096, 9000, -1])
+def test_a_flipped_bit_is_found_deep(shardkeep, checkpoint, offset):
+    """
+    One bit of tensor data is seen by --deep alone, which names file, bytes and keys.
+    """
+    file = data_file(checkpoint)
+    flip(file, offset)
+    assert shardkeep("verify", checkpoint).code == 0
+    answer = shardkeep("verify", checkpoint, "--deep")
+    assert answer.code == 1
+    assert file.name in answer.out
+    assert "they hold 'model." in answer.out
+    document = shardkeep("verify", checkpoint, "--deep", "--json")
+    assert (document.code, document.json["sound"], len(document.json["checkpoints"][0]["problems"])) == (1, False, 1)
+
+
+def damage(checkpoint, how):
+    """Damage that needs no reading of data to be seen."""
+    file = data_file(checkpoint)
+    if how == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif how == "gone":
+        file.unlink()
+    elif how == "header":
+        flip(file, 100)
+    elif how == "index":
+        flip(next(checkpoint.glob("*.skindex")), 500)
+    elif how == "record":
+        flip(checkpoint / "shardkeep.json", 30)
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "header", "index", "record"])
+def test_damage_that_shows_without_reading(shardkeep, run_dir, checkpoint, how):
+    """
+    Cut, lost and changed files are found at once; `latest` passes over such a checkpoint and says why.
+    """
+    damage(checkpoint, how)
+    for words in ([], ["--deep"]):
+        assert shardkeep("verify", checkpoint, *words).code == 1
+    answer = shardkeep("verify", run_dir, "--json")
+    assert [found["status"] for found in answer.json["checkpoints"]] == ["damaged", "sound", "sound"]
+    latest = shardkeep("latest", run_dir)
+    assert (latest.code, latest.out) == (0, f"{run_dir}/step-20\n")
+    assert "skipped step-30" in latest.err
+
+
+def test_unfinished_saves_are_no_damage(shardkeep, run_dir):
+    """
+    What a killed or running save left is told, and not called damage.
+    """
+    (run_dir / "step-40").mkdir()
+    shutil.copy(data_file(run_dir / "step-30"), run_dir / "step-40")
+    answer = shardkeep("verify", run_dir)
+    assert answer.code == 0
+    assert "unfinished: it has no commit record" in answer.out
+    assert shardkeep("latest", run_dir).out == f"{run_dir}/step-30\n"
+
+
+def test_a_store_that_fails_proves_nothing(shardkeep, checkpoint, monkeypatch):
+    """
+    A file that the disk refuses is neither sound nor damaged: exit code 2.
+    """
+    real = os.open
+
+    def refuse(path, *rest, **more):
+        if str(path).endswith(".safetensors"):
+            raise OSError(errno.EIO, "the disk is tired")
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    answer = shardkeep("verify", checkpoint, "--json")
+    assert answer.code == 2
+    assert answer.json["checkpoints"][0]["status"] == "unknown"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_say_what_cannot_be_checked(shardkeep, tmp_path):
+    """
+    Of files without digests the report says so; a cut one is damaged all the same.
+    """
+    dcp.save({"w": torch.randn(2000), "step": 1}, checkpoint_id=tmp_path / "dcp")
+    answer = shardkeep("verify", tmp_path / "dcp", "--deep")
+    assert answer.code == 0
+    assert "1 file has no digests" in answer.out
+    [file] = (tmp_path / "dcp").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    assert shardkeep("verify", tmp_path / "dcp", "--deep").code == 1
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "only bad"])
+def test_no_latest(shardkeep, run_dir, tmp_path, there):
+    """
+    Without a good checkpoint nothing is printed and the exit code is 1, also where the run has not begun.
+    """
+    if there == "empty":
+        (tmp_path / "empty").mkdir()
+    if there == "only bad":
+        for step in (10, 20, 30):
+            damage(run_dir / f"step-{step}", "gone")
+    root = {"nothing": tmp_path / "no-run", "empty": tmp_path / "empty", "only bad": run_dir}[there]
+    answer = shardkeep("latest", root)
+    assert (answer.code, answer.out) == (1, "")
+    assert "no checkpoint" in answer.err
+    assert shardkeep("latest", root, "--json").json["latest"] is None
+
+
+def test_latest_in_a_script(run_dir):
+    """
+    `$(shardkeep latest RUN)` is a path and nothing else, as the real executable prints it.
+    """
+    script = f'cat "$({sys.executable} -m shardkeep latest {run_dir})/shardkeep.json"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["step"] == 30
+
+
+def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
+    """
+    A place that does not exist, or holds something else, is an error and not a pass.
+    """
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    assert shardkeep("verify", tmp_path / "missing").code == 2
+    assert shardkeep("verify", tmp_path / "other").code == 2
