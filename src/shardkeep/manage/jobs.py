@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,18 +50,22 @@ class Job:
         self._group = group
         self._timeout_s = timeout_s
         self._told = told
+        self._world: World | None = None
+        self._agreement: Agreement | None = None
 
-    @cached_property
+    @property
     def world(self) -> World:
         """The ranks, which meet apart from those that save or load."""
-        world = current_world(self._group, timeout_s=self._timeout_s)
-        if world.store is None:
-            return world
-        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
+        if self._world is None:
+            world = current_world(self._group, timeout_s=self._timeout_s)
+            if world.store is not None:
+                from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store
 
-        return replace(world, store=PrefixStore("checkpointers", world.store))
+                world = replace(world, store=PrefixStore("checkpointers", world.store))
+            self._world = world
+        return self._world
 
-    @cached_property
+    @property
     def agreement(self) -> Agreement:
         """
         What is decided at some steps; asked for by all ranks at the same time, at first.
@@ -71,12 +74,15 @@ class Job:
             RanksDisagree: their Checkpointers were told different things.
 
         """
-        session = ""
-        if not self.world.solo:
-            with meet(self.world, f"steps of {self._root.url}") as meeting:
-                mine = msgspec.json.encode(self._told)
-                session = meeting.agree("begin", lambda: mine, self._same).decode()
-        return Agreement(self.world, session, interval_s=self._seams.interval_s, clock=self._seams.clock)
+        if self._agreement is None:
+            session = ""
+            if not self.world.solo:
+                with meet(self.world, f"steps of {self._root.url}") as meeting:
+                    mine = msgspec.json.encode(self._told)
+                    session = meeting.agree("begin", lambda: mine, self._same).decode()
+            seams = self._seams
+            self._agreement = Agreement(self.world, session, interval_s=seams.interval_s, clock=seams.clock)
+        return self._agreement
 
     @staticmethod
     def _same(told: list[bytes]) -> list[bytes]:

@@ -43,6 +43,7 @@ class Requests:
         self._interval_s = interval_s
         self._looked_s = clock() - interval_s
         self._stuck = False
+        # The last one that was served: whether it came to this rank, and when.
         self._signal: tuple[bool, float] | None = None
 
     def take(self) -> list[str]:
@@ -63,9 +64,11 @@ class Requests:
         own = self.stop.take()
         if not own and STOP not in asked:
             return False
-        before, self._signal = self._signal, (own, self._clock())
-        # From another side than the last one, and soon after it: sent once, to all ranks.
-        return before is None or before[0] == own or self._clock() - before[1] > _QUIET_S
+        now = self._clock()
+        if self._signal is not None and now - self._signal[1] < _QUIET_S and not (own and self._signal[0]):
+            return False  # the same, which reached another rank later; only this rank can tell a second one of its own
+        self._signal = own, now
+        return True
 
     def _file_found(self) -> bool:
         """Look for the file, and take it away."""

@@ -1,0 +1,611 @@
+"""A Checkpointer of one process."""
+
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import StorageError
+from shardkeep.events import Event, Pruned, Retried, SaveCommitted, StepSkipped
+from shardkeep.manage.problems import PruneFailed
+from shardkeep.manage.seams import Seams
+from shardkeep.store.local import LocalStore
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
+
+
+def places(root: Path) -> set[str]:
+    return {each.name for each in root.iterdir() if each.is_dir()}
+
+
+# -- when
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_saves_when_due_and_restores(tmp_path: Path, asynchronous: bool) -> None:
+    """Every so many steps and at given ones; what is restored is what was saved, bit for bit."""
+    with checkpointer(tmp_path / "run", every_steps=3, at_steps=[4], asynchronous=asynchronous) as ckpt:
+        assert ckpt.restore_latest(empty_state()) is None
+        assert not (tmp_path / "run").exists()
+        assert train(ckpt, range(8)) == [3, 4, 6]
+        ckpt.wait()
+        assert ckpt.all_steps() == [3, 4, 6]
+        assert ckpt.latest_step() == 6
+    state = empty_state()
+    with checkpointer(tmp_path / "run") as ckpt:
+        assert ckpt.restore_latest(state) == 6
+        assert torch.equal(state["w"], state_at(6)["w"])
+        assert state["step"] == 6
+        assert ckpt.restore(3, state) == 3
+        assert torch.equal(state["w"], state_at(3)["w"])
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.name == "step-3"
+    assert (tmp_path / "run" / "latest").read_text() == "step-6\n"
+    assert not (tmp_path / "run" / "lease.json").exists()
+
+
+def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
+    """What `step` returns says what it did."""
+    with checkpointer(tmp_path / "a") as ckpt:
+        assert ckpt.step(1, state_at(1)) is None
+        handle = ckpt.step(2, state_at(2), force=True)
+        assert isinstance(handle, sk.SaveHandle)
+        assert handle.result().step == 2
+    with checkpointer(tmp_path / "b", asynchronous=False) as ckpt:
+        report = ckpt.save(5, state_at(5))
+        assert isinstance(report, sk.SaveReport)
+        assert report.step == 5
+
+
+def test_by_the_clock(tmp_path: Path) -> None:
+    """So many minutes after the last save, whatever the reason of that one."""
+    now = [0.0]
+    seams = Seams(clock=lambda: now[0], interval_s=0.0)
+    with checkpointer(tmp_path, every_minutes=1, every_steps=10, seams=seams) as ckpt:
+        saved = []
+        for step in range(1, 25):
+            now[0] += 12.0
+            if ckpt.step(step, state_at(step)) is not None:
+                saved.append(step)
+    assert saved == [5, 10, 15, 20]
+
+
+def test_when_a_file_asks_for_it(tmp_path: Path) -> None:
+    """The file is taken away, and one save is made."""
+    with checkpointer(tmp_path, request_file="please") as ckpt:
+        assert train(ckpt, range(1, 3)) == []
+        (tmp_path / "please").touch()
+        assert train(ckpt, range(3, 6)) == [3]
+        assert not (tmp_path / "please").exists()
+
+
+def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that stays does not make a save of every step."""
+    root = LocalRoot(tmp_path)
+    root.put("save-now", b"")
+    real = LocalRoot.delete
+
+    def refuse(self: LocalRoot, name: str) -> None:
+        if name == "save-now":
+            raise StorageError("read-only", errno=errno.EROFS)
+        real(self, name)
+
+    monkeypatch.setattr(LocalRoot, "delete", refuse)
+    with checkpointer(root) as ckpt:
+        assert train(ckpt, range(1, 4)) == [1]
+        os.unlink(tmp_path / "save-now")
+        train(ckpt, range(4, 5))
+        root.put("save-now", b"")
+        assert train(ckpt, range(5, 7)) == [5]
+
+
+def test_when_a_call_asks_for_it(tmp_path: Path) -> None:
+    """From any thread; where nobody talks it is refused."""
+    with checkpointer(tmp_path) as ckpt:
+        thread = threading.Thread(target=ckpt.request_save)
+        thread.start()
+        thread.join()
+        assert train(ckpt, range(1, 4)) == [1]
+    with checkpointer(tmp_path, request_file=None) as ckpt, pytest.raises(sk.StateError, match="talk"):
+        ckpt.request_save()
+
+
+# -- signals
+
+
+def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
+    """The checkpoint is durable when `step` returns; the handler that was there before is called, and put back."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    try:
+        with checkpointer(tmp_path, signals=("SIGUSR1", signal.SIGUSR2)) as ckpt:
+            assert train(ckpt, range(1, 3)) == []
+            assert not ckpt.should_stop
+            signal.raise_signal(signal.SIGUSR1)
+            handle = ckpt.step(3, state_at(3))
+            assert isinstance(handle, sk.SaveHandle)
+            assert handle.done()
+            assert ckpt.should_stop
+            assert ckpt.all_steps() == [3]
+            signal.raise_signal(signal.SIGUSR2)
+            assert train(ckpt, range(4, 6)) == [4]
+        assert heard == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    """Elsewhere Python lets nobody handle them, and that is said."""
+    found: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            checkpointer(tmp_path, signals=("SIGTERM",))
+        except sk.StateError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(found[0])
+    for wrong in ("SIGNOTHING", 12345, "SIGKILL"):
+        with pytest.raises(sk.StateError, match="signals"):
+            checkpointer(tmp_path, signals=(wrong,))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# -- resuming
+
+
+def test_a_resumed_job_counts_from_what_it_restored(tmp_path: Path) -> None:
+    """The step that was restored is not saved again; those after it are overwritten."""
+    with checkpointer(tmp_path, every_steps=2) as ckpt:
+        train(ckpt, range(1, 9))
+    with checkpointer(tmp_path, every_steps=2) as ckpt:
+        assert ckpt.restore(4, empty_state()) == 4
+        assert train(ckpt, range(4, 8)) == [6]
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.all_steps() == [2, 4, 6, 8]
+        assert ckpt.latest_step() == 6
+        assert ckpt.restore_latest(empty_state()) == 6
+        assert [entry.timeline for entry in sk.Catalog(tmp_path).entries()] == [1, 0, 0, 0]
+
+
+def test_a_job_that_restored_nothing_overwrites_nothing(tmp_path: Path) -> None:
+    """A root with later steps is refused; one with earlier steps is gone on with."""
+    with checkpointer(tmp_path, keep_last=1) as ckpt:
+        ckpt.save(100, state_at(100))
+    with checkpointer(tmp_path, keep_last=1) as ckpt:
+        for step in (10, 100):
+            with pytest.raises(sk.CheckpointExists, match="up to step 100"):
+                ckpt.save(step, state_at(step))
+        assert ckpt.all_steps() == [100]
+        ckpt.save(101, state_at(101))
+        ckpt.wait()
+        assert ckpt.all_steps() == [101]
+
+
+def test_a_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
+    """The second save of a step is an error, but for `overwrite`."""
+    with checkpointer(tmp_path, asynchronous=False) as ckpt:
+        ckpt.save(5, state_at(5))
+        with pytest.raises(sk.CheckpointExists):
+            ckpt.save(5, state_at(6))
+        ckpt.save(5, state_at(7), overwrite=True)
+        state = empty_state()
+        ckpt.restore(5, state)
+        assert torch.equal(state["w"], state_at(7)["w"])
+
+
+def test_walks_back_past_what_is_torn_or_damaged(tmp_path: Path) -> None:
+    """With reasons; the damaged ones count no more, and are not deleted."""
+    heard: list[Event] = []
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 7))
+    damage(tmp_path / "step-6")
+    tear(tmp_path / "step-5")
+    record = tmp_path / "step-4" / "shardkeep.json"
+    record.write_bytes(record.read_bytes()[:100])
+    os.unlink(next((tmp_path / "step-3").glob("*.safetensors")))
+    state = empty_state()
+    with checkpointer(tmp_path, keep_last=2, on_event=heard.append) as ckpt:
+        assert ckpt.restore_latest(state) == 2
+        assert torch.equal(state["w"], state_at(2)["w"])
+        assert ckpt.last_restore is not None
+        assert [each.step for each in ckpt.last_restore.skipped] == [6, 4, 3]
+        reasons = [each.reason for each in ckpt.last_restore.skipped]
+        assert "ChecksumMismatch" in reasons[0]
+        assert "checksum" in reasons[1]
+        assert [event.step for event in heard if isinstance(event, StepSkipped)] == [6, 4, 3]
+        ckpt.save(10, state_at(10))
+        ckpt.wait()
+        assert ckpt.all_steps() == [2, 3, 6, 10]  # 3 and 6 have records, and are left to whoever can mend them
+        ckpt.save(11, state_at(11))
+        ckpt.wait()
+        assert {"step-10", "step-11", "step-6", "step-3"} <= places(tmp_path)
+        assert "step-2" not in places(tmp_path)
+
+
+def test_nothing_is_begun_anew_while_there_are_damaged_checkpoints(tmp_path: Path) -> None:
+    """A root whose checkpoints are all bad is an error, and not an empty root."""
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1))
+    damage(tmp_path / "step-1")
+    with checkpointer(tmp_path) as ckpt, pytest.raises(sk.DamagedCheckpoint, match="none of 1") as caught:
+        ckpt.restore_latest(empty_state())
+    assert "step-1" in str(caught.value)
+    assert isinstance(caught.value.__cause__, sk.ChecksumMismatch)
+
+
+def test_only_torn_ones_are_nothing(tmp_path: Path) -> None:
+    """A job that died in its first save begins anew."""
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1))
+    tear(tmp_path / "step-1")
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore_latest(empty_state()) is None
+
+
+def test_a_state_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    """It passes over nothing: the one before would not fit either, or be the wrong one."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 3))
+    with checkpointer(tmp_path) as ckpt:
+        with pytest.raises(sk.StateMismatch):
+            ckpt.restore_latest({"other": torch.zeros(3)})
+        with pytest.raises(sk.CheckpointNotFound, match="step 9") as caught:
+            ckpt.restore(9, empty_state())
+        assert "there are: 1, 2" in str(caught.value)
+        assert ckpt.restore_latest({"w": torch.zeros(64)}, strict=False) == 2
+
+
+def test_a_store_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint is not taken because a network was away."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 3))
+    monkeypatch.setattr(LocalRoot, "place", lambda self, name: FaultyStore(
+        LocalStore(f"{self.url}/{name}"), "error", at=0, verbs=("read_into",)))  # fmt: skip
+    with checkpointer(tmp_path, retries=0) as ckpt, pytest.raises(StorageError):
+        ckpt.restore_latest(empty_state())
+    with checkpointer(tmp_path, retries=1) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_root_of_torchs_checkpoints_is_gone_on_with(tmp_path: Path) -> None:
+    """Checkpoints that torch wrote are restored, counted and pruned."""
+    import torch.distributed.checkpoint as torch_dcp
+
+    torch_dcp.save({"w": state_at(1)["w"], "step": 1}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    torch_dcp.save({"w": state_at(2)["w"], "step": 2}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    state = empty_state()
+    with checkpointer(tmp_path, keep_last=2) as ckpt:
+        assert ckpt.restore_latest(state) == 2
+        assert torch.equal(state["w"], state_at(2)["w"])
+        ckpt.save(3, state)
+    assert places(tmp_path) == {"step-2", "step-3"}
+
+
+# -- keeping
+
+
+def test_policies_prune(tmp_path: Path) -> None:
+    """The last, every so many, the best and pinned ones stay."""
+    heard: list[Event] = []
+    losses = {1: 5.0, 2: 0.5, 3: 4.0, 4: 3.0, 5: float("nan"), 6: 2.0, 7: 2.5, 8: 2.2}
+    with checkpointer(
+        tmp_path, every_steps=1, keep_last=2, keep_every=4, keep_best="loss", on_event=heard.append
+    ) as ckpt:
+        for step in range(1, 9):
+            ckpt.step(step, state_at(step), metrics={"loss": losses[step]})
+            ckpt.wait()
+            if step == 3:
+                ckpt.pin(3)
+        assert ckpt.all_steps() == [2, 3, 4, 7, 8]
+        assert ckpt.best_step() == 2
+        assert ckpt.best_step("loss", "max") == 3
+        state = empty_state()
+        assert ckpt.restore_best(state) == 2
+        assert torch.equal(state["w"], state_at(2)["w"])
+        ckpt.unpin(3)
+        ckpt.save(9, state_at(9))
+        ckpt.wait()
+        assert 3 not in ckpt.all_steps()
+        with pytest.raises(sk.CheckpointNotFound):
+            ckpt.pin(77)
+    assert [event.step for event in heard if isinstance(event, Pruned)][:3] == [1, 5, 6]
+
+
+def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
+    """Nobody asked for anything to be deleted."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 6))
+    assert len(places(tmp_path)) == 5
+
+
+class _Recording(LocalRoot):
+    """Notes in which order things happen, on this root and below it."""
+
+    def __init__(self, path: Path, **fault: Any) -> None:
+        super().__init__(path)
+        self.fault = fault
+        self.seen: list[str] = []
+
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        self.seen.append(f"root: put {name}")
+        super().put(name, data, replace=replace)
+
+    def place(self, name: str) -> Any:
+        store = _Noting(super().place(name), **self.fault)
+        store.operations = _Prefixed(self.seen, name)
+        return store
+
+    def remove(self, name: str) -> None:
+        self.seen.append(f"root: remove {name}")
+        super().remove(name)
+
+
+class _Noting(FaultyStore):
+    pass
+
+
+class _Prefixed(list):  # type: ignore[type-arg]
+    def __init__(self, into: list[str], prefix: str) -> None:
+        super().__init__()
+        self.into, self.prefix = into, prefix
+
+    def append(self, what: str) -> None:
+        self.into.append(f"{self.prefix}: {what}")
+
+
+def test_data_then_commit_then_pointer_then_prune(tmp_path: Path) -> None:
+    """In that order, and nothing is deleted before the new checkpoint is there."""
+    root = _Recording(tmp_path)
+    with checkpointer(root, keep_last=1) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        root.seen.clear()
+        ckpt.save(2, state_at(2))
+        ckpt.wait()
+    wanted = [
+        "step-2: finish",
+        "step-2: put index",
+        "step-2: put shardkeep.json",
+        "root: put latest",
+        "root: remove step-1",
+    ]
+    at = [next(row for row, seen in enumerate(root.seen) if seen.startswith(each)) for each in wanted]
+    assert at == sorted(at), root.seen
+    assert places(tmp_path) == {"step-2"}
+
+
+def test_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
+    """Neither the pointer nor the old checkpoints change."""
+    with checkpointer(tmp_path, keep_last=1) as ckpt:
+        ckpt.save(1, state_at(1))
+    root = _Recording(tmp_path, fault="error", at=0, verbs=("finish",))
+    with checkpointer(root, keep_last=1, on_error="warn") as ckpt:
+        ckpt.save(2, state_at(2))
+    assert places(tmp_path) >= {"step-1"}
+    assert sk.Catalog(tmp_path).latest().step == 1  # type: ignore[union-attr]
+    assert not [seen for seen in root.seen if "remove" in seen or "put latest" in seen]
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+
+
+class _Sticky(LocalRoot):
+    def remove(self, name: str) -> None:
+        raise StorageError(f"{name} is busy", errno=errno.EBUSY)
+
+
+def test_what_cannot_be_deleted_fails_no_save(tmp_path: Path) -> None:
+    """It is told, and tried again after the next save."""
+    heard: list[Event] = []
+    with checkpointer(_Sticky(tmp_path), every_steps=1, keep_last=1, on_event=heard.append) as ckpt:
+        train(ckpt, range(1, 4))
+    failed = [event for event in heard if isinstance(event, PruneFailed)]
+    assert [event.step for event in failed] == [1, 1, 2]
+    assert "busy" in failed[0].message
+    assert len(places(tmp_path)) == 3
+    with checkpointer(tmp_path, keep_last=1) as ckpt:
+        ckpt.save(4, state_at(4))
+    assert places(tmp_path) == {"step-4"}
+
+
+def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
+    """What a killed writer left goes; what a living one writes, or what only lost its record, stays."""
+    import json
+    import subprocess
+    import sys
+
+    from shardkeep.layout import leftovers
+
+    script = (
+        "import sys; from shardkeep.layout import leftovers as l; from shardkeep.store.local import LocalStore as S\n"
+        "s = S(sys.argv[1]); l.make_claim(s, 'a' * 20); s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-1")], check=True, timeout=60)
+    alive = "b" * 20
+    root = LocalRoot(tmp_path)
+    root.place("step-3").put(f"claim-{'c' * 20}.json", json.dumps({"host": "far", "pid": 1, "started": "1"}).encode())
+    root.place("step-4").put(f"model-00000-of-00001-{'d' * 20}.safetensors", b"x")
+    root.place("step-5").put("shardkeep.removing", b"")
+    root.place("step-5").put(f"model-00000-of-00001-{'e' * 20}.safetensors", b"x")
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "notes").mkdir()
+    with leftovers.claiming(alive), checkpointer(tmp_path) as ckpt:
+        leftovers.make_claim(root.place("step-2"), alive)
+        ckpt.save(10, state_at(10))
+    assert places(tmp_path) == {"step-2", "step-3", "step-4", "step-10", "notes"}
+
+
+# -- what goes wrong
+
+
+def _broken(tmp_path: Path, **more: Any) -> _Recording:
+    return _Recording(tmp_path, **{"fault": "full", "at": 0, "verbs": ("create",), **more})
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
+    """At once, or of an asynchronous save by a later call, with its cause; the save that is due is made."""
+    root = _broken(tmp_path)
+    ckpt = checkpointer(root, every_steps=2, asynchronous=asynchronous)
+    if not asynchronous:
+        with pytest.raises(sk.StorageFull):
+            train(ckpt, range(1, 3))
+        ckpt.close()
+        return
+    handle = ckpt.step(2, state_at(2))
+    assert isinstance(handle, sk.SaveHandle)
+    handle.exception()
+    root.fault = {}
+    with pytest.raises(sk.EarlierSaveFailed) as caught:
+        ckpt.step(4, state_at(4))
+    assert isinstance(caught.value.__cause__, sk.StorageFull)
+    assert caught.value.__cause__.__traceback__ is not None
+    assert isinstance(caught.value.response, sk.SaveHandle)
+    ckpt.close()
+    assert ckpt.all_steps() == [4]
+
+
+def test_a_failure_is_raised_by_the_next_step_due_or_not(tmp_path: Path) -> None:
+    """Nobody has to wait for the next save to learn of it."""
+    ckpt = checkpointer(_broken(tmp_path))
+    ckpt.save(1, state_at(1)).exception()  # type: ignore[union-attr]
+    with pytest.raises(sk.EarlierSaveFailed):
+        ckpt.step(2, state_at(2))
+    ckpt.step(3, state_at(3))
+    ckpt.close()
+
+
+def test_a_failure_is_raised_by_close_and_by_wait(tmp_path: Path) -> None:
+    """Once."""
+    ckpt = checkpointer(_broken(tmp_path))
+    ckpt.save(1, state_at(1))
+    with pytest.raises(sk.EarlierSaveFailed):
+        ckpt.wait()
+    ckpt.save(2, state_at(2))
+    with pytest.raises(sk.EarlierSaveFailed):
+        ckpt.close()
+    ckpt.close()
+    with pytest.raises(sk.StateError, match="closed"):
+        ckpt.step(3, state_at(3))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failure_is_a_warning_or_given_to_a_function(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on."""
+    with checkpointer(_broken(tmp_path), on_error="warn", asynchronous=asynchronous) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.step(2, state_at(2))
+    assert any("training goes on" in each.message for each in caplog.records)
+    heard: list[BaseException] = []
+    with checkpointer(_broken(tmp_path), on_error=heard.append, asynchronous=asynchronous) as ckpt:
+        ckpt.save(1, state_at(1))
+    assert [type(each) for each in heard] == [sk.StorageFull]
+
+
+def test_what_is_raised_inside_is_not_masked(tmp_path: Path) -> None:
+    """The save in flight is finished, and its failure is only logged."""
+    for root in (tmp_path, _broken(tmp_path)):
+        with pytest.raises(ZeroDivisionError):
+            _save_and_fail(root)
+    assert sk.Catalog(tmp_path).latest().step == 1  # type: ignore[union-attr]
+
+
+def _save_and_fail(root: Any) -> None:
+    with checkpointer(root) as ckpt:
+        ckpt.save((ckpt.latest_step() or 0) + 1, state_at(1))
+        raise ZeroDivisionError
+
+
+def test_what_passes_is_tried_again(tmp_path: Path) -> None:
+    """An asynchronous save goes through, and an event tells of each attempt."""
+    heard: list[Event] = []
+    root = _Recording(tmp_path, fault="error", at=0, verbs=("write_at",))
+    with checkpointer(root, on_event=heard.append) as ckpt:
+        ckpt.save(1, state_at(1))
+    retried = [event for event in heard if isinstance(event, Retried)]
+    assert [(event.attempt, event.step) for event in retried] == [(1, 1)]
+    assert any(isinstance(event, SaveCommitted) for event in heard)
+    assert torch.equal(sk.open(tmp_path / "step-1")["w"][:], state_at(1)["w"])
+
+
+def test_bad_input_is_an_error_that_loses_nothing(tmp_path: Path) -> None:
+    """Steps, metrics and meta that make no sense."""
+    with checkpointer(tmp_path, asynchronous=False) as ckpt:
+        ckpt.save(1, state_at(1))
+        for step in (-1, 1.5, True, None, 1 << 64):
+            with pytest.raises(sk.StateError, match="step"):
+                ckpt.step(step, state_at(2))  # type: ignore[arg-type]
+        with pytest.raises(sk.StateError, match="metrics"):
+            ckpt.save(2, state_at(2), meta={"metrics": {}})
+        with pytest.raises(sk.StateError, match="loss"):
+            ckpt.save(2, state_at(2), metrics={"loss": "low"})
+        ckpt.save(2, state_at(2), meta={"note": "x"}, metrics={"loss": torch.tensor(0.25)})
+        entry = sk.Catalog(tmp_path).find(2)
+        assert entry is not None
+        assert entry.metrics == {"loss": 0.25}
+        assert sk.open(tmp_path / "step-2").meta["note"] == "x"
+        assert ckpt.all_steps() == [1, 2]
+        with pytest.raises(sk.StateError, match="metric"):
+            ckpt.best_step()
+    for wrong in ({"every_steps": 0}, {"keep_last": 0}, {"keep_best": ("a", 1, "x", 2)}, {"on_error": "ignore"},
+                  {"template": "x"}, {"max_in_flight": 0}, {"retries": -1}, {"at_steps": [-1]}, {"every_minutes": 0}):  # fmt: skip
+        with pytest.raises(sk.StateError):
+            checkpointer(tmp_path, **wrong)
+
+
+def test_a_root_in_memory_works_as_well() -> None:
+    """Nothing depends on directories."""
+    root = MemoryRoot()
+    with checkpointer(root, every_steps=1, keep_last=2, template="ckpt_{step:06d}") as ckpt:
+        train(ckpt, range(1, 6))
+        ckpt.wait()
+        assert ckpt.all_steps() == [4, 5]
+        state = empty_state()
+        assert ckpt.restore_latest(state) == 5
+        assert torch.equal(state["w"], state_at(5)["w"])
+    assert sorted(root.places()) == ["ckpt_000004", "ckpt_000005"]
+
+
+def test_another_process_may_write(tmp_path: Path) -> None:
+    """The writer process is used as it is by `async_save`."""
+    with checkpointer(tmp_path, every_steps=1, keep_last=2, writer="process") as ckpt:
+        assert train(ckpt, range(1, 4)) == [1, 2, 3]
+        ckpt.wait()
+        assert ckpt.all_steps() == [2, 3]
+    sk.finish_saves()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """No thread of a Checkpointer outlives it."""
+    yield
+    names = [each.name for each in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("shardkeep-prune", "shardkeep-lease"))], names
+
+
+def test_several_may_be_in_flight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As many as allowed, in order, and all are committed in the end."""
+    caplog.set_level(logging.INFO)
+    with checkpointer(tmp_path, every_steps=1, max_in_flight=3, keep_last=3) as ckpt:
+        train(ckpt, range(1, 9))
+    assert sk.Catalog(tmp_path).latest().step == 8  # type: ignore[union-attr]
+    assert places(tmp_path) == {"step-6", "step-7", "step-8"}
+    assert QUICK.interval_s == 0

@@ -1,0 +1,194 @@
+"""One job at a time saves to a root."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.manage.lease import LEASE_NAME, Lease
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.protocol import Store
+from tests.manage.scene import checkpointer, state_at, until
+
+HOLDER = """
+import sys
+from shardkeep.manage.lease import Lease
+from shardkeep.store.local_root import LocalRoot
+lease = Lease(LocalRoot(sys.argv[1]))
+lease.take()
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def holder(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lease of a root."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Clock:
+    """A clock that goes only when somebody waits; others may do something meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[float], object] = lambda _: None) -> None:
+        self.now = 0.0
+        self.meanwhile = meanwhile
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile(self.now)
+
+    def lease(self, root: Store, **more: Any) -> Lease:
+        return Lease(root, clock=lambda: self.now, sleep=self.sleep, **more)
+
+
+def of_elsewhere(beat: int = 0) -> bytes:
+    said = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": beat}
+    return json.dumps(said).encode()
+
+
+def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    """A living process of this machine is named; when it ends by itself, the root is free."""
+    with holder(tmp_path) as process:
+        with checkpointer(tmp_path) as ckpt:
+            assert ckpt.restore_latest({}) is None  # reading needs no lease
+            with pytest.raises(sk.RootInUse, match=f"process {process.pid} on") as caught:
+                ckpt.save(1, state_at(1))
+            assert "takeover=True" in str(caught.value)
+        process.communicate("end\n")
+        assert not (tmp_path / LEASE_NAME).exists()
+        with checkpointer(tmp_path) as ckpt:
+            ckpt.save(1, state_at(1))
+
+
+def test_what_a_killed_job_held_is_free(tmp_path: Path) -> None:
+    """Its process is certainly gone: nobody waits."""
+    with holder(tmp_path) as process:
+        process.kill()
+        process.wait()
+        assert (tmp_path / LEASE_NAME).exists()
+        with checkpointer(tmp_path) as ckpt:
+            ckpt.save(1, state_at(1))
+    assert not (tmp_path / LEASE_NAME).exists()
+
+
+def test_a_job_that_was_taken_over_saves_and_deletes_no_more(tmp_path: Path) -> None:
+    """It finds out before its next commit, and the new one goes on."""
+    first = checkpointer(tmp_path, keep_last=1, on_error="raise", asynchronous=False)
+    first.save(1, state_at(1))
+    first.wait()
+    with pytest.raises(sk.RootInUse, match="this process itself"):
+        checkpointer(tmp_path).save(2, state_at(2))
+    with checkpointer(tmp_path, takeover=True) as second:
+        second.save(2, state_at(2))
+        second.wait()
+        with pytest.raises(sk.LeaseLost, match="another job saves here now"):
+            first.save(3, state_at(3))
+        first.close()
+        assert second.all_steps() == [1, 2]
+        assert (tmp_path / LEASE_NAME).exists()
+    assert not (tmp_path / LEASE_NAME).exists()
+
+
+def test_a_holder_elsewhere_that_moves_is_alive() -> None:
+    """It is watched, and the second job refused as soon as it writes."""
+    root = MemoryRoot()
+    root.put(LEASE_NAME, of_elsewhere())
+    clock = Clock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
+    with pytest.raises(sk.RootInUse, match="node7"):
+        clock.lease(root).take()
+    assert clock.now < 25
+    assert root.get(LEASE_NAME, limit=999) == of_elsewhere(1)
+
+
+@pytest.mark.parametrize("seen", [of_elsewhere(), b"{", b"x" * 5000])
+def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
+    """After as long as a lease lasts."""
+    root = MemoryRoot()
+    root.put(LEASE_NAME, seen)
+    clock = Clock()
+    lease = clock.lease(root, lasts_s=100.0)
+    lease.take()
+    assert 99 < clock.now < 105
+    assert lease.held
+    lease.insist()
+    lease.release()
+    assert not list(root.list())
+
+
+def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
+    """By the store's clock it has run out, but that clock may have jumped."""
+    root = LocalRoot(tmp_path)
+    root.put(LEASE_NAME, of_elsewhere())
+    os.utime(tmp_path / LEASE_NAME, (1, 1))
+    clock = Clock()
+    lease = clock.lease(root, lasts_s=100.0)
+    lease.take()
+    assert 15 <= clock.now < 20
+    lease.release()
+    os.utime(tmp_path)
+    root.put(LEASE_NAME, of_elsewhere())
+    os.utime(tmp_path / LEASE_NAME, (1, 1))
+    clock = Clock(lambda now: root.put(LEASE_NAME, of_elsewhere(2), replace=True))
+    with pytest.raises(sk.RootInUse):
+        clock.lease(root, lasts_s=100.0).take()
+
+
+def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
+    """The other job has ended well."""
+    root = MemoryRoot()
+    root.put(LEASE_NAME, of_elsewhere())
+    clock = Clock(lambda now: root.delete(LEASE_NAME))
+    lease = clock.lease(root)
+    lease.take()
+    assert clock.now < 10
+    lease.release()
+
+
+def test_takeover_waits_for_nobody() -> None:
+    """It was asked for."""
+    root = MemoryRoot()
+    root.put(LEASE_NAME, of_elsewhere())
+    clock = Clock()
+    lease = clock.lease(root, takeover=True)
+    lease.take()
+    assert clock.now == 0
+    lease.release()
+
+
+def test_it_is_renewed_while_it_is_held() -> None:
+    """By a thread, which notices when it is lost, and puts it back where somebody tidied up."""
+    root = MemoryRoot()
+    lease = Lease(root, lasts_s=0.1)
+    lease.take()
+    lease.take()
+
+    def beat() -> int:
+        return int(json.loads(root.get(LEASE_NAME, limit=999))["beat"])
+
+    until(lambda: beat() >= 2)
+    root.delete(LEASE_NAME)
+    until(lambda: any(info.name == LEASE_NAME for info in root.list()))
+    lease.insist()
+    root.put(LEASE_NAME, of_elsewhere(), replace=True)
+    until(lambda: not lease.held)
+    with pytest.raises(sk.LeaseLost, match="node7"):
+        lease.insist()
+    lease.release()
+    assert root.get(LEASE_NAME, limit=999) == of_elsewhere()

@@ -1,0 +1,289 @@
+"""Checkpointers of several ranks."""
+
+import logging
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.manage.agreement import Agreement, Decision
+from shardkeep.manage.seams import Seams
+from shardkeep.ranks.world import World
+from shardkeep.testing.rank_pool import RankPool
+from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
+from tests.manage.scene import OPTIONS, checkpointer, damage, empty_state, state_at, tear, train
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def job(root: Path, signalled: int, asked: int) -> tuple[list[int], list[int], bool]:
+    """Train a while; one rank gets a signal, one is asked for a save."""
+    saved, stop = [], []
+    with checkpointer(root, every_steps=10, signals=("SIGUSR1",), keep_last=3) as ckpt:
+        start = ckpt.restore_latest(empty_state()) or 0
+        for step in range(start + 1, 40):
+            torch.distributed.barrier()  # as training does
+            if rank() == asked and step == 3:
+                ckpt.request_save()
+            if rank() == signalled and step == 15:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if ckpt.step(step, state_at(step)) is not None:
+                saved.append(step)
+            if ckpt.should_stop:
+                stop.append(step)
+                break
+        done = ckpt.latest_step() == saved[-1]
+    return saved, stop, done
+
+
+@pytest.mark.parametrize(("signalled", "asked"), [(2, 3), (0, 0)])
+def test_all_ranks_save_the_same_steps(tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int) -> None:
+    """A signal or a request on one rank makes all save, once, at the same step, and stop at the same one."""
+    results = rank_pool.run(4, job, tmp_path, signalled, asked)
+    assert all(result == results[0] for result in results)
+    saved, stop, done = results[0]
+    assert saved[1] == 10
+    assert saved[0] in (3, 4)
+    assert saved[2] in (15, 16)
+    assert len(saved) == 3
+    assert stop == [saved[2]]
+    assert done
+    assert sk.Catalog(tmp_path).latest().step == saved[2]  # type: ignore[union-attr]
+
+
+def signal_to_all(root: Path) -> list[int]:
+    saved = []
+    with checkpointer(root, signals=("SIGUSR1",)) as ckpt:
+        for step in range(1, 30):
+            torch.distributed.barrier()
+            if step == 5 + rank():  # later on some ranks
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if ckpt.step(step, state_at(step)) is not None:
+                saved.append(step)
+    return saved
+
+
+def test_a_signal_to_all_ranks_is_one_signal(tmp_path: Path, rank_pool: RankPool) -> None:
+    """It reaches them at different steps, and one save is made."""
+    results = rank_pool.run(4, signal_to_all, tmp_path)
+    assert all(result == results[0] for result in results)
+    assert len(results[0]) == 1
+
+
+def resume(root: Path) -> tuple[int | None, list[int], list[int], bool]:
+    state = empty_state()
+    with checkpointer(root, every_steps=2, keep_last=2) as ckpt:
+        step = ckpt.restore_latest(state)
+        assert step is not None
+        skipped = [each.step for each in ckpt.last_restore.skipped] if ckpt.last_restore else []
+        same = torch.equal(state["w"], state_at(step)["w"])
+        saved = train(ckpt, range(step, step + 5))
+        return step, skipped, saved, same
+
+
+def test_all_ranks_walk_back_to_the_same_step(tmp_path: Path, rank_pool: RankPool) -> None:
+    """Past torn and damaged ones."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 6))
+    tear(tmp_path / "step-5")
+    damage(tmp_path / "step-4")
+    results = rank_pool.run(2, resume, tmp_path)
+    assert results[0] == results[1]
+    assert results[0] == (3, [4], [4, 6], True)
+
+
+def fail_on(root: Path, broken: int, kind: str) -> list[str]:
+    """Save with something wrong on one rank; return what each call raised."""
+    said = []
+    state: dict[str, Any] = state_at(1)
+    if rank() == broken:
+        state["odd"] = object()
+    ckpt = checkpointer(root, asynchronous=kind == "asynchronous", request_file="save-now")
+    for step in range(1, 6):
+        try:
+            ckpt.step(step, state if step == 1 else state_at(step), force=step in (1, 4))
+            said.append("")
+        except sk.CheckpointError as error:
+            said.append(type(error.__cause__ if isinstance(error, sk.EarlierSaveFailed) else error).__name__)
+        torch.distributed.barrier()
+    ckpt.close()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
+def test_a_failure_on_one_rank_is_told_on_all(tmp_path: Path, rank_pool: RankPool, kind: str) -> None:
+    """By its own error; the ranks that learn of it later do so at one and the same step; later saves work."""
+    results = rank_pool.run(3, fail_on, tmp_path, 1, kind)
+    assert all("".join(result) == "UnsupportedLeaf" for result in results), results
+    assert results[0] == results[2]
+    if kind == "synchronous":
+        assert results[0] == results[1]
+    assert sk.Catalog(tmp_path).latest().step == 4  # type: ignore[union-attr]
+
+
+def pure(root: Path) -> tuple[list[int], int]:
+    from torch.distributed import distributed_c10d as c10d
+
+    ckpt = checkpointer(root, every_steps=2, request_file=None)
+    before = c10d._get_default_store().num_keys()
+    torch.distributed.barrier()
+    saved = train(ckpt, range(1, 2))
+    after = c10d._get_default_store().num_keys()
+    torch.distributed.barrier()
+    saved += train(ckpt, range(2, 5))
+    ckpt.close()
+    return saved, after - before
+
+
+def test_steps_that_say_it_themselves_need_no_talk(tmp_path: Path, rank_pool: RankPool) -> None:
+    """No key is written for a step that is not saved."""
+    assert rank_pool.run(2, pure, tmp_path) == [([2, 4], 0)] * 2
+
+
+def keys_left(root: Path) -> int:
+    from torch.distributed import distributed_c10d as c10d
+
+    store = c10d._get_default_store()
+    counts = []
+    with checkpointer(root, every_steps=50) as ckpt:
+        for step in range(1, 60):
+            ckpt.step(step, state_at(step))
+            if step in (5, 45):
+                torch.distributed.barrier()
+                time.sleep(0.05)  # the last reader deletes
+                counts.append(store.num_keys())
+                torch.distributed.barrier()
+    return counts[1] - counts[0]
+
+
+def test_decisions_are_deleted_again(tmp_path: Path, rank_pool: RankPool) -> None:
+    """Forty decisions later the store has no more keys."""
+    assert max(rank_pool.run(3, keys_left, tmp_path)) <= 2  # a gloo barrier may leave keys of its own
+
+
+def different(root: Path) -> str:
+    try:
+        with checkpointer(root, every_steps=2 + rank()) as ckpt:
+            ckpt.step(1, state_at(1))
+    except sk.RanksDisagree as error:
+        return str(error)
+    return ""
+
+
+def test_different_arguments_are_found_out(tmp_path: Path, rank_pool: RankPool) -> None:
+    """Before anything is saved, on all ranks."""
+    for said in rank_pool.run(2, different, tmp_path):
+        assert "same arguments" in said
+
+
+def in_use(root: Path) -> str:
+    try:
+        with checkpointer(root) as ckpt:
+            ckpt.save(1, state_at(1))
+    except sk.RootInUse as error:
+        return str(error)
+    return ""
+
+
+def test_a_root_in_use_is_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPool) -> None:
+    """Rank 0 alone looks at the lease."""
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        for said in rank_pool.run(2, in_use, tmp_path):
+            assert f"process {os.getpid()} on" in said
+
+
+# -- decisions themselves, by ranks in threads
+
+
+def test_rank_0_decides_and_paces() -> None:
+    """Others get its decisions, at the same calls, and these get rarer while steps are quick."""
+    now = [0.0]
+
+    def main(world: World) -> list[tuple[int, str]]:
+        agreement = Agreement(world, "s", interval_s=1.0, clock=lambda: now[0])
+        seen = []
+        for step in range(100):
+            if agreement.reached():
+                made = agreement.decision(step, lambda asked: Decision(step=step, why=f"{step}"), ())  # noqa: B023
+                seen.append((step, made.why))
+            if world.rank == 0:
+                now[0] += 0.1
+        return seen
+
+    results = run_thread_ranks(3, main)
+    assert results[0] == results[1] == results[2]
+    steps = [step for step, _ in results[0]]
+    gaps = [b - a for a, b in pairwise(steps)]
+    assert gaps[:3] == [2, 4, 8] or gaps[0] <= 2
+    assert 9 <= gaps[-1] <= 11
+    assert len(steps) < 20
+
+
+def test_a_silent_rank_0_is_named() -> None:
+    """A rank that waits in vain says for whom, and at which step."""
+
+    def main(world: World) -> None:
+        if world.rank:
+            Agreement(world, "s").decision(7, lambda asked: Decision(step=7), ())
+
+    outcomes = thread_outcomes(2, main, timeout_s=0.2)
+    assert isinstance(outcomes[1], sk.RanksSilent)
+    assert outcomes[1].ranks == [0]
+    assert "step 7" in str(outcomes[1])
+
+
+def test_ranks_at_different_steps_are_found_out() -> None:
+    """A loop that lost count is told so."""
+
+    def main(world: World) -> None:
+        step = 5 + world.rank
+        Agreement(world, "s").decision(step, lambda asked: Decision(step=step), ())
+
+    outcomes = thread_outcomes(2, main)
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], sk.RanksDisagree)
+
+
+def test_what_any_rank_asks_for_reaches_rank_0() -> None:
+    """Each request is served by the decision that follows it, and by one alone."""
+
+    def main(world: World) -> list[list[str]]:
+        agreement = Agreement(world, "s")
+        seen: list[list[str]] = []
+        for step in range(3):
+            if world.rank == 1 and step == 1:
+                agreement.ask(["save"])
+            if world.rank == 0:
+                time.sleep(0.1)
+            made = agreement.decision(step, lambda asked: Decision(step=step, why=",".join(asked)), ("save", "stop"))  # noqa: B023
+            seen.append([made.why])
+        return seen
+
+    results = run_thread_ranks(2, main)
+    assert results[0] == results[1]
+    assert sorted(why for [why] in results[0]) == ["", "", "save"]
+
+
+def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The world may be given; a step is announced once."""
+    caplog.set_level(logging.INFO, logger="shardkeep")
+
+    def main(world: World) -> list[int]:
+        with sk.Checkpointer(
+            tmp_path, every_steps=2, group=world, options=OPTIONS, asynchronous=False, seams=Seams(interval_s=0.0)
+        ) as ckpt:
+            train(ckpt, range(1, 6))
+            return ckpt.all_steps()
+
+    assert run_thread_ranks(2, main)[0] == [2, 4]
+    assert sum("is saved to" in each.message for each in caplog.records) == 2
