@@ -566,7 +566,7 @@ def test_bad_input_is_an_error_that_loses_nothing(tmp_path: Path) -> None:
         with pytest.raises(sk.StateError, match="metric"):
             ckpt.best_step()
     for wrong in ({"every_steps": 0}, {"keep_last": 0}, {"keep_best": ("a", 1, "x", 2)}, {"on_error": "ignore"},
-                  {"template": "x"}, {"max_in_flight": 0}, {"retries": -1}, {"at_steps": [-1]}, {"every_minutes": 0}):  # fmt: skip
+                  {"template": "x"}, {"max_in_flight": 0}, {"retries": -1}, {"at_steps": [-1]}, {"every_minutes": 0}, {"request_file": "a/b"}):  # fmt: skip
         with pytest.raises(sk.StateError):
             checkpointer(tmp_path, **wrong)
 
@@ -599,6 +599,44 @@ def _nothing_stays() -> Iterator[None]:
     yield
     names = [each.name for each in threading.enumerate()]
     assert not [name for name in names if name.startswith(("shardkeep-prune", "shardkeep-lease"))], names
+
+
+def test_a_script_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
+    """The save in flight is committed, what follows it is done, and the root is free."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, torch, shardkeep as sk\n"
+        "ckpt = sk.Checkpointer(sys.argv[1], keep_last=2)\n"
+        "for step in range(1, 5): ckpt.save(step, {'w': torch.ones(1000)})\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
+    assert sk.Catalog(tmp_path).latest().step == 4  # type: ignore[union-attr]
+    assert (tmp_path / "latest").read_text() == "step-4\n"
+    assert not (tmp_path / "lease.json").exists()
+
+
+def test_a_root_may_be_written_with_a_slash_at_its_end(tmp_path: Path) -> None:
+    """Events of its checkpoints are still its own."""
+    heard: list[Event] = []
+    with checkpointer(f"{tmp_path}/", on_event=heard.append) as ckpt:
+        ckpt.save(1, state_at(1))
+    assert any(isinstance(event, SaveCommitted) for event in heard)
+
+
+def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    """Not even by a job that went back from it."""
+    with checkpointer(tmp_path, every_steps=1, asynchronous=False) as ckpt:
+        train(ckpt, range(1, 4))
+        ckpt.pin(3)
+        ckpt.restore(1, empty_state())
+        ckpt.save(2, state_at(20))
+        with pytest.raises(sk.CheckpointExists):
+            ckpt.save(3, state_at(30))
+        state = empty_state()
+        ckpt.restore(3, state)
+        assert torch.equal(state["w"], state_at(3)["w"])
 
 
 def test_several_may_be_in_flight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -338,8 +338,10 @@ class Checkpointer(Resuming):
 
 
 def _listen(callback: Callback, url: str) -> Listening:
+    below = url.rstrip("/") + "/"
+
     def hear(event: Event) -> None:
-        if event.where == url or event.where.startswith(f"{url}/"):
+        if event.where == url or event.where.startswith(below):
             callback(event)
 
     return listen(hear)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from shardkeep.errors import BlobNotFound, CheckpointError
+from shardkeep.errors import BlobNotFound, CheckpointError, StateError
 from shardkeep.manage.schedule import Flag, Timer
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, is_name
 
 log = logging.getLogger("shardkeep")
 
@@ -34,6 +34,8 @@ class Requests:
             interval_s: how often to look for the file.
 
         """
+        if file is not None and not is_name(file):
+            raise StateError(f"request_file={file!r}", hint="give the name of a file in the root, or None")
         self.save = Flag()
         self.stop = Flag()
         self.timer = timer

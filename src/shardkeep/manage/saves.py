@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError, StorageError
@@ -129,7 +130,9 @@ class Saves:
         """
         if self._timeline is not None and not self._written_elsewhere:
             return
-        with meet(self._job.world, f"begin to save step {step} to {self._root.url}") as meeting:
+        # Rank 0 may have to outwait the lease of a job that is gone.
+        patient = replace(self._job.world, alone_s=2 * self._seams.lease_s)
+        with meet(patient, f"begin to save step {step} to {self._root.url}") as meeting:
             meeting.agree("begin", bytes, lambda payloads: self._begun(step, payloads))
         self._timeline = self._timeline or Timeline()
 

@@ -2,13 +2,13 @@
 When a save is due: by the step alone, or by what only one rank knows.
 
 `Steps` is a pure function of the steps that were passed, the same on all ranks, which therefore need not ask each other.
-`Asked` holds what comes from outside: the time, signals, requests.
+`Timer` and `Flag` hold what comes from outside: the time, signals, requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable
 
 from shardkeep.errors import StateError
@@ -68,18 +68,18 @@ class Timer:
 
 
 class Flag:
-    """Something that was asked for; may be raised by a signal handler or another thread."""
+    """Something that was asked for, perhaps by a signal handler, which may come in the middle of anything: no lock."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._counter = itertools.count(1)
+        self._asked = 0
+        self._seen = 0
 
     def raise_(self) -> None:
         """Ask."""
-        self._event.set()
+        self._asked = next(self._counter)
 
     def take(self) -> bool:
         """Say whether it was asked for since the last time."""
-        asked = self._event.is_set()
-        if asked:
-            self._event.clear()
-        return asked
+        before, self._seen = self._seen, self._asked
+        return before != self._seen
