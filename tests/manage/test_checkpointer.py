@@ -625,6 +625,25 @@ def test_a_root_may_be_written_with_a_slash_at_its_end(tmp_path: Path) -> None:
     assert any(isinstance(event, SaveCommitted) for event in heard)
 
 
+def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
+    """Neither at the end of a job that wants its last step saved, nor by a signal just after a restore; one that failed is."""
+    with checkpointer(tmp_path, every_steps=2) as ckpt:
+        assert train(ckpt, range(1, 5)) == [2, 4]
+        assert ckpt.step(4, state_at(4), force=True) is None
+        assert ckpt.all_steps() == [2, 4]
+    with checkpointer(tmp_path, signals=("SIGUSR1",)) as ckpt:
+        ckpt.restore_latest(empty_state())
+        signal.raise_signal(signal.SIGUSR1)
+        assert ckpt.step(4, state_at(4)) is None
+        assert ckpt.should_stop
+    root = _broken(tmp_path)
+    with checkpointer(root, on_error="warn") as ckpt:
+        ckpt.save(6, state_at(6)).exception()  # type: ignore[union-attr]
+        root.fault = {}
+        assert ckpt.step(6, state_at(6), force=True) is not None
+    assert sk.Catalog(tmp_path).latest().step == 6  # type: ignore[union-attr]
+
+
 def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     """Not even by a job that went back from it."""
     with checkpointer(tmp_path, every_steps=1, asynchronous=False) as ckpt:

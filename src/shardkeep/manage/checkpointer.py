@@ -186,12 +186,12 @@ class Checkpointer(Resuming):
         Save the state if it is time to; called by all ranks after each step, with the same steps.
 
         Args:
-            step: the number of the step that is done, 0 or more. After a restore, steps are counted from that one, which
-                is not saved again; what there is of later steps is overwritten.
+            step: the number of the step that is done, 0 or more. After a restore, steps are counted from that one; what
+                there is of later steps is overwritten. The step that was restored or saved last is not saved again.
             state: as for `save`.
             metrics: numbers by which checkpoints are compared; rank 0's are kept.
             meta: as for `save`.
-            force: save in any case.
+            force: save, whether it is time to or not.
 
         Returns:
             A handle of the save, or its report where saves are not asynchronous; None where it was not time, or where it
@@ -216,6 +216,9 @@ class Checkpointer(Resuming):
                 made = self._job.agreement.decision(step, lambda asked: self._decide(step, asked), KINDS)
                 why, stop, failed = why or made.why, made.stop, made.failed
         errors = self._saves.pending.end(failed)
+        if why and step == self._saves.last_step:
+            errors += self._saves.wait()
+            why = why if errors else ""  # it is there
         saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop) if why else None
         self._should_stop = self._should_stop or stop
         self._failures.tell_earlier(errors, saved)

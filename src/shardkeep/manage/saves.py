@@ -70,6 +70,8 @@ class Saves:
 
         """
         self.pending = Pending()
+        self.last_step: int | None = None
+        """What was restored or saved last."""
         self._catalog = catalog
         self._root = catalog.root
         self._job = job
@@ -95,6 +97,7 @@ class Saves:
         """Go on from a checkpoint."""
         self._restored = restored
         self._timeline = None
+        self.last_step = restored.step
         self._house.distrusted = {each.name for each in restored.skipped}
 
     def make_room(self) -> list[BaseException]:
@@ -159,6 +162,7 @@ class Saves:
         overwrite: bool,
     ) -> Saved:
         """Save, or begin to, after `begin`."""
+        self.last_step = step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
         overwrite = overwrite or (timeline.may_overwrite(step) and not self._is_pinned(name))
