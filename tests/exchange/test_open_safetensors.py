@@ -1,0 +1,279 @@
+"""Directories of safetensors files, and single ones, opened and loaded as checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardkeep as sk
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.engine.samples import bits, random_tensor
+from tests.hugging_face.samples import full_state
+from tests.toolkit.samples import mesh_of
+
+INDEX = "model.safetensors.index.json"
+
+
+def model():
+    """The tensors of full_state, all of which safetensors can hold."""
+    return {key: value.contiguous() for key, value in full_state().items()}
+
+
+def in_two_files(where):
+    """A model in two files, with an index; returns its tensors."""
+    tensors = model()
+    keys = sorted(tensors)
+    names = {key: f"model-0000{1 + at % 2}-of-00002.safetensors" for at, key in enumerate(keys)}
+    for name in set(names.values()):
+        save_file({key: tensors[key] for key in keys if names[key] == name}, where / name)
+    (where / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return tensors
+
+
+def test_a_model_in_several_files_is_opened(tmp_path):
+    """
+    Keys, shapes, slices, whole tensors and the nested form are what the files hold, and verify finds nothing wrong.
+    """
+    tensors = in_two_files(tmp_path)
+    ck = sk.open(tmp_path)
+    assert list(ck) == sorted(tensors)
+    assert {key: ck[key].shape for key in ck} == {key: tuple(value.shape) for key, value in tensors.items()}
+    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
+    assert bits(ck["deep"][1:, ::2, 3]) == bits(tensors["deep"][1:, ::2, 3])
+    assert {key: bits(value) for key, value in ck.to_dict().items()} == {k: bits(v) for k, v in tensors.items()}
+    report = ck.verify()
+    assert (report.files, report.without_digests) == (2, 2)
+
+
+def test_a_single_file_is_opened_by_its_path(tmp_path):
+    """
+    A path to a safetensors file, whatever else is in its directory, is opened and loaded from.
+    """
+    tensors = model()
+    save_file(tensors, tmp_path / "one.safetensors")
+    save_file({"rows": torch.zeros(2)}, tmp_path / "other.safetensors")
+    ck = sk.open(tmp_path / "one.safetensors")
+    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
+    state = {key: torch.empty_like(value) for key, value in tensors.items()}
+    sk.load(state, tmp_path / "one.safetensors")
+    assert bits(state) == bits(tensors)
+
+
+def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
+    """
+    Text, an empty file and a file of torch.save are refused with the file's name, not taken for anything.
+    """
+    for name, data in (("text", b"hello, this is no checkpoint"), ("empty", b"")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(sk.DamagedCheckpoint, match=name):
+            sk.open(tmp_path / name)
+    torch.save({"a": torch.ones(2)}, tmp_path / "torch.pt")
+    with pytest.raises(sk.DamagedCheckpoint, match=r"torch\.pt"):
+        sk.open(tmp_path / "torch.pt")
+
+
+def test_files_of_a_hub_cache_are_links(tmp_path):
+    """
+    A snapshot of Hugging Face's cache, all symbolic links into another directory, is opened.
+    """
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    tensors = in_two_files(tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        file.rename(tmp_path / "blobs" / (digest := f"{abs(hash(file.name)):x}"))
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{digest}")
+    ck = sk.open(tmp_path / "snapshot")
+    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
+    ck.verify()
+
+
+def test_a_store_of_another_kind_holds_a_model(tmp_path):
+    """
+    Files in any store, here in memory, are opened as those in a directory are.
+    """
+    tensors = in_two_files(tmp_path)
+    store = sk.MemoryStore()
+    for file in tmp_path.iterdir():
+        store.put(file.name, file.read_bytes())
+    ck = sk.open(store)
+    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
+    ck.verify()
+
+
+def test_names_are_seen_without_torch(tmp_path):
+    """
+    Opening, listing and verifying a model do not import torch.
+    """
+    in_two_files(tmp_path)
+    script = (
+        "import sys, shardkeep as sk\n"
+        f"ck = sk.open({str(tmp_path)!r})\n"
+        "assert ck['rows'].shape == (9, 7) and ck['rows'].stored_dtype.name == 'float32'\n"
+        "ck.verify()\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@given(st.integers(1, 7), st.sampled_from([torch.float32, torch.float64, torch.int16]), st.integers(0, 3))
+def test_tensors_may_begin_anywhere(tmp_path_factory, shift, dtype, cut):
+    """
+    A file whose tensors are not aligned to their elements, as other tools may write them, is read in any slice.
+    """
+    where = tmp_path_factory.mktemp("askew")
+    tensor = random_tensor((9, 5), dtype, shift)
+    raw = tensor.numpy().tobytes()
+    name = {torch.float32: "F32", torch.float64: "F64", torch.int16: "I16"}[dtype]
+    header = json.dumps(
+        {
+            "pad": {"dtype": "U8", "shape": [shift], "data_offsets": [0, shift]},
+            "w": {"dtype": name, "shape": [9, 5], "data_offsets": [shift, shift + len(raw)]},
+        }
+    ).encode()
+    (where / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(shift) + raw)
+    ck = sk.open(where)
+    assert bits(ck["w"].tensor()) == bits(tensor)
+    assert bits(ck["w"][cut:, cut]) == bits(tensor[cut:, cut])
+
+
+def load_shards(where):
+    """On a rank: load a model into shards along another axis on each rank's mesh; return the whole, gathered."""
+    mesh = mesh_of(dist.get_world_size())
+    state = {
+        "rows": distribute_tensor(torch.zeros(9, 7), mesh, [Shard(1)]),
+        "ints": torch.zeros(8, 2, dtype=torch.int64),
+    }
+    report = sk.load(state, where, include=["rows", "ints"], strict=True)
+    assert isinstance(state["rows"], DTensor)
+    return bits(state["rows"].full_tensor()), bits(state["ints"]), report.save_id
+
+
+def test_ranks_load_their_shards(rank_pool, tmp_path):
+    """
+    Ranks fill DTensors from a model, each with its own part, and all of them from the same files.
+    """
+    tensors = in_two_files(tmp_path)
+    found = rank_pool.run(2, load_shards, str(tmp_path))
+    assert found[0][:2] == (bits(tensors["rows"]), bits(tensors["ints"]))
+    assert found[0] == found[1]
+
+
+def test_what_a_save_left_is_no_model(tmp_path):
+    """
+    Data files of a native save that was never committed are not taken for a model.
+    """
+    sk.save({"w": torch.ones(4)}, tmp_path)
+    (tmp_path / "shardkeep.json").unlink()
+    with pytest.raises(sk.CheckpointNotFound, match="did not finish"):
+        sk.open(tmp_path)
+
+
+def test_a_save_beside_a_model_leaves_it_alone(tmp_path):
+    """
+    Saving into a directory that holds a model is no error, keeps its files, and is what is opened from then on.
+    """
+    tensors = in_two_files(tmp_path)
+    sk.save({"new": torch.ones(4)}, tmp_path)
+    assert list(sk.open(tmp_path)) == ["new"]
+    held = {**load_file(tmp_path / "model-00001-of-00002.safetensors")}
+    held |= load_file(tmp_path / "model-00002-of-00002.safetensors")
+    assert {key: bits(value) for key, value in held.items()} == {key: bits(value) for key, value in tensors.items()}
+
+
+def cut_short(where):
+    file = where / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def lose(where):
+    (where / "model-00002-of-00002.safetensors").unlink()
+
+
+def scramble(where):
+    file = where / "model-00002-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[9] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+def misplace(where):
+    index = json.loads((where / INDEX).read_text())
+    index["weight_map"]["gone"] = "model-00002-of-00002.safetensors"
+    (where / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_short, "model-00002-of-00002.safetensors"),
+        (lose, "missing"),
+        (scramble, "model-00002-of-00002.safetensors"),
+        (misplace, "'gone'"),
+    ],
+)
+def test_damage_is_found_when_it_is_opened(tmp_path, damage, says):
+    """
+    A file that is cut short, lost, scrambled, or lacks what the index says is in it is an error that names it.
+    """
+    in_two_files(tmp_path)
+    opened = sk.open(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(sk.DamagedCheckpoint, match=says):
+        sk.open(tmp_path)
+    with pytest.raises(sk.DamagedCheckpoint):
+        opened.verify()
+
+
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
+    """
+    An index file cannot make anyone read outside its directory.
+    """
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "secret.safetensors")
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
+    with pytest.raises(sk.DamagedCheckpoint):
+        sk.open(tmp_path / "model")
+
+
+def test_one_name_in_two_files_is_refused(tmp_path):
+    """
+    Two files that both have a tensor, and no index to say which counts, are an error and not a guess.
+    """
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(sk.DamagedCheckpoint, match="'w'"):
+        sk.open(tmp_path)
+
+
+def test_a_failing_disk_is_told_apart_from_damage(tmp_path):
+    """
+    Whatever operation of a store fails, opening raises the store's error, never that the files are damaged.
+    """
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    inner = sk.MemoryStore()
+    inner.put("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    calm = FaultyStore(inner)
+    sk.open(calm)
+    for at in range(len(calm.operations)):
+        with pytest.raises(sk.StorageError):
+            sk.open(FaultyStore(inner, "error", at=at))["w"].tensor()
+
+
+def test_files_that_are_replaced_meanwhile_are_noticed(tmp_path):
+    """
+    Verify says that what it opened is no longer there.
+    """
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    ck = sk.open(tmp_path)
+    save_file({"w": torch.ones(4)}, tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
+    with pytest.raises(sk.DamagedCheckpoint):
+        ck.verify()
