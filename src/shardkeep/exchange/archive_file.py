@@ -62,9 +62,10 @@ class _Window(NamedTuple):
     stretches: list[_Stretch]
 
 
-def window_nbytes() -> int:
+def window_nbytes(budget_nbytes: int | None = None) -> int:
     """Return the size of a window: a small part of the memory that a call may take."""
-    wanted = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
+    budget = Options().host_budget_bytes if budget_nbytes is None else budget_nbytes
+    wanted = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, budget // 8))
     # No element of any storage lies across two windows, and all of them can be written past the page cache.
     return wanted // ALIGNMENT * ALIGNMENT
 
@@ -86,7 +87,13 @@ def destination(path: str | os.PathLike[str]) -> str:
 
 
 def write_archive(
-    path: str, layout: ArchiveLayout, fill: Fill, *, replace: bool = True, check: Check | None = None
+    path: str,
+    layout: ArchiveLayout,
+    fill: Fill,
+    *,
+    replace: bool = True,
+    check: Check | None = None,
+    budget_nbytes: int | None = None,
 ) -> None:
     """
     Write the file, in place of what is at `path`.
@@ -97,6 +104,7 @@ def write_archive(
         fill: gives the bytes of storages.
         replace: whether it may take the place of what is there.
         check: looks at the file once more before it gets its name.
+        budget_nbytes: memory to use; by default that of `Options`.
 
     Raises:
         StorageError: it cannot be written, or something is at `path` that it may not replace (errno EEXIST); that is
@@ -109,7 +117,7 @@ def write_archive(
     store = LocalStore(folder, direct=Options().direct_io)
     writer = store.create(temporary, layout.nbytes)
     try:
-        _write_windows(writer, layout, fill)
+        _write_windows(writer, layout, fill, window_nbytes(budget_nbytes))
         writer.finish()
         if check is not None:
             with closing(store.open(temporary)) as reader:
@@ -147,7 +155,7 @@ def _clear(folder: str, name: str) -> None:
                         os.unlink(entry.path)
 
 
-def _write_windows(writer: BlobWriter, layout: ArchiveLayout, fill: Fill) -> None:
+def _write_windows(writer: BlobWriter, layout: ArchiveLayout, fill: Fill, nbytes: int) -> None:
     crcs = [0] * len(layout.sizes)
 
     def write(window: _Window, buffer: memoryview) -> None:
@@ -160,7 +168,6 @@ def _write_windows(writer: BlobWriter, layout: ArchiveLayout, fill: Fill) -> Non
                 piece[:] = layout.before(stretch.number, crcs)[start - stretch.start : stop - stretch.start]
         writer.write_at(window.start, buffer[: window.stop - window.start])
 
-    nbytes = window_nbytes()
     buffers = [aligned_buffer(min(nbytes, layout.nbytes)) for _ in range(2)]
     written: Future[None] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="shardkeep") as pool:

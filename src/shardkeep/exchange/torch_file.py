@@ -57,7 +57,7 @@ def write_torch_file(
             progress(done[0], sum(layout.sizes))
 
     def check(reader: BlobReader) -> None:
-        buffer = memoryview(bytearray(archive_file.window_nbytes()))
+        buffer = memoryview(bytearray(archive_file.window_nbytes(options.host_budget_bytes)))
         for name, start, nbytes, meant in zip(names, layout.starts, layout.sizes, hashes, strict=True):
             found = xxhash.xxh3_128()
             for at in range(0, nbytes, len(buffer)):
@@ -74,7 +74,9 @@ def write_torch_file(
                 )
 
     try:
-        archive_file.write_archive(path, layout, fill, replace=overwrite, check=check)
+        archive_file.write_archive(
+            path, layout, fill, replace=overwrite, check=check, budget_nbytes=options.host_budget_bytes
+        )
     except StorageError as exc:
         if exc.errno == errno.EEXIST:
             raise _taken(to) from exc

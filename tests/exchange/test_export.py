@@ -1,0 +1,434 @@
+"""Exports to Hugging Face and to torch.load, judged by the safetensors library and by torch."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import shardkeep as sk
+from shardkeep.exchange import models
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.engine.samples import bits, random_tensor
+from tests.exchange.samples import files_in, training_state, write
+
+INDEX = "model.safetensors.index.json"
+TIED = "head.weight"
+
+
+def held_in(where):
+    """All tensors of a Hugging Face directory, by the safetensors library; the index must agree with the files."""
+    names = sorted(path.name for path in where.glob("*.safetensors"))
+    found = {}
+    for name in names:
+        found |= load_file(where / name)
+    if (where / INDEX).exists():
+        index = json.loads((where / INDEX).read_text())
+        assert set(index["weight_map"].values()) == set(names)
+        assert set(index["weight_map"]) == set(found)
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+def weights():
+    """The model of the sample, without the tied name."""
+    return {key: value for key, value in training_state()["model"].items() if key != TIED}
+
+
+@pytest.mark.parametrize("layout", ["native", "dcp", "safetensors"])
+def test_a_checkpoint_of_any_layout_becomes_a_model(tmp_path, layout):
+    """
+    The tensors come out bit for bit under their names without `model.`, and nothing else is in the directory.
+    """
+    state = training_state() if layout != "safetensors" else training_state()["model"] | {TIED: torch.ones(3)}
+    write(state, tmp_path / "ck", layout)
+    report = sk.export(tmp_path / "ck", tmp_path / "hf")
+    expected = weights() if layout == "native" else dict(state.get("model", state))
+    assert {k: bits(v) for k, v in held_in(tmp_path / "hf").items()} == {k: bits(v) for k, v in expected.items()}
+    assert report.tensors == len(expected)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_of_tied_weights_one_name_is_stored(tmp_path):
+    """
+    The name that comes first in the state is stored, as transformers expects; the report and the header have the other.
+    """
+    sk.save(training_state(), tmp_path / "ck")
+    report = sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert report.ties == {TIED: "embed.weight"}
+    assert TIED not in held_in(tmp_path / "hf")
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata()[TIED] == "embed.weight"
+
+
+@given(st.data())
+def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
+    """
+    Whatever the sizes, no file holds more than the limit unless one tensor alone does, and all tensors are there.
+    """
+    where = tmp_path_factory.mktemp("shards")
+    sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=12))
+    limit = data.draw(st.integers(1, 4000))
+    state = {f"t{i}": random_tensor((n,), torch.float32, i) for i, n in enumerate(sizes)}
+    sk.save(state, where / "ck")
+    report = sk.export(where / "ck", where / "hf", max_shard_bytes=limit)
+    assert {k: bits(v) for k, v in held_in(where / "hf").items()} == {k: bits(v) for k, v in state.items()}
+    for name in report.files:
+        tensors = [tensor.nbytes for tensor in load_file(where / "hf" / name).values()]
+        assert sum(tensors) <= limit or sum(n > 0 for n in tensors) == 1
+    if len(report.files) > 1:
+        assert report.files == [
+            f"model-{i + 1:05}-of-{len(report.files):05}.safetensors" for i in range(len(report.files))
+        ]
+
+
+@given(st.sampled_from(["bf16", "fp16", "float32", torch.float64]), st.integers(0, 9), st.sampled_from([1, 300, 70000]))
+def test_numbers_are_converted_as_torch_converts_them(tmp_path_factory, dtype, seed, count):
+    """
+    Floating point numbers of every width become what `tensor.to` makes of them, and all others stay what they are.
+    """
+    where = tmp_path_factory.mktemp("cast")
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn]
+    state = {str(kind): random_tensor((count,), kind, seed) for kind in kinds}
+    sk.save(state, where / "ck")
+    sk.export(where / "ck", where / "hf", dtype=dtype)
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, torch.float64: torch.float64}
+    found = held_in(where / "hf")
+    for kind in kinds:
+        # NaNs keep no bits across types: compared as numbers.
+        floats = kind in kinds[:4]
+        meant = state[str(kind)].to(names[dtype]) if floats else state[str(kind)]
+        assert found[str(kind)].dtype == meant.dtype
+        if floats:
+            torch.testing.assert_close(found[str(kind)], meant, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert bits(found[str(kind)]) == bits(meant)
+
+
+def test_numbers_too_large_for_float16_are_told(tmp_path):
+    """
+    A weight that becomes infinite is in the report; one that fits is not.
+    """
+    sk.save({"large": torch.tensor([1e6]), "small": torch.tensor([1e3])}, tmp_path / "ck")
+    assert sk.export(tmp_path / "ck", tmp_path / "hf", dtype="fp16").infinite == ["large"]
+    assert sk.export(tmp_path / "ck", tmp_path / "bf", dtype="bf16").infinite == []
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ({"include": "model.layers"}, {"layers.0.weight", "layers.0.bias", "layers.1.weight"}),
+        ({"exclude": ["*.bias", "model.layers.1"], "include": "*layers*"}, {"layers.0.weight"}),
+        ({"include": "*layers.1*", "rename": [(r"layers\.(\d+)", r"h.\1")]}, {"h.1.weight"}),
+        ({"include": "*layers.1*", "rename": {re.compile("^"): "base."}}, {"base.layers.1.weight"}),
+        ({"include": "*layers*", "rename": lambda name: None if "bias" in name else name.upper()},
+         {"LAYERS.0.WEIGHT", "LAYERS.1.WEIGHT"}),
+        ({"prefix": "optim."}, {"exp_avg"}),
+        ({"prefix": "", "include": "optim.exp_avg"}, {"optim.exp_avg"}),
+    ],
+)  # fmt: skip
+def test_names_are_chosen_and_changed(tmp_path, how, names):
+    """
+    Include, exclude, rename and prefix say which tensors go out and what they are called.
+    """
+    sk.save(training_state(), tmp_path / "ck")
+    sk.export(tmp_path / "ck", tmp_path / "hf", **how)
+    assert set(held_in(tmp_path / "hf")) == names
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ({"include": "model.lairs"}, sk.StateError, "lairs"),
+        ({"exclude": "*"}, sk.StateError, "none"),
+        ({"prefix": "nothing."}, sk.StateError, "nothing"),
+        ({"rename": lambda _: "same"}, sk.KeyCollision, "same"),
+        ({"rename": lambda _: 3}, sk.StateError, "no name"),
+        ({"dtype": "int8"}, sk.StateError, "int8"),
+        ({"format": "onnx"}, sk.StateError, "onnx"),
+        ({"max_shard_bytes": 0}, sk.StateError, "max_shard_bytes"),
+        ({"config": "no-such-directory"}, sk.StateError, "no-such-directory"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, how, error, says):
+    """
+    Arguments that pick nothing, give one name to two tensors or are unknown raise before anything is written.
+    """
+    sk.save(training_state(), tmp_path / "ck")
+    with pytest.raises(error, match=says):
+        sk.export(tmp_path / "ck", tmp_path / "hf", **how)
+    assert not (tmp_path / "hf").exists() or not list((tmp_path / "hf").iterdir())
+
+
+def test_plain_values_are_left_out_and_told(tmp_path):
+    """
+    A Hugging Face model holds tensors only: the report lists the values that are not in it.
+    """
+    sk.save({"w": torch.ones(3), "step": 1, "deep": {"name": "x"}}, tmp_path / "ck")
+    assert sk.export(tmp_path / "ck", tmp_path / "hf").left_out == ["step", "deep.name"]
+
+
+def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
+    """
+    A tensor that no safetensors file can hold is an error that names it, and nothing is left behind.
+    """
+    sk.save({"good": torch.ones(3), "bad": torch.ones(3, dtype=torch.complex128)}, tmp_path / "ck")
+    with pytest.raises(sk.StateError, match="'bad'"):
+        sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_model_is_replaced_only_if_asked_for(tmp_path):
+    """
+    A model that is there is refused; with overwrite the new one takes its place, and no file of the old one stays.
+    """
+    sk.save(training_state(), tmp_path / "ck")
+    sk.export(tmp_path / "ck", tmp_path / "hf", max_shard_bytes=100)
+    (tmp_path / "hf" / "README.md").write_text("mine")
+    before = files_in(tmp_path / "hf")
+    with pytest.raises(sk.CheckpointExists, match="overwrite"):
+        sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert files_in(tmp_path / "hf") == before
+    sk.export(tmp_path / "ck", tmp_path / "hf", overwrite=True)
+    assert sorted(files_in(tmp_path / "hf")) == ["README.md", "model.safetensors"]
+    assert {k: bits(v) for k, v in held_in(tmp_path / "hf").items()} == {k: bits(v) for k, v in weights().items()}
+
+
+@pytest.mark.parametrize("layout", ["native", "dcp"])
+def test_no_model_is_put_over_a_checkpoint(tmp_path, layout):
+    """
+    A directory that holds a checkpoint is never exported to, also with overwrite.
+    """
+    write(training_state(), tmp_path / "ck", layout)
+    before = files_in(tmp_path / "ck")
+    with pytest.raises(sk.CheckpointExists, match="another layout"):
+        sk.export(tmp_path / "ck", tmp_path / "ck", overwrite=True)
+    assert files_in(tmp_path / "ck") == before
+
+
+def test_a_model_may_be_converted_in_its_place(tmp_path):
+    """
+    A model exported over itself in another dtype is read before it is replaced.
+    """
+    write({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "hf", "safetensors")
+    sk.export(tmp_path / "hf", tmp_path / "hf", dtype="bf16", max_shard_bytes=10, overwrite=True)
+    assert bits(held_in(tmp_path / "hf")["a"]) == bits(torch.arange(5.0).bfloat16())
+
+
+def test_configuration_and_tokenizer_are_copied(tmp_path):
+    """
+    Everything beside the weights of another model is copied, byte for byte, and no weights are.
+    """
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("config.json", "tokenizer.model", "modeling_x.py", "model.safetensors", "pytorch_model.bin", INDEX):
+        (base / name).write_bytes(f"{name}\n".encode())
+    sk.save(training_state(), tmp_path / "ck")
+    sk.export(tmp_path / "ck", tmp_path / "hf", config=base)
+    copied = {name: data for name, data in files_in(tmp_path / "hf").items() if not name.startswith("model.safe")}
+    assert copied == {n: f"{n}\n".encode() for n in ("config.json", "tokenizer.model", "modeling_x.py")}
+
+
+# -- torch.load --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["native", "dcp"])
+def test_torch_opens_the_file_safely(tmp_path, layout):
+    """
+    `torch.load(weights_only=True)` gives the tensors, ties among them, and plain values, in the order of the state.
+    """
+    write(training_state(), tmp_path / "ck", layout)
+    sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert bits(found) == bits(training_state()["model"])
+    if layout == "native":
+        assert found[TIED].data_ptr() == found["embed.weight"].data_ptr()
+    sk.export(tmp_path / "ck", tmp_path / "all.pt", format="torch", prefix="", exclude=["array"])
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert everything["step"] == 7
+    assert bits(everything["optim.exp_avg"]) == bits(training_state()["optim"]["exp_avg"])
+
+
+def test_every_dtype_reaches_torch(tmp_path):
+    """
+    Tensors of every dtype of torch come out of the file bit for bit, those that safetensors lacks among them.
+    """
+    kinds = [torch.float32, torch.complex128, torch.bool, torch.float8_e5m2, torch.uint16, torch.int8, torch.bfloat16]
+    state = {str(kind): random_tensor((3, 5), kind, 1) for kind in kinds}
+    sk.save(state, tmp_path / "ck")
+    sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
+    assert bits(torch.load(tmp_path / "m.pt", weights_only=True)) == bits(state)
+
+
+def test_a_file_is_replaced_only_if_asked_for(tmp_path):
+    """
+    What is at the file's place stays, unless overwrite is given.
+    """
+    sk.save({"w": torch.ones(3)}, tmp_path / "ck")
+    (tmp_path / "m.pt").write_bytes(b"mine")
+    with pytest.raises(sk.CheckpointExists, match="overwrite"):
+        sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
+    assert (tmp_path / "m.pt").read_bytes() == b"mine"
+    sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch", overwrite=True)
+    assert bits(torch.load(tmp_path / "m.pt", weights_only=True)) == bits({"w": torch.ones(3)})
+
+
+def test_values_that_torch_would_not_open_are_refused(tmp_path):
+    """
+    A value that needs more than weights_only is an error that names it: the file would not open.
+    """
+    sk.save({"w": torch.ones(3), "odd": frozenset({1})}, tmp_path / "ck")
+    with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
+        sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
+    assert not (tmp_path / "m.pt").exists()
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["hf", "torch"])
+def test_damage_in_the_checkpoint_leaves_no_half_model(tmp_path, form):
+    """
+    A flipped bit in the source is an error that names file and tensor, and what was at the target is still there.
+    """
+    sk.save({"model": {f"w{i}": random_tensor((300, 300), torch.float32, i) for i in range(4)}}, tmp_path / "ck")
+    target = tmp_path / "to" / "m" if form == "torch" else tmp_path / "to"
+    (tmp_path / "to").mkdir()
+    sk.export(tmp_path / "ck", target, format=form)
+    before = files_in(tmp_path / "to")
+    [file] = (tmp_path / "ck").glob("model-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(sk.ChecksumMismatch, match=r"'model\.w") as caught:
+        sk.export(tmp_path / "ck", target, format=form, overwrite=True)
+    assert file.name in str(caught.value)
+    assert files_in(tmp_path / "to") == before
+
+
+@pytest.mark.parametrize("form", ["hf", "torch"])
+def test_what_was_not_written_as_meant_is_not_published(tmp_path, monkeypatch, form):
+    """
+    Bits that a disk loses on the way are found by reading back, before the files get their names.
+    """
+    from shardkeep.store import local
+
+    real = local.write_at
+
+    def lossy(fd, view, offset):
+        if len(view) > 1000:
+            spoiled = bytearray(view)
+            spoiled[len(spoiled) // 2] ^= 1
+            real(fd, memoryview(bytes(spoiled)), offset)
+            return len(view)
+        return real(fd, view, offset)
+
+    sk.save({"w": random_tensor((300, 300), torch.float32, 1)}, tmp_path / "ck")
+    (tmp_path / "to").mkdir()
+    monkeypatch.setattr(local, "write_at", lossy)
+    with pytest.raises(sk.ChecksumMismatch):
+        sk.export(tmp_path / "ck", tmp_path / "to" / "m" if form == "torch" else tmp_path / "to", format=form)
+    assert not list((tmp_path / "to").iterdir())
+
+
+FULL = """
+import resource, sys
+import torch
+import shardkeep as sk
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    sk.export(sys.argv[1], sys.argv[2], format=sys.argv[3])
+except sk.StorageError as error:
+    print("refused:", error.errno)
+"""
+
+
+@pytest.mark.parametrize("form", ["hf", "torch"])
+def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, form):
+    """
+    A file that cannot grow as large as it must be is an error of the store, and no part of the export stays.
+    """
+    sk.save({"w": torch.ones(1 << 19)}, tmp_path / "ck")
+    (tmp_path / "to").mkdir()
+    target = tmp_path / "to" / "m" if form == "torch" else tmp_path / "to"
+    words = [sys.executable, "-c", FULL, str(tmp_path / "ck"), str(target), form]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("refused:"), done.stderr
+    assert not list((tmp_path / "to").iterdir())
+
+
+def test_every_failing_read_of_the_source_is_an_error(tmp_path):
+    """
+    Whichever operation of the source's store fails, the export raises and the target stays as it was.
+    """
+    store = sk.MemoryStore()
+    sk.save({"w": torch.ones(300), "b": torch.zeros(5)}, store)
+    calm = FaultyStore(store)
+    sk.export(calm, tmp_path / "hf")
+    before = files_in(tmp_path / "hf")
+    for at in range(len(calm.operations)):
+        with pytest.raises(sk.StorageError):
+            sk.export(FaultyStore(store, "error", at=at), tmp_path / "hf", overwrite=True)
+        assert files_in(tmp_path / "hf") == before
+
+
+def test_an_export_that_died_is_cleared_by_the_next(tmp_path):
+    """
+    What a killed export left under temporary names is gone after the next one into the same directory.
+    """
+    sk.save({"w": torch.ones(300)}, tmp_path / "ck")
+    (tmp_path / "hf").mkdir()
+    left = tmp_path / "hf" / models.temporary("model.safetensors", "00000000-0000-0000-0000-000000000000")
+    left.write_bytes(b"half")
+    sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert sorted(files_in(tmp_path / "hf")) == ["model.safetensors"]
+
+
+PEAK = """
+import sys, threading
+from pathlib import Path
+import shardkeep as sk
+from shardkeep.exchange import exporting, converting
+
+def resident(field):
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(field))
+
+options = sk.Options(io_threads=4, host_budget_bytes=32 << 20)
+where, to, what, how = sys.argv[1:]
+before = resident("VmRSS")
+if what == "export":
+    sk.export(where, to, format=how, dtype="bf16", options=options, overwrite=True)
+else:
+    sk.convert(where, to, how, options=options, overwrite=True)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of 300 MB, one tensor of it 200 MB."""
+    where = tmp_path_factory.mktemp("large")
+    sk.save({"w": torch.ones(50, 1 << 20), "more": {str(i): torch.ones(1 << 18) for i in range(100)}}, where / "ck")
+    return where
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("export", "hf"), ("export", "torch"), ("convert", "native"), ("convert", "dcp"), ("convert", "safetensors")],
+)
+def test_memory_does_not_grow_with_the_checkpoint(large, what, how):
+    """
+    Of a checkpoint of 300 MB with a budget of 32 MB, a process holds little more than the budget.
+    """
+    words = [sys.executable, "-c", PEAK, str(large / "ck"), str(large / f"{what}-{how}"), what, how]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < (32 + 48) << 20  # threads' stacks, the index, the allocator's own
