@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -123,6 +123,7 @@ def test_names_are_seen_without_torch(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 7), st.sampled_from([torch.float32, torch.float64, torch.int16]), st.integers(0, 3))
 def test_tensors_may_begin_anywhere(tmp_path_factory, shift, dtype, cut):
     """

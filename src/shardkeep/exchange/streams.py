@@ -19,14 +19,13 @@ from shardkeep.format.collector import collector_paused
 from shardkeep.format.columns import Boxes, matrix_of
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.header import block_nbytes_for
-from shardkeep.format.record import FileEntry
 from shardkeep.format.region import Box, flat_range_to_boxes
 from shardkeep.options import Options
 from shardkeep.plan.ranges import every_block
 from shardkeep.run.item_files import Digests
 from shardkeep.run.read import Reads, Source, read_files
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, Window, hash_and_write, write_files
+from shardkeep.run.write import FileJob, Window, entry_of, hash_and_write, write_files
 from shardkeep.store.protocol import BlobWriter, Store
 
 
@@ -206,19 +205,10 @@ def check_written(store: Reads, files: Sequence[Streamed], digests: Sequence[byt
     """
     threads, window = _limits(options)
     known = Digests()
-    entries = []
-    for file, of_file in zip(files, digests, strict=True):
-        job = file.job
-        entries.append(
-            FileEntry(
-                name=job.name,
-                nbytes=job.nbytes,
-                header_nbytes=len(job.header),
-                block_nbytes=job.block_nbytes,
-                checksum="",
-            )
-        )
-        known.keep(entries[-1], of_file)
+    entries = [entry_of(file.job) for file in files]
+    for file, entry, of_file in zip(files, entries, digests, strict=True):
+        if not file.job.header:  # which would be read and checked itself, and has the digests
+            known.keep(entry, of_file)
 
     def key_at(file: int, at: int, end: int) -> str:
         job, parts = files[file].job, files[file].parts

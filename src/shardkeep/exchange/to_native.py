@@ -58,6 +58,8 @@ def write_native(store: Store, source: Source, *, overwrite: bool, options: Opti
         except BaseException:
             coordinator.withdraw()
             raise
+    # Before what was replaced goes away: what was committed can be read.
+    native.read_index(store, native.read_record(store))
     coordinator.tidy()
     return sum(entry.nbytes for entry in entries)
 

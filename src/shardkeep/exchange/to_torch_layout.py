@@ -138,9 +138,9 @@ def _free_names(to: str) -> Iterator[str]:
 def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     """Divide items into files of some gigabytes, objects first."""
     groups: list[list[_Item]] = []
-    held = _FILE_NBYTES
+    held = 0
     for item in sorted(items, key=lambda item: not isinstance(item.data, bytes)):
-        if held + item.nbytes > _FILE_NBYTES:
+        if not groups or held + item.nbytes > _FILE_NBYTES:
             groups.append([])
             held = 0
         groups[-1].append(item)
