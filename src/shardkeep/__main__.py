@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from shardkeep.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("shardkeep.cli.main", run_name="__main__", alter_sys=True)

@@ -136,6 +136,9 @@ def test_hostile_keys_do_not_reach_the_terminal(shardkeep, tmp_path):
         answer = shardkeep("ls", tmp_path / "ck", *words)
         assert "\x1b" not in answer.out
         assert "\\x1b[2Jevil" in answer.out
+    answer = shardkeep("show", tmp_path / "ck", "[2Jevil")
+    assert "\x1b" not in answer.err
+    assert "did you mean \\x1b[2Jevil" in answer.err
 
 
 def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):

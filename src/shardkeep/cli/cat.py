@@ -6,7 +6,7 @@ import argparse
 
 import msgspec
 
-from shardkeep.cli.output import print_json, say
+from shardkeep.cli.output import is_terminal, print_json, say, shown_lines
 from shardkeep.cli.places import explained
 from shardkeep.format.record import FORMAT, MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.options import Options
@@ -36,5 +36,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(msgspec.json.decode(text))
     else:
-        say(text.decode().rstrip())
+        shown_text = text.decode().rstrip()
+        say(shown_lines(shown_text) if is_terminal() else shown_text)
     return 0

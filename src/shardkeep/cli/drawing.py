@@ -1,15 +1,27 @@
-"""Statistics and bars, drawn with letters."""
+"""Chunks, statistics and bars, drawn with letters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardkeep.cli.output import count_text, number_text, say, styled
+from shardkeep.cli.contents import Chunk
+from shardkeep.cli.output import count_text, line_width, number_text, say, shortened, shown, size_text, styled
 
 if TYPE_CHECKING:
     from shardkeep.cli.statistics import Histogram, Statistics
 
 _BAR = 40
+
+
+def print_chunks(chunks: Sequence[Chunk]) -> None:
+    """Print box, size and place of each; on a terminal names of files are shortened to fit."""
+    widest = max((len(str(chunk.box)) for chunk in chunks), default=0)
+    room = line_width()
+    for chunk in chunks:
+        line, place = f"  {str(chunk.box).ljust(widest)}  {size_text(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
+        name = shown(chunk.file)
+        say(line + (name if room is None else shortened(name, max(12, room - len(line) - len(place)))) + place)
 
 
 def print_statistics(found: Statistics) -> None:

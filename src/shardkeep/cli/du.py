@@ -79,7 +79,7 @@ def _of_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         return 0
     _print_shares(shares, total, args.limit)
     split = ", ".join(f"{part.name} {size_text(part.nbytes)} ({_percent(part.nbytes, total)})" for part in parts)
-    say(f"\n{styled(size_text(total), 'bold')} in {count_text(len(items), 'key')}: {split}")
+    say(f"\n{styled(size_text(total), 'bold')} in {count_text(len(items), 'key')}\n{split}")
     if not args.pattern:
         say(f"{count_text(len(record.files), 'file')} and the index take {size_text(stored)}")
     return 0

@@ -17,14 +17,13 @@ from shardkeep.cli.contents import (
     value_of,
     wanted_keys,
 )
+from shardkeep.cli.drawing import print_chunks
 from shardkeep.cli.output import (
     Table,
     count_text,
-    line_width,
     print_json,
     say,
     shape_text,
-    shortened,
     shown,
     size_text,
     styled,
@@ -82,7 +81,6 @@ def _value_text(checkpoint: Checkpoint, item: Item) -> str:
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
-    room = line_width()
     for item in items:
         if not item.is_tensor:
             value, why_not = value_of(checkpoint, item.key)
@@ -90,10 +88,7 @@ def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
             continue
         tied = f", shared with {shown(item.tied_to)}" if item.tied_to else ""
         say(f"{styled(shown(item.key), 'cyan')}  {item.what}, {size_text(item.nbytes)}{tied}")
-        for chunk in chunks_of(checkpoint, item) if not tied else ():
-            line, place = f"  {chunk.box}  {size_text(chunk.nbytes)}  ", f" at {chunk.offset:,}"
-            name = shown(chunk.file)
-            say(line + (shortened(name, max(12, room - len(line) - len(place))) if room else name) + place)
+        print_chunks(chunks_of(checkpoint, item) if not tied else ())
 
 
 @dataclass

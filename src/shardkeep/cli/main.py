@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from shardkeep._version import __version__
-from shardkeep.cli.output import print_json, remark, say, styled
+from shardkeep.cli.output import folded, print_json, remark, say, shown_lines, styled
 from shardkeep.cli.problems import NotUsable, did_you_mean
 from shardkeep.errors import CheckpointError
 
@@ -118,7 +118,8 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except CheckpointError as error:
-        remark(f"{styled('shardkeep:', 'red', sys.stderr)} {error}")
+        text = folded(shown_lines(f"shardkeep: {error}"), stream=sys.stderr)
+        remark(styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
@@ -52,7 +53,7 @@ def remark(text: str, style: Style | None = None) -> None:
 
 def print_json(document: Any) -> None:
     """Print the one document of `--json`: indented on a terminal, a line elsewhere; NaN and infinities as text."""
-    print(json.dumps(_finite(document), indent=2 if is_terminal() else None, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(_finite(document), indent=2 if is_terminal() else None, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -79,6 +80,11 @@ def plain_json(value: Any) -> Any:
 def shown(text: str) -> str:
     """Return a name as it may be printed: what would move the cursor is spelt out."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown_lines(text: str) -> str:
+    """Return a text of several lines as it may be printed."""
+    return "\n".join(map(shown, text.split("\n")))
 
 
 def size_text(nbytes: float) -> str:
@@ -126,6 +132,17 @@ def shortened(text: str, width: int) -> str:
     return text[:head] + "…" + text[len(text) - tail :] if tail > 0 else text[:width]
 
 
+def folded(text: str, indent: str = "", stream: TextIO | None = None) -> str:
+    """Break lines that are too long for a terminal at words, and indent all; elsewhere lines stay whole."""
+    room = shutil.get_terminal_size().columns if is_terminal(stream) else sys.maxsize
+    lines = []
+    for line in text.split("\n"):
+        inner = line.lstrip(" ")
+        begin = indent + line[: len(line) - len(inner)]
+        lines.append(textwrap.fill(inner, room, initial_indent=begin, subsequent_indent=begin, break_on_hyphens=False))
+    return "\n".join(lines)
+
+
 @dataclass
 class Table:
     """
@@ -166,7 +183,7 @@ class Table:
             line = self._line(row, used, widths)
             print(styled(line, style) if style else line)
             if at in self.below:
-                print(f"{self.indent}  {self.below[at]}")
+                print(folded(self.below[at], self.indent + "  "))
 
     def _line(self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int]) -> str:
         right = self.right.split()

@@ -22,7 +22,7 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str
     if len(names) > _MANY:
         parts = [part for part in word.split(".") if part]
         names = [name for name in names if any(part in name for part in parts)][:_MANY]
-    close = get_close_matches(word, names, n=3, cutoff=0.6)
+    close = get_close_matches(word, names, n=3, cutoff=0.7)
     if not close:
         return otherwise
     return f"did you mean {', '.join(close[:-1]) + ' or ' if close[:-1] else ''}{close[-1]}?"

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli.contents import Item, chunks_of, find_item, item_document
-from shardkeep.cli.drawing import print_histogram, print_statistics
+from shardkeep.cli.drawing import print_chunks, print_histogram, print_statistics
 from shardkeep.cli.output import (
     count_text,
     line_width,
@@ -17,8 +17,8 @@ from shardkeep.cli.output import (
     print_json,
     say,
     shape_text,
-    shortened,
     shown,
+    shown_lines,
     size_text,
     styled,
 )
@@ -78,7 +78,7 @@ def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) ->
         document = item_document(checkpoint, item, chunks=False)
         print_json(document | {"type": type(value).__name__, "value": plain_json(value)})
     else:
-        say(shown(repr(value)) if not isinstance(value, str) else shown(value))
+        say(shown_lines(value if isinstance(value, str) else repr(value)))
     return 0
 
 
@@ -146,7 +146,8 @@ def _printed(values: torch.Tensor) -> str:
 
 
 def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
-    found, histogram, why_not, first = None, None, "", ""
+    found, histogram, why_not = None, None, ""
+    first: list[str] = []
     if not args.no_stats:
         from shardkeep.cli.blocks import first_values  # noqa: PLC0415 - torch only where values are read
         from shardkeep.cli.statistics import histogram_of, statistics_of  # noqa: PLC0415
@@ -158,7 +159,7 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         except UnsupportedLeaf as exc:
             why_not = exc.message
         values = first_values(stored, _FIRST)
-        first = "  ".join(map(number_text, values.tolist()))
+        first = list(map(number_text, values.tolist()))
     if args.json:
         document = item_document(checkpoint, item, chunks=True)
         print_json(document | {"statistics": _statistics_document(found), "histogram": _histogram_document(histogram)})
@@ -167,7 +168,7 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
     say(f"  {item.what}, {size_text(item.nbytes)}" + (f", shared with {shown(item.tied_to)}" if item.tied_to else ""))
     _print_chunks(checkpoint, item, everything=args.chunks)
     if first:
-        say(f"  values   {first}{'  …' if math.prod(item.shape) > _FIRST else ''}")
+        say(f"  values   {_fitting(first, more=math.prod(item.shape) > len(first))}")
     if why_not:
         say(f"  no statistics: {why_not}")
     if found is not None:
@@ -177,16 +178,18 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
     return 0
 
 
+def _fitting(values: list[str], *, more: bool) -> str:
+    """Return as many values as a line takes, and dots for the others."""
+    room = (line_width() or 1000) - len("  values   ") - len("  …")
+    while len(values) > 1 and len("  ".join(values)) > room:
+        values, more = values[:-1], True
+    return "  ".join(values) + ("  …" if more else "")
+
+
 def _print_chunks(checkpoint: Checkpoint, item: Item, *, everything: bool) -> None:
     chunks = chunks_of(checkpoint, item)
     listed = chunks if everything else chunks[:_MOST_CHUNKS]
-    boxes = max((len(str(chunk.box)) for chunk in listed), default=0)
-    room = line_width()
-    for chunk in listed:
-        line = f"  {str(chunk.box).ljust(boxes)}  {size_text(chunk.nbytes):>7}  "
-        place = f" at {chunk.offset:,}"
-        name = shown(chunk.file)
-        say(line + (name if room is None else shortened(name, max(12, room - len(line) - len(place)))) + place)
+    print_chunks(listed)
     if len(chunks) > len(listed):
         say(f"  and {count_text(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
 

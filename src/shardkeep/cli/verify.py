@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardkeep.cli.checking import Verdict, check
-from shardkeep.cli.output import count_text, print_json, say, shown, size_text, styled
+from shardkeep.cli.output import count_text, folded, print_json, say, shown, size_text, styled
 from shardkeep.cli.places import open_root_only
 from shardkeep.cli.progress import Progress
 from shardkeep.errors import CheckpointError, CheckpointNotFound
@@ -97,7 +97,7 @@ def _text(place: Place, verdict: Verdict, *, deep: bool) -> str:
     if verdict.problems:
         many = f"{len(verdict.problems):,} wrong" if len(verdict.problems) > 1 else "damaged"
         lines = [f"{styled('BAD', 'red')}   {shown(place.path)}  {many}"]
-        return "\n".join(lines + [f"      {shown(problem)}" for problem in verdict.problems])
+        return "\n".join(lines + [folded(shown(problem), "      ") for problem in verdict.problems])
     if verdict.unknown:
         return f"{styled('?', 'red')}     {shown(place.path)}  could not be checked: {shown(verdict.unknown)}"
     files = count_text(verdict.files, "file")
