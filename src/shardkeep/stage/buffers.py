@@ -122,8 +122,9 @@ class BufferPool:
             self.give(self._new())
 
     def close(self) -> None:
-        """Free what is not in use; the rest is freed as it is given back."""
+        """Free what is not in use; the rest is freed as it is given back. Whoever comes next sets the limit anew."""
         with self._changed:
+            self.most_nbytes = 0
             self._made -= len(self._free)
             self._free.clear()
 
