@@ -240,6 +240,32 @@ def test_configuration_and_tokenizer_are_copied(tmp_path):
     assert copied == {n: f"{n}\n".encode() for n in ("config.json", "tokenizer.model", "modeling_x.py")}
 
 
+def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeypatch):
+    """
+    Another config.json at the target is refused, and replaced with overwrite; one that is added goes if the export fails.
+    """
+    base, to = tmp_path / "base", tmp_path / "hf"
+    base.mkdir()
+    to.mkdir()
+    (base / "config.json").write_text("new")
+    (base / "tokenizer.json").write_text("new")
+    (to / "config.json").write_text("old")
+    sk.save(training_state(), tmp_path / "ck")
+    with pytest.raises(sk.CheckpointExists, match=r"config\.json"):
+        sk.export(tmp_path / "ck", to, config=base)
+    assert files_in(to) == {"config.json": b"old"}
+
+    def full(*_, **__):
+        raise sk.StorageFull("no space for the index file")
+
+    with monkeypatch.context() as broken, pytest.raises(sk.StorageFull):
+        broken.setattr(models, "publish", full)
+        sk.export(tmp_path / "ck", to, config=base, overwrite=True)
+    assert files_in(to) == {"config.json": b"old"}
+    sk.export(tmp_path / "ck", to, config=base, overwrite=True)
+    assert (to / "config.json").read_text() == (to / "tokenizer.json").read_text() == "new"
+
+
 # -- torch.load --------------------------------------------------------------------------------------------------------
 
 

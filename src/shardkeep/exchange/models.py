@@ -11,9 +11,10 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from shardkeep.errors import CheckpointExists, StateError
+from shardkeep.errors import CheckpointError, CheckpointExists, StateError
 from shardkeep.exchange.streams import Part, Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.safetensors_files import alignment_of, build_header
@@ -25,6 +26,7 @@ from shardkeep.run.read import Source
 from shardkeep.run.safetensors_catalog import read_weight_map
 from shardkeep.store.local import LocalStore
 from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import is_name
 
 _MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
@@ -68,20 +70,20 @@ def write_model(
     removes = check_target(to, overwrite=overwrite)
     groups = _groups(tensors, max_shard_bytes)
     names = [SINGLE_NAME] if len(groups) == 1 else [file_name(at + 1, len(groups)) for at in range(len(groups))]
-    others = _others(config)
+    beside = _Beside(to, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
     files = [
         _file(name, group, tensors, {FORMAT_KEY: FORMAT_VALUE, **(metadata if name == names[0] else {})})
         for name, group in zip(names, groups, strict=True)
     ]
+    is_new = not os.path.isdir(to)
     prepare(to)
+    store = LocalStore(to, direct=options.direct_io)
     try:
-        store = LocalStore(to, direct=options.direct_io)
         hidden = [_renamed(file, temporary(file.job.name, save_id)) for file in files]
         digests, infinite = write_streamed(store, hidden, source, options, progress)
         check_written(store, hidden, digests, options)
-        for name, data in others.items():
-            store.put(name, data, replace=True)
+        beside.add(store)
         total = sum(part.nbytes for part in tensors.values())
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         publish(
@@ -93,8 +95,13 @@ def write_model(
             replaces_saves=False,
             removes=removes,
         )
+        beside.replace(store)
     except BaseException:
-        discard(to, save_id)
+        if discard(to, save_id):
+            beside.take_back(store)
+            if is_new:
+                with suppress(OSError):  # not empty: somebody else's
+                    os.rmdir(to)
         raise
     return Written(names, sum(file.job.nbytes for file in files), infinite)
 
@@ -152,18 +159,52 @@ def _renamed(file: Streamed, name: str) -> Streamed:
     return replace(file, job=replace(file.job, name=name))
 
 
-def _others(config: str | None) -> dict[str, bytes]:
-    """Read what a model needs besides its weights: configuration, tokenizer, code."""
-    if config is None:
-        return {}
+class _Beside:
+    """What a model needs besides its weights: configuration, tokenizer, code. Read first, so that nothing is missing."""
+
+    def __init__(self, to: str, config: str | None, *, overwrite: bool) -> None:
+        found = {} if config is None else _read_all(config)
+        there = {name: _read(os.path.join(to, name)) for name in found if os.path.exists(os.path.join(to, name))}
+        self._new = {name: data for name, data in found.items() if name not in there}
+        self._changed = {name: data for name, data in found.items() if name in there and there[name] != data}
+        self._added: list[str] = []
+        if self._changed and not overwrite:
+            raise CheckpointExists(
+                f"{os.path.join(to, next(iter(self._changed)))} is already there, and another one in {config}",
+                hint="pass overwrite=True (--overwrite) to replace it",
+            )
+
+    def add(self, store: LocalStore) -> None:
+        """Write what is not there: before the weights get their names, so that the model is complete."""
+        for name, data in self._new.items():
+            self._added.append(name)
+            store.put(name, data)
+
+    def replace(self, store: LocalStore) -> None:
+        """Replace what belonged to the model that was there, which is gone now."""
+        for name, data in self._changed.items():
+            store.put(name, data, replace=True)
+        self._added = []
+
+    def take_back(self, store: LocalStore) -> None:
+        """Remove what was added to a directory that has not become a model."""
+        for name in self._added:
+            with suppress(CheckpointError):
+                store.delete(name)
+
+
+def _read_all(config: str) -> dict[str, bytes]:
     if not os.path.isdir(config):
         raise StateError(f"config={config!r} is no directory", hint="give the directory that has config.json in it")
-    store = PathStore(direct=False)
     found = {}
     for name in sorted(os.listdir(config)):
         path = os.path.join(config, name)
-        if os.path.isfile(path) and not name.startswith(".") and not name.endswith(_WEIGHTS):
-            found[name] = store.get(path, limit=_MOST_COPIED_NBYTES)
+        if os.path.isfile(path) and is_name(name) and not name.startswith(".") and not name.endswith(_WEIGHTS):
+            found[name] = _read(path)
     if "config.json" not in found:
         raise StateError(f"{config}: there is no config.json", hint="give the directory that has it")
     return found
+
+
+def _read(path: str) -> bytes:
+    return PathStore(direct=False).get(path, limit=_MOST_COPIED_NBYTES)

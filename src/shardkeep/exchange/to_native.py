@@ -12,7 +12,6 @@ import math
 import msgspec
 import numpy as np
 
-from shardkeep.errors import CheckpointError
 from shardkeep.exchange.streams import Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.columns import Boxes
 from shardkeep.format.dtypes import by_code
@@ -22,7 +21,7 @@ from shardkeep.format.tree import decode_tree
 from shardkeep.layout import leftovers, native
 from shardkeep.options import Options
 from shardkeep.plan.draft import Draft, PlainValues, TensorNames, encode, ints
-from shardkeep.run.coordinating import Coordinator, discard
+from shardkeep.run.coordinating import Coordinator
 from shardkeep.run.orders import Orders
 from shardkeep.run.read import Source
 from shardkeep.run.write import entry_of
@@ -47,13 +46,9 @@ def write_native(store: Store, source: Source, *, overwrite: bool, options: Opti
             orders = msgspec.msgpack.decode(told, type=Orders)
             files = _files(source.index, rows, orders)
             digests, _ = write_streamed(store, files, source, options, progress)
-            try:
-                check_written(store, files, digests, options)
-                entries = [entry_of(file.job) for file in files]
-                coordinator.collect([entries])
-            except CheckpointError:
-                discard(store, [file.job.name for file in files])
-                raise
+            check_written(store, files, digests, options)
+            entries = [entry_of(file.job) for file in files]
+            coordinator.collect([entries])
             coordinator.commit([b""])
         except BaseException:
             coordinator.withdraw()

@@ -45,7 +45,7 @@ def write_torch_file(
         raise _taken(to)
     layout, names = _layout(picked, source, options)
     gathering = Gathering(source, threads=options.io_threads, budget_nbytes=options.host_budget_bytes // 2)
-    done = [0]
+    done, total = [0], sum(layout.sizes)
     hashes = [xxhash.xxh3_128() for _ in names]
 
     def fill(parts: list[archive_file.Part]) -> None:
@@ -54,7 +54,7 @@ def write_torch_file(
             hashes[each.storage].update(each.into)
         if progress is not None:
             done[0] += sum(len(each.into) for each in parts)
-            progress(done[0], sum(layout.sizes))
+            progress(done[0], total)
 
     def check(reader: BlobReader) -> None:
         buffer = memoryview(bytearray(archive_file.window_nbytes(options.host_budget_bytes)))

@@ -149,11 +149,16 @@ def prepare(path: str) -> Folder:
     return look(path)
 
 
-def discard(path: str, save_id: str) -> None:
-    """Remove the files of a save that nobody will publish; those of one that a note says is there stay."""
+def discard(path: str, save_id: str) -> bool:
+    """
+    Remove the files of a save that nobody will publish, and say whether that was so: those of one that a note says is
+    there stay.
+    """
     note = _read_note(path)
-    if note is None or note["save_id"] != save_id:
-        _clear(path, save_id)
+    if note is not None and note["save_id"] == save_id:
+        return False
+    _clear(path, save_id)
+    return True
 
 
 def _clear(path: str, save_id: str | None = None) -> None:
