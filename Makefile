@@ -14,7 +14,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench clean
+.PHONY: help venv demo test check soak bench docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,13 +25,19 @@ demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and 
 	$(PY) -m shardkeep.cli.main demo $(ARGS)
 
 test: check ## Everything CI runs: the checks below, then every test
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 check: $(READY) ## Lint, format, types, and the one-direction rule of the folders
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_architecture.py
+
+soak: $(READY) ## Save, prune, kill and restart jobs for half an hour, and check what is on the disk (ARGS='--minutes 5')
+	$(PY) -m tests.soak $(ARGS)
+
+docs: $(READY) ## Build the documentation into site/
+	$(PY) -m mkdocs build --strict
 
 bench: $(READY) ## Measure against the raw disk, torch DCP, torch.save and safetensors
 	$(PY) bench/run.py $(ARGS)
@@ -52,5 +58,5 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 clean: ## Remove .venv, caches and benchmark results
-	rm -rf $(VENV) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ import shardkeep
 
 SRC = Path(shardkeep.__file__).parent
 LAYERS = [
-    {"cli"},
+    {"cli", "__main__"},
     {"ui", "dcp", "integrations", "testing"},
     {"manage", "compat"},
     {"exchange"},
