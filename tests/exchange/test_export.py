@@ -258,9 +258,10 @@ def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeyp
     def full(*_, **__):
         raise sk.StorageFull("no space for the index file")
 
-    with monkeypatch.context() as broken, pytest.raises(sk.StorageFull):
-        broken.setattr(models, "publish", full)
+    monkeypatch.setattr(models, "publish", full)
+    with pytest.raises(sk.StorageFull):
         sk.export(tmp_path / "ck", to, config=base, overwrite=True)
+    monkeypatch.undo()
     assert files_in(to) == {"config.json": b"old"}
     sk.export(tmp_path / "ck", to, config=base, overwrite=True)
     assert (to / "config.json").read_text() == (to / "tokenizer.json").read_text() == "new"

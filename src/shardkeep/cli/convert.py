@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from shardkeep.cli.export import bar, parse_size
+from shardkeep.cli.export import Bar, checked_text, parse_size, told_here
 from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
 from shardkeep.cli.places import explained
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from shardkeep.exchange.converting import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
 
     size = parse_size(args.shard_size)
-    with ExitStack() as stack, explained(args.checkpoint):
+    with ExitStack() as stack, told_here(), explained(args.checkpoint):
         report = convert(
             args.checkpoint,
             args.to_path,
@@ -42,16 +42,14 @@ def run(args: argparse.Namespace) -> int:
             max_shard_bytes=size,
             overwrite=args.overwrite,
             allow_pickle=args.allow_pickle,
-            progress=bar(stack, "convert"),
+            progress=Bar(stack, "convert"),
         )
     if args.json:
         print_json({**asdict(report), "gb_per_s": report.gb_per_s})
         return 0
-    say(
-        f"{styled('wrote', 'green')} {shown(report.to)}: {count_text(report.tensors, 'tensor')},"
-        f" {count_text(report.values, 'value')}, {size_text(report.bytes_written)} as {report.layout},"
-        f" read back and equal ({report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s)"
-    )
+    what = f"{count_text(report.tensors, 'tensor')}, {count_text(report.values, 'value')}"
+    say(f"{styled('wrote', 'green')} {shown(report.to)}: {what}, {size_text(report.bytes_written)} as {report.layout}")
+    say(checked_text(report.seconds, report.gb_per_s))
     if report.left_out:
         remark(f"torch's layout has no place for {' and '.join(report.left_out)} of the commit record", "yellow")
     return 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
@@ -19,6 +21,8 @@ EXAMPLES = """
 """
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MOST_SHOWN = 4
+_WORTH_TELLING_S = 0.5
+"""What takes less says nothing about the speed of a disk."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     renames = [parse_rename(text) for text in args.rename or ()]
     size = parse_size(args.shard_size)
-    with ExitStack() as stack, explained(args.checkpoint):
+    with ExitStack() as stack, told_here(), explained(args.checkpoint):
         report = export(
             args.checkpoint,
             args.to,
@@ -57,14 +61,15 @@ def run(args: argparse.Namespace) -> int:
             prefix=args.prefix,
             config=args.config,
             overwrite=args.overwrite,
-            progress=bar(stack, "export"),
+            progress=Bar(stack, "export"),
         )
     if args.json:
         print_json({**asdict(report), "gb_per_s": report.gb_per_s})
         return 0
-    speed = f"{report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s"
-    say(f"{styled('wrote', 'green')} {shown(report.to)}: {count_text(report.tensors, 'tensor')},"
-        f" {size_text(report.bytes_written)} in {count_text(len(report.files), 'file')}, read back and equal ({speed})")  # fmt: skip
+    what = f"{count_text(report.tensors, 'tensor')}, {size_text(report.bytes_written)}"
+    files = count_text(len(report.files), "file")
+    say(f"{styled('wrote', 'green')} {shown(report.to)}: {what} in {files}")
+    say(checked_text(report.seconds, report.gb_per_s))
     for name, owner in list(report.ties.items())[:_MOST_SHOWN]:
         say(f"  {shown(name)} is tied to {shown(owner)}" + (" and not stored twice" if args.format == "hf" else ""))
     if report.left_out:
@@ -74,13 +79,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bar(stack: ExitStack, what: str) -> _Bar:
-    """Make what shows how far it has come, until the stack ends."""
-    return _Bar(stack, what)
+def checked_text(seconds: float, gb_per_s: float) -> str:
+    """Say that all was read back, and how fast all this was if it took long enough to tell."""
+    speed = f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= _WORTH_TELLING_S else ""
+    return f"  written, read back and found equal{speed}"
 
 
-class _Bar:
-    """Told of bytes done and to do; draws a bar if somebody looks."""
+@contextmanager
+def told_here() -> Iterator[None]:
+    """Keep the library's log from saying what the command says itself."""
+    log = logging.getLogger("shardkeep")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+class Bar:
+    """Told of bytes done and to do; draws a bar until the stack ends, if somebody looks."""
 
     def __init__(self, stack: ExitStack, what: str) -> None:
         self._stack = stack
