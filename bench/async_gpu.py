@@ -31,7 +31,7 @@ from async_contenders import OURS, contenders
 from async_training import Training
 from async_vitals import Vitals
 
-PARTS = ("calls", "loop", "disk", "shm", "flat", "exact")
+PARTS = ("calls", "few", "loop", "disk", "shm", "flat", "exact")
 
 
 def arguments() -> argparse.Namespace:
@@ -89,6 +89,7 @@ class Run:
         small = max(1, args.tokens // 16)
         table: dict[str, Callable[[], Any]] = {
             "calls": lambda: async_parts.calls(large, everyone, self.disk, args.saves, self.vitals),
+            "few": self.few,
             "loop": lambda: async_parts.loop(large, everyone, self.disk, args.steps, max(1, args.rounds - 1)),
             "disk": lambda: async_parts.place(large, everyone, self.disk, args.rounds),
             "shm": lambda: async_parts.place(large, everyone, self.shm, args.rounds),
@@ -104,6 +105,13 @@ class Run:
             },
         }
         return table[name]()
+
+    def few(self) -> Any:
+        """Time the calls for as many bytes in few large tensors."""
+        training = Training(self.args.gb, self.device, max(1, self.args.tokens // 16), few=True)
+        self.results["few_nbytes"] = training.nbytes
+        ours = {name: self.everyone[name] for name in OURS}
+        return async_parts.calls(training, ours, self.disk, self.args.saves, self.vitals)
 
     def keep(self) -> None:
         """Write what is known so far: a run that is cut short is not lost."""

@@ -77,18 +77,33 @@ class MixedAdamW(torch.optim.AdamW):
             torch._foreach_add_(params, [c.to(p.dtype) for c, p in zip(change, params, strict=True)])
 
 
+class Stack(nn.Module):
+    """As many large weights as there are layers, and nothing else: with their moments, 84 tensors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.layers[0].weight
+        x = F.one_hot(tokens % len(weight), len(weight)).to(weight.dtype)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 class Training:
     """The model, its optimizer and one batch; `state` is what is saved, the same objects for everyone."""
 
-    def __init__(self, gb: float, device: torch.device, tokens: int) -> None:
+    def __init__(self, gb: float, device: torch.device, tokens: int, *, few: bool = False) -> None:
         torch.manual_seed(0)
         wanted = gb * 1e9 / BYTES_EACH
-        width = max(HEAD, round((wanted / 12 / LAYERS) ** 0.5 / HEAD) * HEAD)
-        words = 4 * width
+        width = max(HEAD, round((wanted / (1 if few else 12) / LAYERS) ** 0.5 / HEAD) * HEAD)
+        words = width if few else 4 * width
         layers = max(1, round((wanted - 2 * words * width) / (12 * width**2)))
         self.device = device
         with device:  # made there at once: the CPU takes long to draw a gigabyte of random numbers
-            self.model = Transformer(width, layers, words).to(torch.bfloat16)
+            self.model = (Stack(width) if few else Transformer(width, layers, words)).to(torch.bfloat16)
         self.optimizer = MixedAdamW(self.model.parameters(), lr=1e-4)
         length = min(1024, tokens)
         self.batch = torch.randint(words, (max(1, tokens // length), length + 1), device=device)
