@@ -90,7 +90,7 @@ def pick(
             names[name] = key
     picked = _pick(index, names, dtype)
     if not picked.tensors:
-        begin = f" begin with {prefix!r} and" if prefix else ""
+        begin = f" that begins with {prefix!r}" if prefix else ""
         raise StateError(
             f"of {len(keys)} names, none{begin} is a tensor that was asked for",
             hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
