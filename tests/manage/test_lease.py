@@ -192,3 +192,23 @@ def test_it_is_renewed_while_it_is_held() -> None:
         lease.insist()
     lease.release()
     assert root.get(LEASE_NAME, limit=999) == of_elsewhere()
+
+
+class _Undeletable(MemoryRoot):
+    def delete(self, name: str) -> None:
+        raise sk.StorageError(f"{name} cannot be deleted", name=name)
+
+
+def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same() -> None:
+    """A later Checkpointer of this process takes the root, and one that still holds it is not taken for such a one."""
+    root = _Undeletable()
+    first = Lease(root)
+    first.take()
+    with pytest.raises(sk.RootInUse, match="this process itself"):
+        Lease(root).take()
+    first.release()
+    assert LEASE_NAME in [info.name for info in root.list()]
+    second = Lease(root)
+    second.take()
+    second.insist()
+    second.release()

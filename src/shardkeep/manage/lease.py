@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -57,6 +58,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.machine}, since {self.since}"
+
+
+# Leases of this process, by id. One of ours that is not among them was given up, and could not be deleted.
+_held: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
 
 class Lease:
@@ -117,8 +122,13 @@ class Lease:
         if self._thread is not None:
             self.insist()
             return
-        while not self._try():
-            pass
+        _held[self._mine.id] = self
+        try:
+            while not self._try():
+                pass
+        except BaseException:
+            _held.pop(self._mine.id, None)
+            raise
         self._thread = threading.Thread(target=self._keep, daemon=True, name="shardkeep-lease")
         self._thread.start()
         atexit.register(self.release)
@@ -150,6 +160,7 @@ class Lease:
         with self._lock, suppress(CheckpointError):
             if not self._lost and self._is_mine(self._read()):
                 self._root.delete(LEASE_NAME)
+        _held.pop(self._mine.id, None)
         self._lost = self._lost or "the lease was given up"
 
     # -- taking --------------------------------------------------------------------------------------------------
@@ -256,4 +267,6 @@ def _decoded(data: bytes) -> Holder | None:
 
 
 def _certainly_gone(holder: Holder) -> bool:
-    return holder.host == host() and started(holder.pid) != holder.started
+    if holder.host != host():
+        return False
+    return started(holder.pid) != holder.started or (holder.pid == os.getpid() and holder.id not in _held)
