@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardkeep as sk
-from shardkeep.cli import blocks
+from shardkeep.cli import diff, diff_values
+from shardkeep.cli.blocks import blocks_of
 from tests.cli.conftest import data_file, flip, state_of
 from tests.engine.samples import all_dtypes, random_tensor
 
@@ -24,10 +26,12 @@ def pair(tmp_path, one, other):
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks and pieces so small that every tensor has many."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 10)
-    monkeypatch.setattr("shardkeep.cli.diff_values.PIECE_ELEMENTS", 7)
+def small_blocks(request, monkeypatch):
+    """Pieces so small that every tensor has many; tensors read together, or block by block."""
+    monkeypatch.setattr(diff_values, "PIECE_ELEMENTS", 7)
+    if request.param == "in blocks":
+        monkeypatch.setattr(diff, "_SMALL_NBYTES", 0)
+        monkeypatch.setattr(diff_values, "blocks_of", partial(blocks_of, block_elements=10))
 
 
 def test_a_copy_is_equal_without_reading(shardkeep, run_dir, checkpoint):
@@ -54,8 +58,17 @@ def test_digests_are_believed_unless_told_to_read(shardkeep, run_dir, checkpoint
     assert "are not what was saved" in answer.err
 
 
-@pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
-def test_a_single_changed_value_is_found(shardkeep, tmp_path, small_blocks, dtype):
+IN_BLOCKS = (torch.float32, torch.bfloat16, torch.uint64, torch.complex64, torch.bits16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small_blocks"),
+    [*((dtype, "together") for dtype in all_dtypes()), *((dtype, "in blocks") for dtype in IN_BLOCKS)],
+    indirect=["small_blocks"],
+    ids=str,
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_a_single_changed_value_is_found(shardkeep, tmp_path, dtype):
     """
     Of every dtype, one flipped bit of one element is found, counted and located.
     """
@@ -63,16 +76,20 @@ def test_a_single_changed_value_is_found(shardkeep, tmp_path, small_blocks, dtyp
     after = before.clone() if "int" not in str(dtype) or dtype.itemsize > 1 else random_tensor((9, 8), dtype, seed=3)
     raw = after.view(torch.uint8).reshape(9, 8, -1)
     raw[4, 5, 0] ^= 1
-    answer = shardkeep("diff", *pair(tmp_path, {"t": before, "u": before}, {"t": after, "u": before}), "--json")
+    same = torch.empty(0, 4)
+    one, other = {"t": before, "u": before, "v": same}, {"t": after, "u": before, "v": same}
+    answer = shardkeep("diff", *pair(tmp_path, one, other), "--json")
     assert answer.code == 1
     [found] = answer.json["other_elements"]
     assert (found["key"], found["changed"], found["first"]["index"]) == ("t", 1, [4, 5])
     text = shardkeep("diff", tmp_path / "a", tmp_path / "b").out
     assert "at [4, 5]:" in text
-    assert "1 differ; 1 key equal" in text
+    assert "1 differ; 2 keys equal" in text
 
 
-def test_norms_are_numpys(shardkeep, tmp_path, small_blocks):
+@pytest.mark.parametrize("small_blocks", ["together", "in blocks"], indirect=True)
+@pytest.mark.usefixtures("small_blocks")
+def test_norms_are_numpys(shardkeep, tmp_path):
     """
     Count, greatest distance, norm and relative norm are what numpy says of the whole tensors.
     """

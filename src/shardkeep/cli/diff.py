@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli.contents import Item, items_of, wanted_keys
-from shardkeep.cli.diff_digests import Digests, equal_by_digests
+from shardkeep.cli.diff_digests import Equality
 from shardkeep.cli.diff_output import document_of, print_difference
 from shardkeep.cli.diff_plain import ValueChange, compare_values
 from shardkeep.cli.output import print_json
@@ -30,6 +30,10 @@ EXAMPLES = """
   shardkeep diff runs/a/step-500 exported --rtol 1e-2 --ignore-dtype
   shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
 """
+
+_SMALL_NBYTES = 1 << 20
+_BATCH_NBYTES = 16 << 20
+_BATCH_LENGTH = 4096
 
 Pair = tuple[Item, Item]
 
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     in_a, in_b = ({item.key: item for item in items_of(checkpoint, wanted)} for checkpoint in (a, b))
     if wanted is not None and not in_a and not in_b:
         raise NotUsable(f"no key of either fits {' '.join([*args.pattern, args.prefix or '']).strip()!r}")
-    found = compare(a, b, in_a, in_b, args)
+    found = compare_all(a, b, in_a, in_b, args)
     if args.json:
         print_json(document_of(found, args))
     else:
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.count else 0
 
 
-def compare(
+def compare_all(
     a: Checkpoint, b: Checkpoint, in_a: dict[str, Item], in_b: dict[str, Item], args: argparse.Namespace
 ) -> Difference:
     """Compare these items of two checkpoints."""
@@ -97,7 +101,7 @@ def compare(
         only_b=[item for key, item in in_b.items() if key not in in_a],
     )
     to_read: list[Pair] = []
-    digests = Digests(a), Digests(b)
+    equality = None if args.keys_only or args.read else Equality(a, b)
     for key, one in in_a.items():
         other = in_b.get(key)
         if other is None:
@@ -114,31 +118,55 @@ def compare(
             change = compare_values(a, one, b, other, rtol=args.rtol, atol=args.atol)
             found.values += [(one, change)] if change else []
             found.equal += not change
-        elif not args.read and one.dtype == other.dtype and equal_by_digests(digests[0], one, digests[1], other):
+        elif equality and one.dtype == other.dtype and equality.known(one, other):
             found.equal += 1
             found.by_digests += 1
         else:
             to_read.append((one, other))
-    for one, tensor_change in _changes(a, b, to_read, args):
-        found.tensors += [(one, tensor_change)] if tensor_change.changed else []
-        found.equal += not tensor_change.changed
+    for one, tensor_change in sorted(_changes(a, b, to_read, args), key=lambda found: found[0].key.encode()):
+        found.tensors.append((one, tensor_change))
+    found.equal += len(to_read) - len(found.tensors)
     return found
 
 
 def _changes(
     a: Checkpoint, b: Checkpoint, pairs: list[Pair], args: argparse.Namespace
 ) -> Iterator[tuple[Item, Change]]:
-    """Read pairs of tensors, several at a time, and say how each differs, in the order of the pairs."""
+    """Read pairs of tensors, several at a time, and say how those differ that do."""
     if not pairs:
         return
     from shardkeep.cli.blocks import calculators  # noqa: PLC0415 - torch only where values are read
-    from shardkeep.cli.diff_values import compare as compare_tensors  # noqa: PLC0415
+    from shardkeep.cli.diff_values import Tolerance, compare, compare_batch  # noqa: PLC0415
 
+    tolerance = Tolerance(args.rtol, args.atol)
     with Progress("comparing", sum(one.nbytes for one, _ in pairs)) as progress, calculators() as threads:
 
-        def work(pair: Pair) -> Change:
-            stored: tuple[Any, Any] = a[pair[0].key], b[pair[1].key]
-            return compare_tensors(*stored, rtol=args.rtol, atol=args.atol, on_block=progress.add)
+        def work(batch: list[Pair]) -> list[Change]:
+            if len(batch) > 1:
+                changes = compare_batch(a, b, batch, tolerance)
+                progress.add(sum(one.nbytes for one, _ in batch))
+                return changes
+            stored: tuple[Any, Any] = a[batch[0][0].key], b[batch[0][1].key]
+            return [compare(*stored, tolerance, on_block=progress.add)]
 
-        for pair, change in zip(pairs, threads.map(work, pairs), strict=True):
-            yield pair[0], change
+        batches = list(_batches(pairs))
+        for batch, changes in zip(batches, threads.map(work, batches), strict=True):
+            yield from ((pair[0], change) for pair, change in zip(batch, changes, strict=True) if change.changed)
+
+
+def _batches(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """Put small tensors together: one by one, looking for them costs more than reading them."""
+    batch: list[Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        its = max(pair[0].nbytes, pair[1].nbytes)
+        if its > _SMALL_NBYTES:
+            yield [pair]
+            continue
+        if batch and (nbytes + its > _BATCH_NBYTES or len(batch) == _BATCH_LENGTH):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += its
+    if batch:
+        yield batch

@@ -13,6 +13,8 @@ import numpy as np
 from shardkeep.cli.contents import Item, source_of
 from shardkeep.errors import StorageError
 from shardkeep.format.checksum import DIGEST_NBYTES
+from shardkeep.format.columns import ITEMSIZES, segment_starts
+from shardkeep.format.index import Index
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import FileEntry
 from shardkeep.opening import Checkpoint
@@ -20,12 +22,28 @@ from shardkeep.run.read import open_checked
 
 
 class Digests:
-    """The digests of one checkpoint's files, each read once, with its size and header checked."""
+    """The digests of one checkpoint's files, each read once, with its size and header checked, and where chunks lie."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._store = source_of(checkpoint).store
         self._of_file: dict[int, bytes] = {}
+        index = checkpoint.index
+        ends = np.asarray(index.chunk_ends, np.int64)
+        itemsizes = np.repeat(ITEMSIZES[index.tensors.dtype], ends - segment_starts(ends))
+        self._places = np.stack(
+            [
+                index.chunks.boxes.volumes() * itemsizes,
+                np.asarray(index.chunks.file, np.int64),
+                np.asarray(index.chunks.start, np.int64),
+            ],
+            axis=1,
+        )
+
+    def places(self, item: Item) -> list[list[int]]:
+        """Return bytes, file and start of each chunk of a tensor."""
+        places: list[list[int]] = self._places[self.checkpoint.index.chunk_rows(item.row)].tolist()
+        return places
 
     def of_file(self, number: int) -> bytes:
         """Return the digests of all blocks of a file, end to end; empty where it has none."""
@@ -40,32 +58,41 @@ class Digests:
         return self.checkpoint.record.files[number]
 
 
-def equal_by_digests(one: Digests, item: Item, other: Digests, its_item: Item) -> bool:
-    """Say whether two tensors of one shape and dtype are known to be equal; False where nothing is known."""
-    a, b = one.checkpoint.index, other.checkpoint.index
-    if one.checkpoint.record.format != NATIVE or other.checkpoint.record.format != NATIVE:
-        return False
-    rows, its_rows = a.chunk_rows(item.row), b.chunk_rows(its_item.row)
-    axes = len(item.shape)
-    if not (
-        np.array_equal(a.chunks.offsets[rows, :axes], b.chunks.offsets[its_rows, :axes])
-        and np.array_equal(a.chunks.sizes[rows, :axes], b.chunks.sizes[its_rows, :axes])
-    ):
-        return False
-    itemsize = a.dtype(item.row).itemsize
-    nbytes = (np.asarray(a.chunks.sizes[rows, :axes], np.int64).prod(axis=1) * itemsize).tolist()
-    places = zip(
-        nbytes,
-        a.chunks.file[rows].tolist(),
-        a.chunks.start[rows].tolist(),
-        b.chunks.file[its_rows].tolist(),
-        b.chunks.start[its_rows].tolist(),
-        strict=True,
-    )
-    try:
-        return all(_equal(one, other, *place) for place in places)
-    except StorageError:
-        return False  # whoever reads the values says what is wrong
+class Equality:
+    """Which tensors of two checkpoints are known to be equal."""
+
+    def __init__(self, one: Checkpoint, other: Checkpoint) -> None:
+        self._sides: tuple[Digests, Digests] | None = None
+        if one.record.format == other.record.format == NATIVE:
+            self._sides = Digests(one), Digests(other)
+            self._same_boxes = _same_boxes(one.index, other.index)
+
+    def known(self, item: Item, its_item: Item) -> bool:
+        """Say whether two tensors of one shape and dtype are known to be equal; False where nothing is known."""
+        if self._sides is None:
+            return False
+        one, other = self._sides
+        a, b = one.checkpoint.index, other.checkpoint.index
+        if not (self._same_boxes and item.row == its_item.row):
+            mine, its = a.chunk_rows(item.row), b.chunk_rows(its_item.row)
+            axes = len(item.shape)
+            if not (
+                np.array_equal(a.chunks.offsets[mine, :axes], b.chunks.offsets[its, :axes])
+                and np.array_equal(a.chunks.sizes[mine, :axes], b.chunks.sizes[its, :axes])
+            ):
+                return False
+        try:
+            places = zip(one.places(item), other.places(its_item), strict=True)
+            return all(_equal(one, other, *place, *its_place[1:]) for place, its_place in places)
+        except StorageError:
+            return False  # whoever reads the values says what is wrong
+
+
+def _same_boxes(a: Index, b: Index) -> bool:
+    """Say whether all tensors of two checkpoints are cut in the same way, as saves of one run are."""
+    columns = ((a.chunk_ends, b.chunk_ends), (a.tensors.alias, b.tensors.alias))
+    boxes = ((a.chunks.offsets, b.chunks.offsets), (a.chunks.sizes, b.chunks.sizes))
+    return all(np.array_equal(mine, its) for mine, its in (*columns, *boxes))
 
 
 def _equal(one: Digests, other: Digests, nbytes: int, file: int, start: int, its_file: int, its_start: int) -> bool:

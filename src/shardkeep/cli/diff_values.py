@@ -8,7 +8,7 @@ Without tolerances bits are compared: a NaN equals the same NaN, and -0.0 is not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from shardkeep.cli.blocks import PIECE_ELEMENTS, as_numbers, blocks_of, read_block
+from shardkeep.cli.contents import Item, source_of
 from shardkeep.errors import UnsupportedLeaf
-from shardkeep.format.region import Box
-from shardkeep.opening import StoredTensor
+from shardkeep.format.region import Box, whole
+from shardkeep.opening import Checkpoint, StoredTensor
+from shardkeep.options import Options
+from shardkeep.run.slicing import read_whole
 
 
 @dataclass
@@ -55,18 +58,53 @@ class Change:
         return self.norm / base if base else math.inf if self.squares else 0.0
 
 
-def compare(
-    one: StoredTensor, other: StoredTensor, *, rtol: float, atol: float, on_block: Callable[[int], None]
-) -> Change:
+class Tolerance(NamedTuple):
+    """How far apart numbers may be that count as equal; with 0 and 0, bits are compared."""
+
+    relative: float
+    absolute: float
+
+
+def compare(one: StoredTensor, other: StoredTensor, tolerance: Tolerance, *, on_block: Callable[[int], None]) -> Change:
     """Read two tensors of one shape, and say how they differ; `on_block` is told the bytes read of the first."""
     found = Change()
     for box in blocks_of(one):
-        a, b = read_block(one, box).reshape(-1), read_block(other, box).reshape(-1)
-        for start in range(0, len(a), PIECE_ELEMENTS):
-            many = min(PIECE_ELEMENTS, len(a) - start)
-            _add(found, _Piece(a.narrow(0, start, many), b.narrow(0, start, many), box, start), rtol, atol)
+        a, b = read_block(one, box), read_block(other, box)
+        _add_block(found, a, b, box, tolerance)
         on_block(a.nbytes)
     return found
+
+
+def compare_batch(
+    one: Checkpoint, other: Checkpoint, pairs: Sequence[tuple[Item, Item]], tolerance: Tolerance
+) -> list[Change]:
+    """Read many small tensors of two checkpoints at once, and say how each pair differs."""
+    ours = _read(one, [item for item, _ in pairs])
+    theirs = _read(other, [item for _, item in pairs])
+    changes = []
+    for a, b in zip(ours, theirs, strict=True):
+        found = Change()
+        if a.dtype == b.dtype and torch.equal(_raw(a.reshape(-1)), _raw(b.reshape(-1))):
+            found.elements = a.numel()
+        else:
+            _add_block(found, a, b, whole(tuple(a.shape)), tolerance)
+        changes.append(found)
+    return changes
+
+
+def _read(checkpoint: Checkpoint, items: Sequence[Item]) -> list[torch.Tensor]:
+    """Read tensors whole, those that are tied once."""
+    owners = checkpoint.index.tensors.alias[[item.row for item in items]].astype(np.int64)
+    rows, where = np.unique(owners, return_inverse=True)
+    tensors = read_whole(source_of(checkpoint), rows, Options())
+    return [tensors[at] for at in where.tolist()]
+
+
+def _add_block(found: Change, a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> None:
+    a, b = a.reshape(-1), b.reshape(-1)
+    for start in range(0, len(a), PIECE_ELEMENTS):
+        many = min(PIECE_ELEMENTS, len(a) - start)
+        _add(found, _Piece(a.narrow(0, start, many), b.narrow(0, start, many), box, start), tolerance)
 
 
 class _Piece(NamedTuple):
@@ -84,7 +122,7 @@ class _Piece(NamedTuple):
         return tuple(offset + int(i) for offset, i in zip(self.box.offsets, inside, strict=True))
 
 
-def _add(found: Change, piece: _Piece, rtol: float, atol: float) -> None:
+def _add(found: Change, piece: _Piece, tolerance: Tolerance) -> None:
     a, b = piece.a, piece.b
     found.elements += a.numel()
     same_type = a.dtype == b.dtype
@@ -105,9 +143,11 @@ def _add(found: Change, piece: _Piece, rtol: float, atol: float) -> None:
     # Of whole numbers bits tell, and need no rounding.
     same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
     distance = _distance(x, y)
-    if rtol or atol:
+    if any(tolerance):
         # Infinite distances are close to nothing, not even to an infinite tolerance.
-        differs = ~same_number & ~(distance.isfinite() & (distance <= atol + rtol * y.abs().to(torch.float64)))
+        differs = ~same_number & ~(
+            distance.isfinite() & (distance <= tolerance.absolute + tolerance.relative * y.abs().to(torch.float64))
+        )
     elif bits is not None:
         differs = bits
         found.bits_alone += int((bits & same_number).sum())
@@ -139,7 +179,7 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _raw(elements: torch.Tensor) -> torch.Tensor:
     """Return the bytes of elements, a row each."""
-    return elements.contiguous().view(torch.uint8).reshape(len(elements), -1)
+    return elements.contiguous().view(torch.uint8).reshape(len(elements), elements.element_size())
 
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

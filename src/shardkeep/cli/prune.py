@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -28,6 +29,8 @@ EXAMPLES = """
   shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
   shardkeep prune runs/a --keep-best accuracy:1:max --keep-hours 24 --yes
 """
+_THREADS = 8
+"""That look at checkpoints: most of them wait for the disk or the network."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:
 
 def make_plan(found: Run, rules: list[Rule]) -> Plan:
     """Decide what becomes of every place."""
-    entries = [_looked_at(found, entry) for entry in found.entries()]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        entries = list(threads.map(lambda entry: _looked_at(found, entry), found.entries()))
     now = datetime.now(timezone.utc)
     policy = AnyOf(tuple(rule.policy for rule in rules))
     kept, deleted = plan(entries, policy, now)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   shardkeep show runs/a/step-500 model.layers.0.weight
   shardkeep show runs/a/step-500 model.layers.0.weight --slice "3:7, ::2"
+  shardkeep show runs/a/step-500 model.layers.0.weight --slice="-4:"
   shardkeep show runs/a/step-500 step
 """
 _MOST_VALUES = 1_000_000
