@@ -162,3 +162,14 @@ def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
     (tmp_path / "other" / "notes.txt").write_text("x")
     assert shardkeep("verify", tmp_path / "missing").code == 2
     assert shardkeep("verify", tmp_path / "other").code == 2
+    assert shardkeep("verify", f"file://{tmp_path}/other").code == 2
+    assert shardkeep("verify", "s3://bucket/run").code == 2
+
+
+def test_places_as_urls(shardkeep, run_dir):
+    """
+    A file:// URL is a place like its path, for runs and checkpoints.
+    """
+    assert shardkeep("verify", f"file://{run_dir}").code == 0
+    assert shardkeep("latest", f"file://{run_dir}").out == f"file://{run_dir}/step-30\n"
+    assert shardkeep("ls", f"file://{run_dir}/step-30", "step", "--names").out == "step\n"

@@ -47,7 +47,7 @@ def open_one_or_root(where: str, template: str | None = None) -> Checkpoint | Ru
         return open_checkpoint(where)
     except CheckpointNotFound as exc:
         run = open_run(where, template)
-        if run.entries() or _is_empty(where):
+        if run.entries() or is_empty(where):
             return run
         exc.hint = exc.hint or hint_for(where)
         raise
@@ -66,7 +66,8 @@ def check_exists(where: str) -> None:
         raise NotUsable(f"{where}: {what}", hint=hint_for(where))
 
 
-def _is_empty(where: str) -> bool:
+def is_empty(where: str) -> bool:
+    """Say whether a place is a directory that has nothing in it: a run that has not begun."""
     return os.path.isdir(where) and not os.listdir(where)
 
 

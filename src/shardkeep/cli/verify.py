@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardkeep.cli.checking import Verdict, check
 from shardkeep.cli.output import count_text, folded, print_json, say, shown, size_text, styled
-from shardkeep.cli.places import open_root_only
+from shardkeep.cli.places import is_empty, open_root_only
 from shardkeep.cli.progress import Progress
 from shardkeep.errors import CheckpointError, CheckpointNotFound
 from shardkeep.manage.entries import Entry
@@ -78,7 +78,7 @@ def _places(path: str, template: str | None) -> Iterator[Place]:
     except CheckpointNotFound:
         found = open_root_only(path, template)
         entries = found.entries()
-        if not entries and os.listdir(path):
+        if not entries and not is_empty(path):
             raise
         yield from (Place(found.path_of(entry), entry, entry.nbytes) for entry in entries)
         return
