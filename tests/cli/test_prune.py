@@ -81,6 +81,7 @@ def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
     answer = shardkeep("prune", run_dir, "--keep-last", "1")
     assert (answer.code, steps(run_dir)) == (0, kept)
     assert "2 checkpoints to delete" in answer.out
+    assert ("freed" in answer.out) == (typed == "y")
 
 
 def test_pinned_ones_stay(shardkeep, run_dir):

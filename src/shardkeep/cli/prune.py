@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             say("nothing was deleted")
             return 0
         failed = _carry_out(found, planned)
+        if not args.json and not failed:
+            say(styled(f"deleted, {size_text(planned.nbytes)} freed", "green"))
     if args.json:
         print_json(_document(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:
