@@ -1,8 +1,7 @@
 """`python -m shardkeep` is the `shardkeep` command."""
 
-from __future__ import annotations
+import sys
 
-import runpy
+from shardkeep.cli.main import main
 
-if __name__ == "__main__":
-    runpy.run_module("shardkeep.cli.main", run_name="__main__", alter_sys=True)
+sys.exit(main())
