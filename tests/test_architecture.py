@@ -11,7 +11,8 @@ import shardkeep
 
 SRC = Path(shardkeep.__file__).parent
 LAYERS = [
-    {"cli", "__main__"},
+    {"__main__"},
+    {"cli"},
     {"ui", "dcp", "integrations", "testing"},
     {"manage", "compat"},
     {"exchange"},
