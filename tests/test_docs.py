@@ -1,45 +1,130 @@
-"""What the documentation says is what happens: its snippets run, its tables are the code's."""
+"""What the documentation says is what happens: its snippets run, its commands print what it shows, its tables are the code's."""
 
 import doctest
 import importlib
+import logging
+import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
+import shardkeep as sk
+from shardkeep import errors
 from shardkeep.format.dtypes import TABLE
+from tests.docs.fences import commands_of, fences_of
+from tests.docs.masks import masked
+from tests.docs.running import Reader
+from tests.docs.scene import names
+from tests.docs.troubles import TROUBLES, text_of
+from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+ALL_PAGES = [ROOT / "README.md", *PAGES]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+REASONS = {
+    "installs": lambda fence: all(each.words.startswith(("pip install", "make")) for each in commands_of(fence)),
+}
+"""Why a block may be skipped, and whether that holds."""
 
-class Model(nn.Module):
-    """Whatever a snippet calls `model`."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT).with_suffix(""))
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """An empty folder; whatever a page does to the log is undone."""
+    monkeypatch.chdir(tmp_path)
+    root, ours = logging.getLogger(), logging.getLogger("shardkeep")
+    before = [(log, log.handlers[:], log.level) for log in (root, ours)]
+    yield tmp_path
+    for log, handlers, level in before:
+        log.handlers[:] = handlers
+        log.setLevel(level)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is not in use")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run(page, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_snippets_run(page, alone, rank_pool):
     """
-    Every Python block of a page runs, in order, in one namespace that has a model and its optimizer.
+    Every block of code of a page runs, in order, from an empty folder, and prints what the page says.
     """
-    monkeypatch.chdir(tmp_path)
-    model = Model()
-    names = {"torch": torch, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block, str(page), "exec"), names)
+    if "transformers" in page.read_text() and find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    for fence, printed in Reader(page, names(), rank_pool).follow():
+        assert masked(fence.body) == masked(printed), f"{page}, line {fence.line}: python -m tests.docs.refresh {page}"
 
 
-@pytest.mark.parametrize("module", ["saving", "loading", "opening"])
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_run_or_says_why_not(page):
+    """
+    A block is Python, a console or plain text; one that is skipped gives a reason that is true.
+    """
+    for fence in fences_of(page.read_text()):
+        assert fence.language in {"python", "console", "text"}, f"{page}, line {fence.line}"
+        assert not set(fence.options) - {"title", "skip"}, f"{page}, line {fence.line}"
+        if "skip" in fence.options:
+            assert REASONS[fence.options["skip"]](fence), f"{page}, line {fence.line}"
+        if fence.language == "text" and fence.title:
+            assert fence.is_output or fence.title in TROUBLES, f"{page}, line {fence.line}"
+    assert page.read_text().count("```") == 2 * len(fences_of(page.read_text())), f"{page}: a block is not closed"
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_the_troubleshooting_page_has_what_is_really_said(kind, alone):
+    """
+    Each error of the page happens, and its text is the one that is shown there.
+    """
+    page = (DOCS / "troubleshooting.md").read_text()
+    [shown] = [fence.body for fence in fences_of(page) if fence.title == kind]
+    assert masked(shown) == masked(text_of(kind))
+    assert f"### {kind}\n" in page
+
+
+def test_the_troubleshooting_page_has_every_error():
+    """
+    No error that users meet is missing from the page.
+    """
+    public = [getattr(sk, name) for name in sk.__all__]
+    found = {
+        each for each in [*vars(errors).values(), *public] if isinstance(each, type) and issubclass(each, Exception)
+    }
+    assert {each.__name__ for each in found} <= set(TROUBLES)
+
+
+def test_the_site_builds(tmp_path):
+    """
+    The site builds without a warning, asks nobody else for anything, and has every public name in its API reference.
+    """
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings-python is not installed")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    reference = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    assert [name for name in sk.__all__ if f'id="shardkeep.{name}"' not in reference] == []
+    for page in site.glob("**/*.html"):
+        asked = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?://[^"]*)"', page.read_text())
+        assert asked == [], f"{page.name} needs the network"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "saving", "loading", "opening", "events", "exchange.converting", "exchange.exporting", "manage.catalog",
+        "manage.checkpointer", "manage.retention", "reports.progress", "reports.trace",
+    ],
+)  # fmt: skip
 def test_docstring_examples_run(module):
     """
     Examples in the public docstrings give the results they show.
@@ -53,7 +138,7 @@ def test_the_format_page_has_every_dtype_code():
     """
     The table of codes on the format page is the one in the code.
     """
-    page = (ROOT / "docs" / "format.md").read_text()
+    page = (DOCS / "format.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d+) \| (\w+) \|$", page, re.MULTILINE)
     assert [(int(code), name, int(size)) for code, name, size, _ in rows] == [
         (r.code, r.name, r.itemsize) for r in TABLE
@@ -61,11 +146,25 @@ def test_the_format_page_has_every_dtype_code():
     assert [kind for *_, kind in rows] == [row.safetensors or "U8" for row in TABLE]
 
 
+def test_the_architecture_page_has_the_layers():
+    """
+    Folders and their order on the architecture page are those that a test enforces, as far as they exist.
+    """
+    page = (DOCS / "architecture.md").read_text()
+    source = Path(sk.__file__).parent
+    there = {path.stem for path in source.iterdir() if path.stem[0] != "_" and path.suffix in ("", ".py")}
+    blocks = [fence.body.splitlines() for fence in fences_of(page)]
+    [shown] = [lines for lines in blocks if lines[0] == "cli"]
+    assert [set(line.split(" | ")) for line in shown] == [names & there for names in LAYERS]
+    [tree] = [lines for lines in blocks if lines[0] == "src/shardkeep/"]
+    assert {name for name in there if not re.search(rf"\b{name}(/|\.py)", "\n".join(tree))} == set()
+
+
 def test_links_lead_somewhere():
     """
     Relative links in the documentation point at files that exist.
     """
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+    for page in [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

@@ -1,0 +1,43 @@
+"""
+Write what commands really print into the pages: `python -m tests.docs.refresh docs/cli.md`.
+
+Only blocks whose output is not what it should be are changed. Read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from shardkeep.testing.rank_pool import RankPool
+from tests.docs.fences import fences_of
+from tests.docs.masks import masked
+from tests.docs.running import Reader
+from tests.docs.scene import names
+from tests.docs.troubles import TROUBLES, text_of
+
+
+def refresh(page: Path, pool: RankPool) -> int:
+    """Put real output into a page, and return how many blocks have changed."""
+    os.chdir(tempfile.mkdtemp())
+    real = list(Reader(page, names(), pool).follow())
+    for fence in fences_of(page.read_text()):
+        if fence.language == "text" and fence.title in TROUBLES:
+            os.chdir(tempfile.mkdtemp())
+            real.append((fence, text_of(fence.title)))
+    text = page.read_text()
+    changed = [(fence, printed) for fence, printed in real if masked(fence.body) != masked(printed)]
+    for fence, printed in sorted(changed, key=lambda each: -each[0].begin):
+        lines = "\n".join(line.rstrip() for line in printed.strip("\n").split("\n")) + "\n"
+        text = text[: fence.begin] + lines + text[fence.begin + len(fence.body) :]
+    page.write_text(text)
+    return len(changed)
+
+
+if __name__ == "__main__":
+    paths = [Path(word).resolve() for word in sys.argv[1:]]
+    with RankPool(4) as ranks:
+        for path in paths:
+            print(f"{path.name}: {refresh(path, ranks)} blocks changed")

@@ -1,0 +1,154 @@
+"""
+Runs the blocks of a page, in an empty folder, as a reader would who types all of it in.
+
+A console line `shardkeep ...` runs in this process with a real pseudo-terminal of 80 columns as its standard output;
+`torchrun --nproc-per-node N script.py` on N ranks of the pool, which is what torchrun would start, and `python script.py`
+on one of them, as a process of its own that has imported torch already; anything else in bash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from shardkeep.cli.main import main
+from shardkeep.testing.rank_pool import RankPool
+from tests.docs.fences import Command, Fence, commands_of, fences_of
+
+COLUMNS = "80"
+_TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)((?: \S+)*)")
+_PYTHON = re.compile(r"python (\S+\.py)((?: \S+)*)")
+_PLAIN = re.compile(r"shardkeep[^|&;<>$`\\]*")
+
+
+class Reader:
+    """One who follows a page."""
+
+    def __init__(self, page: Path, names: dict[str, Any], pool: RankPool) -> None:
+        self.page = page
+        self._names = names
+        self._pool = pool
+        self._code = 0
+
+    def follow(self) -> Iterator[tuple[Fence, str]]:
+        """Run block by block; yield those that show output, with what it really is, written as the page has it."""
+        printed = ""
+        for fence in fences_of(self.page.read_text()):
+            if "skip" in fence.options:
+                continue
+            if fence.is_output:
+                yield fence, printed
+            elif fence.language == "python" and fence.title:
+                Path(fence.title).write_text(fence.body)
+            elif fence.language == "python":
+                printed = self._python(fence)
+            elif fence.language == "console":
+                yield fence, "".join(f"$ {each.words}\n{self._run(each)}" for each in commands_of(fence))
+
+    def _python(self, fence: Fence) -> str:
+        # Lines are counted from the top of the page, so that a traceback points into it.
+        code = compile("\n" * (fence.line - 1) + fence.body, str(self.page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, self._names)
+        return out.getvalue()
+
+    def _run(self, command: Command) -> str:
+        words = command.words
+        if words == "echo $?":
+            return f"{self._code}\n"
+        ranks = _TORCHRUN.fullmatch(words)
+        if ranks:
+            self._code = 0
+            return self._on_ranks(int(ranks[1]), ranks[2], ranks[3].split())
+        if alone := _PYTHON.fullmatch(words):
+            self._code = 0
+            return "".join(self._pool.run(1, run_script, os.getcwd(), alone[1], alone[2].split(), init=False))
+        if _PLAIN.fullmatch(words):
+            self._code, printed = in_terminal(shlex.split(words)[1:])
+            return printed
+        return self._in_bash(words)
+
+    def _on_ranks(self, ranks: int, script: str, arguments: list[str]) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        return "".join(self._pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False))
+
+    def _in_bash(self, words: str) -> str:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = {**os.environ, "PATH": path, "COLUMNS": COLUMNS, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            ["bash", "-c", words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        self._code = done.returncode
+        return done.stdout
+
+
+def run_script(folder: str, script: str, arguments: list[str], port: int | None = None) -> str:
+    """
+    Run a script, and return what it printed; on a rank of the pool.
+
+    With a port as one of torchrun's ranks would, without one as a process that nobody told of ranks.
+    """
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(sys, "argv", [script, *arguments]),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+        ):
+            if port is None:
+                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+                    os.environ.pop(name, None)
+            else:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        os.chdir(before)
+    return out.getvalue()
+
+
+def in_terminal(words: list[str]) -> tuple[int, str]:
+    """Run `shardkeep`, writing to a pseudo-terminal; return its exit code and what it printed, remarks last."""
+    parent, child = pty.openpty()
+    pieces: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while piece := os.read(parent, 1 << 16):
+                pieces.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    remarks = io.StringIO()
+    try:
+        with (
+            mock.patch.dict(os.environ, {"COLUMNS": COLUMNS, "NO_COLOR": "1"}),
+            os.fdopen(child, "w", encoding="utf-8") as out,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(remarks),
+        ):
+            code = main(words)
+    finally:
+        reader.join()
+        os.close(parent)
+    return code, b"".join(pieces).decode().replace("\r\n", "\n") + remarks.getvalue()

@@ -1,0 +1,257 @@
+"""
+Every error of the troubleshooting page, made to happen: what is printed there is what is raised here.
+
+Each function is called in an empty folder and raises the error it is named after in `TROUBLES`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+import shardkeep as sk
+from shardkeep.ranks.world import World
+from shardkeep.reports.problems import need
+from shardkeep.run.writer_hold import writer_hold
+from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.thread_ranks import thread_outcomes
+from tests.asynchronous.test_process_mode import stop, until_asked
+from tests.damage.forge import seal_record
+
+WHERE = "runs/a/step-10"
+MODEL = {"embed": {"weight": torch.arange(32.0).reshape(4, 8)}, "head": {"weight": torch.ones(8, 4)}}
+
+
+def state() -> dict[str, Any]:
+    return {"model": {name: {"weight": each["weight"].clone()} for name, each in MODEL.items()}, "step": 10}
+
+
+def saved() -> Path:
+    sk.save(state(), WHERE, step=10)
+    return Path(WHERE)
+
+
+def data_file() -> Path:
+    [found] = saved().glob("model-*.safetensors")
+    return found
+
+
+def on_ranks(size: int, work: Callable[[World], Any], timeout_s: float = 10.0) -> NoReturn:
+    """Raise what rank 0 raised."""
+    outcome = thread_outcomes(size, work, timeout_s=timeout_s)[0]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    raise LookupError(f"rank 0 returned {outcome!r}")
+
+
+def no_such_place() -> None:
+    sk.save(state(), "s3://bucket/step-10")
+
+
+def no_step() -> None:
+    sk.Checkpointer("runs/a", every_steps=0)
+
+
+def unsupported_leaf() -> None:
+    sk.save({"model": {"w": torch.ones(4)}, "hook": print}, WHERE)
+
+
+def key_collision() -> None:
+    sk.save({"model.weight": torch.ones(4), "model": {"weight": torch.ones(4)}}, WHERE)
+
+
+def invalid_shards() -> None:
+    def rank(world: World) -> None:
+        piece = sk.ShardedBox(torch.ones(2, 8), offsets=(0 if world.rank == 0 else 3, 0), shape=(5, 8))
+        sk.save({"model": {"weight": piece}}, WHERE, group=world)
+
+    on_ranks(2, rank)
+
+
+def replicas_differ() -> None:
+    on_ranks(2, lambda world: sk.save({"model": {"w": torch.ones(4)}, "position": world.rank}, WHERE, group=world))
+
+
+def state_mismatch() -> None:
+    saved()
+    other = state()
+    other["model"]["head"]["weight"] = torch.ones(8, 6)
+    other["model"]["embd"] = other["model"].pop("embed")
+    sk.load(other, WHERE)
+
+
+def not_found() -> None:
+    sk.load(state(), "runs/a/step-11")
+
+
+def exists() -> None:
+    saved()
+    sk.save(state(), WHERE)
+
+
+def unsupported_version() -> None:
+    record = saved() / "shardkeep.json"
+    text = record.read_text().replace('"version": 1', '"version": 2')
+    record.write_bytes(seal_record(text[: text.rindex(',\n  "checksum"')].encode()))
+    sk.load(state(), WHERE)
+
+
+def pickle_refused() -> None:
+    sk.save({"model": {"w": torch.ones(4)}, "config": nn.Identity}, WHERE, allow_pickle=True)
+    sk.load({"model": {"w": torch.ones(4)}, "config": None}, WHERE)
+
+
+def all_damaged() -> None:
+    with data_file().open("r+b") as file:
+        file.seek(4100)
+        file.write(b"\xff")
+    sk.Checkpointer("runs/a").restore_latest(state())
+
+
+def checksum_mismatch() -> None:
+    with data_file().open("r+b") as file:
+        file.seek(4100)
+        file.write(b"\xff")
+    sk.load(state(), WHERE)
+
+
+def wrong_size() -> None:
+    os.truncate(data_file(), 4100)
+    sk.load(state(), WHERE)
+
+
+def malformed() -> None:
+    record = saved() / "shardkeep.json"
+    record.write_bytes(record.read_bytes()[:100])
+    sk.load(state(), WHERE)
+
+
+def storage_error() -> None:
+    Path("runs").write_text("a file where a directory should be")
+    sk.save(state(), WHERE)
+
+
+def blob_not_found() -> None:
+    sk.LocalStore(WHERE).get("notes.txt", limit=100)
+
+
+class Small(sk.LocalStore):
+    """A disk that is nearly full."""
+
+    def free_nbytes(self) -> int:
+        return 100
+
+
+def storage_full() -> None:
+    sk.save(state(), Small(WHERE))
+
+
+def earlier_failed() -> None:
+    sk.async_save(state(), Small(WHERE))
+    sk.finish_saves()
+
+
+def cancelled() -> None:
+    go_on = threading.Event()
+
+    class Waits(FaultyStore):
+        """Waits, so that there is time to cancel."""
+
+        def create(self, name: str, nbytes: int) -> Any:
+            go_on.wait()
+            return super().create(name, nbytes)
+
+    handle = sk.async_save(state(), Waits(sk.LocalStore(WHERE)))
+    handle.staged.wait()
+    handle.cancel()
+    go_on.set()
+    handle.result()
+
+
+def writer_died() -> None:
+    sk.async_save(state(), "runs/a/step-9", writer="process").result()
+    pid = writer_hold().pid or 0
+    stop(pid)
+    handle = sk.async_save(state(), WHERE, writer="process")
+    until_asked(handle)
+    os.kill(pid, signal.SIGKILL)
+    handle.result()
+
+
+def silent() -> None:
+    def rank(world: World) -> None:
+        if world.rank != 1:
+            sk.save(state(), WHERE, group=world, options=sk.Options(timeout_s=1))
+
+    on_ranks(2, rank, timeout_s=1)
+
+
+def disagree() -> None:
+    def rank(world: World) -> None:
+        sk.save(state(), WHERE if world.rank == 0 else "runs/b/step-10", group=world)
+
+    on_ranks(2, rank)
+
+
+def root_in_use() -> None:
+    with sk.Checkpointer("runs/a") as first, sk.Checkpointer("runs/a") as second:
+        first.save(1, state())
+        second.save(2, state())
+
+
+def lease_lost() -> None:
+    with sk.Checkpointer("runs/a", asynchronous=False) as first:
+        first.save(1, state())
+        with sk.Checkpointer("runs/a", takeover=True) as second:
+            second.save(2, state())
+            first.save(3, state())
+
+
+def package_missing() -> None:
+    need("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
+
+
+TROUBLES: dict[str, Callable[[], object]] = {
+    "CheckpointError": no_such_place,
+    "StateError": no_step,
+    "UnsupportedLeaf": unsupported_leaf,
+    "KeyCollision": key_collision,
+    "InvalidShards": invalid_shards,
+    "ReplicasDiffer": replicas_differ,
+    "StateMismatch": state_mismatch,
+    "CheckpointNotFound": not_found,
+    "CheckpointExists": exists,
+    "UnsupportedVersion": unsupported_version,
+    "PickleRefused": pickle_refused,
+    "DamagedCheckpoint": all_damaged,
+    "ChecksumMismatch": checksum_mismatch,
+    "WrongSize": wrong_size,
+    "MalformedFile": malformed,
+    "StorageError": storage_error,
+    "BlobNotFound": blob_not_found,
+    "StorageFull": storage_full,
+    "EarlierSaveFailed": earlier_failed,
+    "SaveCancelled": cancelled,
+    "WriterDied": writer_died,
+    "RanksSilent": silent,
+    "RanksDisagree": disagree,
+    "RootInUse": root_in_use,
+    "LeaseLost": lease_lost,
+    "PackageMissing": package_missing,
+}
+
+
+def text_of(name: str) -> str:
+    """Make an error happen in this folder, and return what it says, with its class in front."""
+    try:
+        TROUBLES[name]()
+    except sk.CheckpointError as error:
+        return f"{type(error).__name__}: {error}\n"
+    raise LookupError(f"{name} did not happen")
