@@ -239,6 +239,21 @@ def test_walks_back_past_what_is_torn_or_damaged(tmp_path: Path) -> None:
         assert "step-2" not in places(tmp_path)
 
 
+def test_a_damaged_step_that_is_saved_anew_counts_again(tmp_path: Path) -> None:
+    """It is whole now: it is among those that are kept, and goes when its time has come."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 5))
+    damage(tmp_path / "step-4")
+    with checkpointer(tmp_path, every_steps=1, keep_last=2) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 3
+        train(ckpt, range(4, 5))
+        ckpt.wait()
+        assert ckpt.all_steps() == [3, 4]
+        train(ckpt, range(5, 8))
+        ckpt.wait()
+        assert ckpt.all_steps() == [6, 7]
+
+
 def test_nothing_is_begun_anew_while_there_are_damaged_checkpoints(tmp_path: Path) -> None:
     """A root whose checkpoints are all bad is an error, and not an empty root."""
     with checkpointer(tmp_path) as ckpt:

@@ -9,7 +9,7 @@ records are read anew, and the new checkpoint must be among them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -49,7 +49,7 @@ class Housekeeping:
             now: tells the time, with its zone.
 
         """
-        self.distrusted: Collection[str] = ()
+        self.distrusted: set[str] = set()
         """Places that could not be restored: they do not count as kept, and are left alone."""
         self._catalog = catalog
         self._root = catalog.root
@@ -86,6 +86,7 @@ class Housekeeping:
             self._in_use.end(name)
         if not done:
             return
+        self.distrusted.discard(name)  # it was overwritten
         try:
             self._lease.insist()
             self._root.put(LATEST_NAME, f"{name}\n".encode(), replace=True)
