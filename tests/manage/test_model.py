@@ -1,0 +1,505 @@
+"""
+A Checkpointer against a simple model of what must exist, through random sequences of saves, failures, crashes, damage,
+restores, takeovers and wrong clocks.
+
+The model knows which checkpoints there are, what is in them and how old they are. It is compared after every rule with
+what is on disk, read without a Catalog: the commit records, and the values by `sk.open`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import shardkeep as sk
+from shardkeep.manage.seams import Seams
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
+from tests.manage.scene import OPTIONS
+
+RECORD = "shardkeep.json"
+STEPS = st.integers(0, 14)
+LOSSES = st.sampled_from([None, 0.0, 1.0, 2.0, 3.0, math.nan, math.inf])
+CHANGES = ("create", "write_at", "finish", "put", "delete")
+
+
+# -- what jobs see of the root
+
+
+class View:
+    """A root as one job sees it: its disk can fail in places, and the job can die, after which it does nothing more."""
+
+    def __init__(self, inner: MemoryRoot) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.fault: tuple[Fault, int] | None = None
+        """What strikes the next save, and in which of its operations."""
+        self.dead = False
+        self.struck = False
+        self.commits = 0
+        """Records that were put."""
+
+    def place(self, name: str) -> Any:
+        return _Place(self, self.inner.place(name))
+
+    def __getattr__(self, verb: str) -> Any:
+        if self.dead:
+            raise InjectedCrash(verb)
+        return getattr(self.inner, verb)
+
+
+class _Place(FaultyStore):
+    def __init__(self, view: View, inner: Any) -> None:
+        self._view = view
+        kind, at = view.fault or ("error", None)
+        # What cannot be deleted fails no save.
+        super().__init__(inner, kind, at=at, verbs=CHANGES if kind == "crash" else CHANGES[:-1])
+
+    def begin(self, verb: str, name: str) -> Fault | None:
+        if self._view.dead:
+            raise InjectedCrash(verb)
+        try:
+            fault = super().begin(verb, name)
+        except BaseException:
+            self._view.struck = True
+            self._view.dead = self._view.dead or self.crashed
+            raise
+        self._view.struck = self._view.struck or fault is not None
+        return fault
+
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        super().put(name, data, replace=replace)
+        self._view.commits += name == RECORD
+
+
+# -- the model
+
+
+@dataclass
+class Made:
+    """A checkpoint that is committed."""
+
+    step: int
+    value: int
+    loss: float | None
+    timeline: int
+    pinned: bool = False
+    rotten: bool = False
+    """Its data are damaged, which only who reads them finds out."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return self.timeline, self.step
+
+
+@dataclass
+class Job:
+    """What the model knows of the Checkpointer at work."""
+
+    ckpt: sk.Checkpointer
+    view: View
+    keep: dict[str, Any]
+    now: list[timedelta]
+    restored: Made | None = None
+    timeline: int | None = None
+    """Known after the first save."""
+    saved: set[int] = field(default_factory=set)
+    distrusted: set[int] = field(default_factory=set)
+    holds: bool = False
+    """Whether it has the root: it has tried to save."""
+
+
+def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
+    """Say which steps are kept, by the words of the documentation."""
+    by_age = sorted(made, key=lambda each: each.age, reverse=True)
+    found = {each.step for each in by_age[:1]} | {each.step for each in made if each.pinned}
+    if keep["keep_last"]:
+        found |= {each.step for each in by_age[: keep["keep_last"]]}
+    if keep["keep_every"]:
+        found |= {each.step for each in made if each.step % keep["keep_every"] == 0}
+    if keep["keep_best"]:
+        _, count, mode = keep["keep_best"]
+        found |= set(ranked(made, mode)[:count])
+    if keep["keep_hours"] and off < timedelta(hours=keep["keep_hours"]):
+        found |= {each.step for each in made}
+    if not any(keep.values()):
+        found |= {each.step for each in made}
+    return found
+
+
+def ranked(made: list[Made], mode: str) -> list[int]:
+    """Order steps by their loss, the best first; of equals the newest."""
+    known = [each for each in made if each.loss is not None and not math.isnan(each.loss)]
+    known.sort(key=lambda each: each.age, reverse=True)
+    known.sort(key=lambda each: each.loss or 0.0, reverse=mode == "max")
+    return [each.step for each in known]
+
+
+class Machine(RuleBasedStateMachine):
+    """Jobs on one root, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = MemoryRoot()
+        self.made: dict[int, Made] = {}
+        self.garbled: set[int] = set()
+        """Steps whose record is unreadable."""
+        self.pointer: int | None = None
+        self.count = 0
+        self.read: dict[str, int] = {}
+        self.job: Job
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    @initialize(data=st.data())
+    def first_job(self, data: st.DataObject) -> None:
+        self.job = self.begin(data)
+
+    def begin(self, data: st.DataObject, *, takeover: bool = False) -> Job:
+        keep = {
+            "keep_last": data.draw(st.sampled_from([None, 1, 2, 3]), "keep_last"),
+            "keep_every": data.draw(st.sampled_from([None, None, 5]), "keep_every"),
+            "keep_best": data.draw(st.sampled_from([None, ("loss", 1, "min"), ("loss", 2, "max")]), "keep_best"),
+            "keep_hours": data.draw(st.sampled_from([None, None, 1.0]), "keep_hours"),
+        }
+        view, off = View(self.root), [timedelta(0)]
+        ckpt = sk.Checkpointer(
+            view,  # type: ignore[arg-type]
+            **keep,
+            asynchronous=data.draw(st.booleans(), "asynchronous"),
+            max_in_flight=data.draw(st.sampled_from([1, 2]), "max_in_flight"),
+            takeover=takeover,
+            retries=0,
+            options=OPTIONS,
+            seams=Seams(sleep=lambda _: None, interval_s=0.0, now=lambda: datetime.now(timezone.utc) + off[0]),
+        )
+        return Job(ckpt, view, keep, off)
+
+    @rule(data=st.data())
+    def next_job(self, data: st.DataObject) -> None:
+        """The job ends, and another one begins."""
+        self.job.ckpt.close()
+        assert not (self.job.holds and self.is_held())
+        self.job = self.begin(data)
+
+    @rule(data=st.data(), step=STEPS, at=st.integers(0, 14), resumes=st.booleans())
+    def crash(self, data: st.DataObject, step: int, at: int, resumes: bool) -> None:
+        """The process dies in a save, at some operation, or after it; another one goes on."""
+        self.job.view.fault = "crash", at
+        self.save(step, None)
+        self.bury(self.job)
+        self.job = self.begin(data)
+        if resumes:
+            self.restore_latest()
+
+    def bury(self, job: Job) -> None:
+        """Make a job as dead as one whose process was killed."""
+        job.view.dead = True
+        with suppress(BaseException):
+            job.ckpt.close()  # its threads end; nothing reaches the root
+        with suppress(sk.BlobNotFound):
+            holder = json.loads(self.root.get("lease.json", limit=4096))
+            self.root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode(), replace=True)
+
+    @rule(data=st.data(), step=STEPS)
+    def takeover(self, data: st.DataObject, step: int) -> None:
+        """Another job is refused the root, then takes it over; the first one saves and deletes no more."""
+        old = self.job
+        if old.holds:
+            second = sk.Checkpointer(View(self.root), options=OPTIONS)  # type: ignore[arg-type]
+            with pytest.raises(sk.RootInUse, match="this process itself"):
+                second.save(step, state_of(0))
+            second.close()
+        self.job = self.begin(data, takeover=True)
+        self.restore_latest()
+        self.save(step, None)
+        if old.holds:
+            old_error = attempt(old, step, state_of(0), {})
+            assert isinstance(old_error, (sk.LeaseLost, sk.CheckpointExists)), old_error
+        old.ckpt.close()
+        assert self.is_held()
+
+    @rule(hours=st.sampled_from([0, 10, -10, 10_000]))
+    def clock_jumps(self, hours: int) -> None:
+        self.job.now[0] = timedelta(hours=hours)
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+
+    @rule(step=STEPS, loss=LOSSES, overwrite=st.booleans())
+    def save_one(self, step: int, loss: float | None, overwrite: bool) -> None:
+        self.save(step, loss, overwrite=overwrite)
+
+    @precondition(lambda self: self.made or self.garbled)
+    @rule(data=st.data(), loss=LOSSES)
+    def save_again(self, data: st.DataObject, loss: float | None) -> None:
+        """A step that is there; a job that has gone back from it overwrites it."""
+        self.save(data.draw(st.sampled_from(sorted({*self.made, *self.garbled})), "again"), loss)
+
+    @rule(ahead=st.integers(1, 3), loss=LOSSES)
+    def save_next(self, ahead: int, loss: float | None) -> None:
+        """As training does."""
+        newest = max((each.age for each in self.made.values()), default=(0, -1))[1]
+        self.save(min(newest + ahead, 30), loss)
+
+    @rule(step=STEPS, kind=st.sampled_from(["full", "short", "error"]), at=st.integers(0, 10))
+    def save_on_a_bad_disk(self, step: int, kind: Fault, at: int) -> None:
+        self.job.view.fault = kind, at
+        self.save(step, 1.0)
+
+    @rule(step=st.integers(15, 20), asked=st.booleans())
+    def step_when_asked(self, step: int, asked: bool) -> None:
+        """A file in the root asks for a save of the next step."""
+        if step in self.made or step in self.garbled:
+            return
+        if asked:
+            self.root.put("save-now", b"", replace=True)
+        self.save(step, None, by_step=True, due=asked)
+        assert "save-now" not in {info.name for info in self.root.list()}
+
+    def save(
+        self, step: int, loss: float | None, *, overwrite: bool = False, by_step: bool = False, due: bool = True
+    ) -> None:
+        """Save, and do to the model what must come of it."""
+        job, self.count = self.job, self.count + 1
+        job.holds = job.holds or due
+        refused = due and self.refused(step, overwrite=overwrite)
+        metrics = {} if loss is None else {"loss": loss}
+        how = {"metrics": metrics, **({} if by_step else {"overwrite": overwrite})}
+        commits = job.view.commits
+        error = attempt(job, step, state_of(self.count), how, by_step=by_step)
+        struck, job.view.struck, job.view.fault = job.view.struck, False, None
+        made = Made(step, self.count, loss, job.timeline or 0, self.is_pinned(step))
+        assert job.view.commits - commits <= (due and not refused)
+        if struck:
+            assert isinstance(error, (sk.StorageError, InjectedCrash)), error
+            if job.view.commits > commits:  # the process died after that
+                assert isinstance(error, InjectedCrash)
+                self.made[step] = made
+                self.garbled.discard(step)
+        elif refused:
+            assert isinstance(error, sk.CheckpointExists), error
+        else:
+            assert error is None, error
+            if due:
+                self.committed(made)
+
+    def refused(self, step: int, *, overwrite: bool) -> bool:
+        """Find out, as the first save does, where the job is; and whether a save must be refused."""
+        job = self.job
+        if job.timeline is None:
+            highest = max((each.timeline for each in self.made.values()), default=0)
+            if job.restored is None:
+                if step <= max({*self.made, *self.garbled}, default=-1):
+                    return True
+                job.timeline = highest
+            else:
+                there = [each.age for each in self.made.values()] + [(0, each) for each in self.garbled]
+                newer = any(age > job.restored.age for age in there)
+                job.timeline = highest + 1 if newer else job.restored.timeline
+        goes_back = job.restored is not None and step > job.restored.step and step not in job.saved
+        may = overwrite or (goes_back and not self.is_pinned(step))
+        return (step in self.made or step in self.garbled) and not may
+
+    def committed(self, made: Made) -> None:
+        """A save succeeded: it is pointed to, and what no policy wants is deleted."""
+        job = self.job
+        self.made[made.step] = made
+        self.garbled.discard(made.step)
+        job.saved.add(made.step)
+        job.distrusted.discard(made.step)
+        self.pointer = made.step
+        trusted = [each for each in self.made.values() if each.step not in job.distrusted]
+        kept = wanted(trusted, job.keep, job.now[0]) | {made.step} | job.distrusted
+        self.made = {step: each for step, each in self.made.items() if step in kept}
+
+    # -- restores ----------------------------------------------------------------------------------------------------
+
+    @rule()
+    def restore_latest(self) -> None:
+        order = sorted(
+            [(each.age, each) for each in self.made.values()] + [((0, step), None) for step in self.garbled],
+            key=lambda each: (each[0][0], each[0][1]),
+            reverse=True,
+        )
+        self.restore([(age[1], each) for age, each in order], self.job.ckpt.restore_latest)
+
+    @rule(mode=st.sampled_from(["min", "max"]))
+    def restore_best(self, mode: Any) -> None:
+        order = [(step, self.made[step]) for step in ranked(list(self.made.values()), mode)]
+        assert self.job.ckpt.best_step("loss", mode) == (order[0][0] if order else None)
+        self.restore(order, lambda state: self.job.ckpt.restore_best(state, "loss", mode))
+
+    @rule(step=STEPS)
+    def restore_step(self, step: int) -> None:
+        if step not in self.made and step not in self.garbled:
+            with pytest.raises(sk.CheckpointNotFound):
+                self.job.ckpt.restore(step, blank())
+            return
+        self.restore([(step, self.made.get(step))], lambda state: self.job.ckpt.restore(step, state))
+
+    def restore(self, order: list[tuple[int, Made | None]], restoring: Any) -> None:
+        """Restore the first of these that is whole."""
+        state, job = blank(), self.job
+        good = next((row for row, (_, each) in enumerate(order) if each is not None and not each.rotten), None)
+        if not order:
+            assert restoring(state) is None
+        elif good is None:
+            with pytest.raises(sk.DamagedCheckpoint):
+                restoring(state)
+        else:
+            made = order[good][1]
+            assert made is not None
+            assert restoring(state) == made.step
+            assert value_of(state) == made.value
+            job.restored, job.timeline, job.saved = made, None, set()
+            job.distrusted = {step for step, _ in order[:good]}
+            assert job.ckpt.last_restore is not None
+            assert [each.step for each in job.ckpt.last_restore.skipped] == [step for step, _ in order[:good]]
+
+    # -- what happens to checkpoints ---------------------------------------------------------------------------------
+
+    @rule(step=STEPS)
+    def pin(self, step: int) -> None:
+        if step in self.made:
+            self.job.ckpt.pin(step)
+            self.made[step].pinned = True
+        else:
+            with pytest.raises(sk.CheckpointNotFound):
+                self.job.ckpt.pin(step)
+
+    @rule(step=STEPS)
+    def unpin(self, step: int) -> None:
+        self.job.ckpt.unpin(step)
+        if step in self.made:
+            self.made[step].pinned = False
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def tear(self, data: st.DataObject) -> None:
+        """A record is lost: there is no checkpoint any more."""
+        step = data.draw(st.sampled_from(sorted(self.made)), "torn")
+        self.root.place(f"step-{step}").delete(RECORD)
+        del self.made[step]
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def rot(self, data: st.DataObject) -> None:
+        """A bit of the data flips."""
+        step = data.draw(st.sampled_from(sorted(self.made)), "rotten")
+        if not self.made[step].rotten:
+            self.flip(step, ".safetensors")
+            self.made[step].rotten = True
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def garble(self, data: st.DataObject) -> None:
+        """A bit of a record flips."""
+        step = data.draw(st.sampled_from(sorted(self.made)), "garbled")
+        self.flip(step, RECORD)
+        del self.made[step]
+        self.garbled.add(step)
+
+    def flip(self, step: int, ending: str) -> None:
+        store = self.root.place(f"step-{step}")
+        name = next(info.name for info in store.list() if info.name.endswith(ending))
+        data = bytearray(store.get(name, limit=1 << 20))
+        data[-9] ^= 1
+        store.put(name, bytes(data), replace=True)
+
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_there_is_what_must_be(self) -> None:
+        found = dict(self.on_disk())
+        assert {step: record["meta"].get("timeline", 0) for step, record in found.items()} == {
+            step: made.timeline for step, made in self.made.items()
+        }
+        for step, record in found.items():
+            made = self.made[step]
+            loss = record["meta"].get("metrics", {}).get("loss")
+            assert (None if loss is None else str(float(loss))) == (None if made.loss is None else str(made.loss))
+            if not made.rotten:
+                assert self.value_in(step, record["save_id"]) == made.value
+        if hasattr(self, "job"):
+            newest = max(self.made.values(), key=lambda each: each.age, default=None)
+            assert self.job.ckpt.all_steps() == sorted(self.made)
+            assert self.job.ckpt.latest_step() == (newest.step if newest else None)
+        pointer = next((self.root.get("latest", limit=99) for info in self.root.list() if info.name == "latest"), b"")
+        assert pointer.decode() == ("" if self.pointer is None else f"step-{self.pointer}\n")
+
+    def on_disk(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Read the records that are whole."""
+        for name in self.root.places():
+            blobs = {info.name for info in self.root.place(name).list()}
+            if RECORD in blobs:
+                data = self.root.place(name).get(RECORD, limit=1 << 20)
+                body, _, rest = data.rpartition(b',\n  "checksum":')
+                if rest == f' "xxh3_128:{xxhash.xxh3_128(body).hexdigest()}"\n}}\n'.encode():
+                    yield int(name.removeprefix("step-")), json.loads(data)
+
+    def value_in(self, step: int, save_id: str) -> int:
+        if save_id not in self.read:
+            self.read[save_id] = value_of(sk.open(self.root.place(f"step-{step}")).to_dict())
+        return self.read[save_id]
+
+    def is_held(self) -> bool:
+        return "lease.json" in {info.name for info in self.root.list()}
+
+    def is_pinned(self, step: int) -> bool:
+        return f"pin.step-{step}" in {info.name for info in self.root.list()}
+
+    def teardown(self) -> None:
+        if hasattr(self, "job"):
+            self.job.ckpt.close()
+
+
+def state_of(value: int) -> dict[str, Any]:
+    return {"w": torch.full((8,), float(value)), "value": value}
+
+
+def blank() -> dict[str, Any]:
+    return {"w": torch.zeros(8), "value": 0}
+
+
+def value_of(state: dict[str, Any]) -> int:
+    value: int = state["value"]
+    assert torch.equal(state["w"], state_of(value)["w"])
+    return value
+
+
+def attempt(
+    job: Job, step: int, state: dict[str, Any], how: dict[str, Any], *, by_step: bool = False
+) -> BaseException | None:
+    """Save and wait; return what went wrong."""
+    try:
+        saved = job.ckpt.step(step, state, **how) if by_step else job.ckpt.save(step, state, **how)
+        job.ckpt.wait()
+    except sk.EarlierSaveFailed as error:
+        return error.__cause__
+    except (sk.CheckpointError, InjectedCrash) as error:
+        return error
+    if isinstance(saved, sk.SaveHandle):
+        return saved.exception()
+    return None
+
+
+TestCheckpointerAgainstItsModel = Machine.TestCase
+TestCheckpointerAgainstItsModel.settings = settings(
+    max_examples=30,
+    stateful_step_count=30,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
