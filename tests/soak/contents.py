@@ -1,0 +1,65 @@
+"""What the checkpoints of a soak hold: every bit a function of job, step and key, so that anybody can tell what is right."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tensor of the state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it."""
+    nbytes: int
+    """Of an element."""
+    axis: int | None = None
+    """Along which ranks have their parts; None: every rank has all of it."""
+
+
+TENSORS = {
+    "model.w": Kind((97, 1024), "float32", 4, axis=0),
+    "model.b": Kind((4099,), "float64", 8),
+    "optim.m": Kind((61, 257), "int64", 8, axis=1),
+    "optim.v": Kind((33, 5), "bfloat16", 2),
+    "optim.t": Kind((2, 3), "bool", 1, axis=0),
+}
+
+
+def bits(key: str, job: int, step: int) -> Bits:
+    """Return the bytes of a tensor, with one more axis: those of an element. Floats are any pattern, NaNs among them."""
+    kind = TENSORS[key]
+    seed = (job, step, zlib.crc32(key.encode()))
+    count = int(np.prod(kind.shape)) * kind.nbytes
+    found = np.frombuffer(np.random.default_rng(seed).bytes(count), np.uint8)
+    if kind.dtype == "bool":
+        found = found & 1
+    return found.reshape(*kind.shape, kind.nbytes)
+
+
+def part(kind: Kind, rank: int, size: int) -> tuple[slice, ...]:
+    """Say which part of a tensor a rank has: an uneven one, sometimes none."""
+    whole = [slice(0, n) for n in kind.shape]
+    if kind.axis is not None:
+        n = kind.shape[kind.axis]
+        whole[kind.axis] = slice(rank * n // size, (rank + 1) * n // size)
+    return tuple(whole)
+
+
+def keys() -> Iterator[tuple[str, str, str]]:
+    """Name all tensors: key, and its two parts."""
+    for key in TENSORS:
+        first, second = key.split(".")
+        yield key, first, second
+
+
+def loss(job: int, step: int) -> float:
+    """The metric of a step: no two are the same, and no order is in them."""
+    return zlib.crc32(f"{job}/{step}".encode()) / 2**32 + step * 1e-9

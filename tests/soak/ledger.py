@@ -1,0 +1,94 @@
+"""What the ranks of all jobs wrote down, and what must be on disk if they are to be believed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.soak.contents import loss
+from tests.soak.job import KEEP_BEST, KEEP_EVERY, KEEP_LAST
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint that was committed at some time."""
+
+    step: int
+    job: int
+    save_id: str
+    timeline: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What they are ordered by, the newest last."""
+        return self.timeline, self.step
+
+
+class Ledger:
+    """Reads what ranks write down, as far as they have come."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._read: Counter[Path] = Counter()
+        self.acked: dict[str, Made] = {}
+        """What any rank was told is durable, by save id."""
+        self.restored: dict[int, int] = {}
+        """The step that each job went on from."""
+        self.begun: set[tuple[int, int]] = set()
+        """Jobs and steps."""
+        self.faults: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.texts: dict[str, str] = {}
+        """One message of each kind of error."""
+
+    def update(self) -> None:
+        """Read what is new."""
+        for path in sorted(self._logs.glob("job-*.jsonl")):
+            data = path.read_bytes()[self._read[path] :]
+            whole = data[: data.rfind(b"\n") + 1]  # the last line of one who was killed
+            self._read[path] += len(whole)
+            job = int(path.name.split("-")[1])
+            for line in whole.splitlines():
+                self._take(job, json.loads(line))
+
+    def pids(self, job: int, steps: int = 0) -> dict[int, int]:
+        """Say which processes are the ranks of a job that have begun so many steps."""
+        found = {}
+        for path in self._logs.glob(f"job-{job:05d}-rank-*.jsonl"):
+            lines = path.read_bytes().split(b"\n")[:-1]
+            if lines and sum(b'"what": "step"' in line for line in lines) >= steps:
+                first = json.loads(lines[0])
+                found[first["rank"]] = first["pid"]
+        return found
+
+    def _take(self, job: int, line: dict[str, Any]) -> None:
+        what = line["what"]
+        if what == "ack" and (line["timeline"] is not None or line["save_id"] not in self.acked):
+            self.acked[line["save_id"]] = Made(line["step"], job, line["save_id"], line["timeline"] or 0)
+        elif what == "restored":
+            self.restored[job] = line["step"] or 0
+        elif what == "step":
+            self.begun.add((job, line["step"]))
+        elif what == "fault":
+            self.faults[line["kind"]] += 1
+        elif what in ("failed", "ended") and line["error"]:
+            self.errors[f"{what} {line['error']}"] += 1
+            self.texts[line["error"]] = line["text"]
+
+    def replaced(self, old: Made, new: Made) -> bool:
+        """Say whether a job could rightly overwrite a checkpoint: a later job, that went on from an earlier step."""
+        return new.job > old.job and new.step == old.step and self.restored.get(new.job, 0) < old.step
+
+
+def kept(made: Iterable[Made]) -> set[Made]:
+    """Say which checkpoints a root must keep, of those that it ever had."""
+    last: dict[int, Made] = {}
+    for each in sorted(made, key=lambda each: each.age):
+        last[each.step] = each  # one of an older timeline was overwritten
+    by_age = sorted(last.values(), key=lambda each: each.age, reverse=True)
+    by_loss = sorted(by_age, key=lambda each: loss(each.job, each.step))
+    return {*by_age[:KEEP_LAST], *by_loss[:KEEP_BEST], *(each for each in by_age if each.step % KEEP_EVERY == 0)}

@@ -1,0 +1,100 @@
+"""What goes wrong in a round: which job is run, and who is killed, all decided by a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Chaos = Literal[
+    "calm", "rank", "rank at an operation", "writer", "machine", "machine at an operation", "disk", "clock", "rivals"
+]
+KINDS: tuple[Chaos, ...] = (
+    "rank",
+    "rank at an operation",
+    "machine",
+    "disk",
+    "writer",
+    "rivals",
+    "machine at an operation",
+    "clock",
+)
+SHORT: tuple[Chaos, ...] = (*KINDS, "rank", "rank at an operation", "machine", "machine at an operation")
+"""Where there is little time: rather more kills."""
+CALM_EVERY = 3
+"""Rounds; a calm job tidies up what the others left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round."""
+
+    number: int
+    chaos: Chaos
+    world: int
+    steps: int
+    how: dict[str, Any]
+    """More for the job's plan."""
+    victim: int = 0
+    """The rank that is killed, or whose writer is."""
+    after_steps: int = 0
+    """Steps that have begun before the kill, or before a rival comes."""
+    after_s: float = 0.0
+    """From then until it happens."""
+    orphans_s: float | None = 0.0
+    """How long the other ranks are left alone after it; None: until they find out by themselves."""
+    store_on: Literal["parent", "rank0"] = "parent"
+    takeover: bool = False
+    """Whether the second of two rivals takes the root over."""
+    rival_world: int = 1
+
+
+def round_of(seed: int, number: int, *, short: bool) -> Round:
+    """Decide what happens in a round; the same for the same seed."""
+    dice = random.Random(f"{seed} {number}")
+    world = dice.choice([1, 2, 2, 3] if short else [1, 2, 2, 3, 4])
+    calm = number % CALM_EVERY == 0
+    chaos: Chaos = "calm" if calm else _in_turn(seed, number, SHORT if short else KINDS)
+    how: dict[str, Any] = {
+        "asynchronous": dice.random() < 0.8,
+        "writer": "process" if chaos == "writer" or (not short and dice.random() < 0.15) else "thread",
+        "max_in_flight": dice.choice([1, 1, 2]),
+    }
+    victim = dice.randrange(world)
+    alone = dice.random() < 0.15
+    if chaos in ("rank", "rank at an operation") and alone:
+        how["timeout_s"] = 2.0
+    if chaos == "writer":
+        how["asynchronous"] = True
+    elif chaos in ("rank at an operation", "machine at an operation"):
+        how["dies_at"] = victim, dice.randrange(100 if short else 400)
+    if chaos == "disk" or (chaos != "calm" and dice.random() < 0.2):
+        how["rate"] = dice.choice([0.002, 0.01, 0.05])
+    if chaos == "clock" or (chaos == "calm" and dice.random() < 0.3):
+        how["jumps"] = True
+    if chaos == "clock":
+        how["keep_hours"] = 0.001
+    if how.get("rate") or how.get("dies_at"):
+        how["writer"] = "thread"  # another process writes to a plain store
+    return Round(
+        number=number,
+        chaos=chaos,
+        world=world,
+        steps=dice.randrange(3, 8) if calm else dice.randrange(10, 20 if short else 60),
+        how=how,
+        victim=victim,
+        after_steps=dice.choice([0, 1, 1, 3, 8]),
+        after_s=dice.uniform(0.0, 0.1),
+        orphans_s=None if alone else dice.uniform(0.0, 0.2),
+        store_on=dice.choice(["parent", "parent", "rank0"]),
+        takeover=dice.random() < 0.6,
+        rival_world=dice.choice([1, 2]),
+    )
+
+
+def _in_turn(seed: int, number: int, kinds: tuple[Chaos, ...]) -> Chaos:
+    """Every kind comes before one comes again."""
+    count = number - 1 - (number - 1) // CALM_EVERY
+    order = list(kinds)
+    random.Random(f"{seed} {count // len(order)} order").shuffle(order)
+    return order[count % len(order)]
