@@ -155,7 +155,7 @@ def test_the_architecture_page_has_the_layers():
     there = {path.stem for path in source.iterdir() if path.stem[0] != "_" and path.suffix in ("", ".py")}
     blocks = [fence.body.splitlines() for fence in fences_of(page)]
     [shown] = [lines for lines in blocks if lines[0] == "cli"]
-    assert [set(line.split(" | ")) for line in shown] == [names & there for names in LAYERS]
+    assert [set(line.split(" | ")) for line in shown] == [names & there for names in LAYERS if names & there]
     [tree] = [lines for lines in blocks if lines[0] == "src/shardkeep/"]
     assert {name for name in there if not re.search(rf"\b{name}(/|\.py)", "\n".join(tree))} == set()
 

@@ -8,10 +8,7 @@ _MASKS = [
     (r"\x1b\[[0-9;]*m", ""),
     # Names that carry the id of a save are shortened in the middle where a line is too long.
     (r"\b[0-9a-f]{20}\b", "<id>"),
-    (
-        r"…[0-9a-f]{2,20}\.",
-        "….",
-    ),
+    (r"…[0-9a-f]{2,20}\.", "…."),
     (r"-[0-9a-f]{0,19}…", "-…"),
     (r"xxh3_128:[0-9a-f]{32}", "<digest>"),
     (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+\d\d:\d\d|Z)?", "<time>"),
@@ -21,6 +18,8 @@ _MASKS = [
     (r"process \d+ on \S+,", "process <pid> on <machine>,"),
     (r"\b\d+(\.\d+)? (?:s|ms|min|h|d)\b", "<span>"),
     (r"\b\d+(\.\d+)? GB/s", "<speed>"),
+    (r"(?: in|,) <span>, <speed>$", ""),  # said only of what took a while
+    (r" \(<span> by earlier saves\)", ""),
     (r"\bshardkeep \d+\.\d+\.\d+\w*", "shardkeep <version>"),
     (r"┤.*", "┤"),  # of a histogram: how many numbers fall to which side depends on their last digits
     # Columns move with what is in them.

@@ -2,8 +2,8 @@
 Runs the blocks of a page, in an empty folder, as a reader would who types all of it in.
 
 A console line `shardkeep ...` runs in this process with a real pseudo-terminal of 80 columns as its standard output;
-`torchrun --nproc-per-node N script.py` on N ranks of the pool, which is what torchrun would start, and `python script.py`
-on one of them, as a process of its own that has imported torch already; anything else in bash.
+`torchrun --nproc-per-node N script.py` on N ranks of the pool, which is what torchrun would start, and `python ...` on
+one of them, as a process of its own that has imported torch already; anything else in bash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tests.docs.fences import Command, Fence, commands_of, fences_of
 
 COLUMNS = "80"
 _TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)((?: \S+)*)")
-_PYTHON = re.compile(r"python (\S+\.py)((?: \S+)*)")
+# `python -m shardkeep.dcp` puts something in torch's place, and has to have a process that ends with it.
+_PYTHON = re.compile(r"python (\S+\.py|-m (?!shardkeep\.dcp )\S+)((?: \S+)*)")
 _PLAIN = re.compile(r"shardkeep[^|&;<>$`\\]*")
 
 
@@ -121,7 +122,10 @@ def run_script(folder: str, script: str, arguments: list[str], port: int | None 
                     os.environ.pop(name, None)
             else:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            runpy.run_path(script, run_name="__main__")
+            if script.startswith("-m "):
+                runpy.run_module(script[3:], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     finally:
         os.chdir(before)
     return out.getvalue()
