@@ -186,8 +186,9 @@ class Checkpointer(Resuming):
         Save the state if it is time to; called by all ranks after each step, with the same steps.
 
         Args:
-            step: the number of the step that is done, 0 or more. After a restore, steps are counted from that one; what
-                there is of later steps is overwritten. The step that was restored or saved last is not saved again.
+            step: the number of the step that is done, 0 or more, counted over the whole run and all its epochs. After
+                a restore, steps are counted from that one; what there is of later steps is overwritten. The step that
+                was restored or saved last is not saved again.
             state: as for `save`.
             metrics: numbers by which checkpoints are compared; rank 0's are kept.
             meta: as for `save`.
@@ -202,10 +203,12 @@ class Checkpointer(Resuming):
                 begun all the same: it is the error's `response`.
             RootInUse: another job saves to this root.
             CheckpointExists: the root has this step or later ones, and nothing was restored.
+            StateError: the step is below one that was restored or saved.
 
         """
         self._check_open()
         step = checked(step)
+        self._saves.check(step)
         why, stop, failed = self._steps.reached(step), False, []
         if force:
             why = "the caller wants it"
@@ -240,8 +243,10 @@ class Checkpointer(Resuming):
         job has gone back from is an error.
         """
         self._check_open()
+        step = checked(step)
+        self._saves.check(step)
         errors: list[BaseException] = []
-        saved = self._save(checked(step), state, metrics, meta, why="now", errors=errors, overwrite=overwrite)
+        saved = self._save(step, state, metrics, meta, why="now", errors=errors, overwrite=overwrite)
         self._failures.tell_earlier(errors, saved)
         return saved
 

@@ -72,6 +72,7 @@ class Saves:
         self.pending = Pending()
         self.last_step: int | None = None
         """What was restored or saved last."""
+        self._highest: int | None = None
         self._catalog = catalog
         self._root = catalog.root
         self._job = job
@@ -97,7 +98,7 @@ class Saves:
         """Go on from a checkpoint."""
         self._restored = restored
         self._timeline = None
-        self.last_step = restored.step
+        self.last_step = self._highest = restored.step
         self._house.distrusted = {each.name for each in restored.skipped}
 
     def make_room(self) -> list[BaseException]:
@@ -121,6 +122,20 @@ class Saves:
         """Give back the root, and end threads."""
         self._house.close()
         self._lease.release()
+
+    def check(self, step: int) -> None:
+        """
+        Refuse a step that goes back: it would be older than what is there, and be deleted first.
+
+        Raises:
+            StateError: it is below what this job restored or has saved.
+
+        """
+        if self._highest is not None and step < self._highest:
+            raise StateError(
+                f"{self._root.url}: step {step} comes after step {self._highest}, which this job restored or saved",
+                hint="count steps over the whole run, not over an epoch; to go back, restore(step) first",
+            )
 
     def begin(self, step: int) -> None:
         """
@@ -162,7 +177,7 @@ class Saves:
         overwrite: bool,
     ) -> Saved:
         """Save, or begin to, after `begin`."""
-        self.last_step = step
+        self.last_step = self._highest = step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
         overwrite = overwrite or (timeline.may_overwrite(step) and not self._is_pinned(name))

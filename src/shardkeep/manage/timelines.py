@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardkeep.errors import CheckpointExists
+from shardkeep.errors import CheckpointExists, StateError
 from shardkeep.manage.entries import Entry
 
 
@@ -42,6 +42,7 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
 
     Raises:
         CheckpointExists: nothing was restored, and the root has this step or later ones.
+        StateError: the step is before the one that was restored.
 
     """
     there = [entry for entry in entries if entry.status != "unfinished"]
@@ -54,5 +55,10 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
                 hint="call restore_latest() or restore(step) first, or choose another root",
             )
         return Timeline(highest)
+    if step < restored[1]:
+        raise StateError(
+            f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
+            hint="count steps over the whole run; to go back, restore an earlier step",
+        )
     newer = any(entry.age > restored for entry in there)
     return Timeline(highest + 1 if newer else restored[0], after=restored[1])
