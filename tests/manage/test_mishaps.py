@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shardkeep as sk
+from shardkeep.errors import StorageError
 from shardkeep.manage.timelines import timeline_of
+from shardkeep.store.local_root import LocalRoot
 from tests.manage.scene import checkpointer, empty_state, state_at, train
+
+
+class Hooked:
+    """Calls a function before each operation on a store or root, with where, the verb and what it was given."""
+
+    def __init__(self, inner: Any, before: Callable[..., object]) -> None:
+        self._inner, self._before, self.url = inner, before, inner.url
+
+    def __getattr__(self, verb: str) -> Any:
+        work = getattr(self._inner, verb)
+
+        def call(*args: Any, **more: Any) -> Any:
+            self._before(self.url.rsplit("/", 1)[-1], verb, *args)
+            done = work(*args, **more)
+            return Hooked(done, self._before) if verb == "place" else done
+
+        return call
+
+
+class Fault:
+    """Fails a verb below a root, so many times from when it is set."""
+
+    def __init__(self, path: Path) -> None:
+        self.root: Any = Hooked(LocalRoot(path), self._before)
+        self.wanted: tuple[str, ...] = ()
+        self.times = 0
+        self.errno = errno.ENOSPC
+
+    def set(self, *wanted: str, times: int = 1, code: int = errno.ENOSPC) -> None:
+        self.wanted, self.times, self.errno = wanted, times, code
+
+    def _before(self, where: str, verb: str, *args: Any) -> None:
+        said = (where, verb, *(each for each in args if isinstance(each, str)))
+        if self.times and all(each in said for each in self.wanted):
+            self.times -= 1
+            raise StorageError("injected", errno=self.errno)
 
 
 def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
@@ -29,3 +70,32 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
         assert train(ckpt, range(21, 23)) == [21, 22]
     with pytest.raises(sk.StateError, match="step 3 is to be saved, and step 4 was restored"):
         timeline_of([], (0, 4), 3, where="here")
+
+
+def went_back(root: Path) -> None:
+    """Leave steps 100 and 200, then 150 and 300 of a job that went back to 100."""
+    with checkpointer(root) as ckpt:
+        ckpt.save(100, state_at(100))
+        ckpt.save(200, state_at(200))
+        ckpt.restore(100, empty_state())
+        ckpt.save(150, state_at(150))
+        ckpt.save(300, state_at(300))
+
+
+def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> None:
+    """A read that fails is raised, a record that rotted is told of, whatever timeline it was of."""
+    went_back(tmp_path)
+    fault = Fault(tmp_path)
+    fault.set("step-300", "get", "shardkeep.json", code=errno.EACCES)
+    with checkpointer(fault.root, retries=0) as ckpt, pytest.raises(StorageError, match="injected"):
+        ckpt.restore_latest(empty_state())
+    record = tmp_path / "step-300" / "shardkeep.json"
+    record.write_bytes(b"XXXX" + record.read_bytes()[4:])
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 150
+        assert ckpt.last_restore is not None
+        assert [each.step for each in ckpt.last_restore.skipped] == [300]
+        ckpt.save(160, state_at(160))
+    found = sk.Catalog(tmp_path).latest()
+    assert found is not None
+    assert (found.timeline, found.step) == (2, 160)

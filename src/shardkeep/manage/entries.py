@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -56,6 +56,18 @@ class Entry:
     def age(self) -> tuple[int, int]:
         """What checkpoints are ordered by, the newest last: clocks have no say in it."""
         return self.timeline, self.step
+
+
+def newest_first(entries: Iterable[Entry]) -> list[Entry]:
+    """
+    Order entries for a restore: one whose record cannot be read may be of any timeline, and counts as of the newest.
+
+    To take it for an old one would be to pass over what may be the newest checkpoint without a word.
+    """
+    known = list(entries)
+    newest = max((entry.timeline for entry in known), default=0)
+    told = [replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known]
+    return sorted(told, key=lambda entry: (entry.age, entry.name), reverse=True)
 
 
 def entry_of(name: str, step: int, record: Record, *, pinned: bool) -> Entry:

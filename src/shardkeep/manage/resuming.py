@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkeep.errors import StateError
 from shardkeep.manage.browsing import Browser, checked
-from shardkeep.manage.entries import Entry
+from shardkeep.manage.entries import Entry, newest_first
 from shardkeep.manage.failures import Failures
 from shardkeep.manage.jobs import Job
 from shardkeep.manage.requests import Requests
@@ -46,7 +46,9 @@ class Resuming(Browser):
             The step, on all ranks the same; None where there is no checkpoint.
 
         """
-        return self._restore(state, "the latest checkpoint", self._catalog.entries, load_options)
+        return self._restore(
+            state, "the latest checkpoint", lambda: newest_first(self._catalog.entries()), load_options
+        )
 
     def restore(self, step: int, state: MutableMapping[str, Any], **load_options: Any) -> int:
         """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardkeep.errors import CheckpointExists, StateError
-from shardkeep.manage.entries import Entry
+from shardkeep.manage.entries import Entry, newest_first
 
 
 @dataclass
@@ -45,7 +45,7 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
         StateError: the step is before the one that was restored.
 
     """
-    there = [entry for entry in entries if entry.status != "unfinished"]
+    there = [entry for entry in newest_first(entries) if entry.status != "unfinished"]
     highest = max((entry.timeline for entry in there), default=0)
     if restored is None:
         newest = max((entry.step for entry in there), default=-1)
