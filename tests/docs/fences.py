@@ -6,7 +6,7 @@ The fenced blocks of a page, and what each of them promises.
     ```text title="prints"          is what the block before it printed
     ```console                      lines with "$ " run, the others are what they printed
     ```text                         is no code: a tree of folders, a formula
-    ```LANGUAGE skip="REASON"       does not run, for a reason that a test looks into
+    ```console title="install"      does not run: it may only install something, which a test looks into
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Fence:
     def title(self) -> str:
         """What stands above it."""
         return self.options.get("title", "")
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it does not run."""
+        return self.language == "console" and self.title == "install"
 
     @property
     def is_output(self) -> bool:

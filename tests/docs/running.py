@@ -48,7 +48,7 @@ class Reader:
         """Run block by block; yield those that show output, with what it really is, written as the page has it."""
         printed = ""
         for fence in fences_of(self.page.read_text()):
-            if "skip" in fence.options:
+            if fence.skipped:
                 continue
             if fence.is_output:
                 yield fence, printed
