@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,22 @@ def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> Non
     found = sk.Catalog(tmp_path).latest()
     assert found is not None
     assert (found.timeline, found.step) == (2, 160)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
+    """With the same step, also after its failure was told."""
+    fault = Fault(tmp_path)
+    with checkpointer(fault.root, asynchronous=asynchronous, on_error=on_error, retries=0) as ckpt:
+        ckpt.save(5, state_at(5))
+        ckpt.wait()
+        fault.set("step-10", "create")
+        with suppress(sk.CheckpointError):
+            ckpt.step(10, state_at(10), force=True)
+            ckpt.wait()
+        assert ckpt.all_steps() == [5]
+        assert ckpt.step(10, state_at(10), force=True) is not None
+        ckpt.wait()
+        assert ckpt.step(10, state_at(10), force=True) is None
+        assert ckpt.all_steps() == [5, 10]

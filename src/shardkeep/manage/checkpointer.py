@@ -219,9 +219,9 @@ class Checkpointer(Resuming):
                 made = self._job.agreement.decision(step, lambda asked: self._decide(step, asked), KINDS)
                 why, stop, failed = why or made.why, made.stop, made.failed
         errors = self._saves.pending.end(failed)
-        if why and step == self._saves.last_step:
+        if why and self._saves.is_last(step):
+            why = ""  # it is there
             errors += self._saves.wait()
-            why = why if errors else ""  # it is there
         saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop) if why else None
         self._should_stop = self._should_stop or stop
         self._failures.tell_earlier(errors, saved)

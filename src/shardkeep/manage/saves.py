@@ -70,8 +70,8 @@ class Saves:
 
         """
         self.pending = Pending()
-        self.last_step: int | None = None
-        """What was restored or saved last."""
+        self._last: tuple[int, Saved | None] | None = None
+        """What was restored or saved last, and the save."""
         self._highest: int | None = None
         self._catalog = catalog
         self._root = catalog.root
@@ -98,7 +98,7 @@ class Saves:
         """Go on from a checkpoint."""
         self._restored = restored
         self._timeline = None
-        self.last_step = self._highest = restored.step
+        self._last, self._highest = (restored.step, None), restored.step
         self._house.distrusted = {each.name for each in restored.skipped}
 
     def make_room(self) -> list[BaseException]:
@@ -136,6 +136,13 @@ class Saves:
                 f"{self._root.url}: step {step} comes after step {self._highest}, which this job restored or saved",
                 hint="count steps over the whole run, not over an epoch; to go back, restore(step) first",
             )
+
+    def is_last(self, step: int) -> bool:
+        """Say whether a step was restored or saved last; waits for its save, as one that failed was not saved."""
+        if self._last is None or self._last[0] != step:
+            return False
+        saved = self._last[1]
+        return not isinstance(saved, SaveHandle) or saved.exception() is None
 
     def begin(self, step: int) -> None:
         """
@@ -177,7 +184,7 @@ class Saves:
         overwrite: bool,
     ) -> Saved:
         """Save, or begin to, after `begin`."""
-        self.last_step = self._highest = step
+        self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
         overwrite = overwrite or (timeline.may_overwrite(step) and not self._is_pinned(name))
@@ -200,6 +207,7 @@ class Saves:
             if first:
                 self._in_use.end(name)
             raise
+        self._last = step, saved
         if isinstance(saved, SaveHandle):
             self.pending.add(saved)
         if first:
