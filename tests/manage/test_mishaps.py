@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -119,3 +120,24 @@ def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, asynchronous: boo
         ckpt.wait()
         assert ckpt.step(10, state_at(10), force=True) is None
         assert ckpt.all_steps() == [5, 10]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
+    """A signal whose save failed is served again, at the next step."""
+    fault = Fault(tmp_path)
+    how = {"asynchronous": asynchronous, "on_error": on_error, "retries": 0, "signals": ("SIGUSR1",)}
+    with checkpointer(fault.root, **how) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        fault.set("step-2", "create")
+        signal.raise_signal(signal.SIGUSR1)
+        with suppress(sk.CheckpointError):
+            ckpt.step(2, state_at(2))
+        assert not ckpt.should_stop
+        with suppress(sk.EarlierSaveFailed):
+            ckpt.step(3, state_at(3))
+        assert ckpt.should_stop
+        assert ckpt.all_steps() == [1, 3]
+        assert ckpt.step(4, state_at(4)) is None

@@ -96,7 +96,8 @@ class Checkpointer(Resuming):
             every_minutes: `step` saves when so much time has passed since the last save; rank 0's clock counts.
             at_steps: `step` saves at these.
             signals: `step` saves when one of these came ("SIGTERM"), to whichever rank; it returns when the checkpoint
-                is durable, and `should_stop` is True from then on. Needs the main thread.
+                is durable, and `should_stop` is True from then on; a save that failed is made again soon, at a later
+                step. Needs the main thread.
             request_file: `step` saves when a file of this name appears in the root, and deletes it. None: nobody looks.
                 Without this, `every_minutes` and `signals`, ranks never talk to each other but to save.
             template: what the checkpoint of a step is called.
@@ -222,8 +223,15 @@ class Checkpointer(Resuming):
         if why and self._saves.is_last(step):
             why = ""  # it is there
             errors += self._saves.wait()
-        saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop) if why else None
-        self._should_stop = self._should_stop or stop
+        saved, durable = None, stop and not why
+        try:
+            if why:
+                saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop)
+                durable = stop and saved is not None
+        finally:
+            self._should_stop = self._should_stop or durable
+            if stop and not durable:
+                self._requests.stop_later()
         self._failures.tell_earlier(errors, saved)
         return saved
 

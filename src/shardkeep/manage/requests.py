@@ -47,6 +47,11 @@ class Requests:
         self._stuck = False
         # The last one that was served: whether it came to this rank, and when.
         self._signal: tuple[bool, float] | None = None
+        self._stop_later = False
+
+    def stop_later(self) -> None:
+        """Serve a signal again, as the save that it asked for has failed."""
+        self._stop_later = True
 
     def take(self) -> list[str]:
         """Return what was asked for on this rank, to be passed on to rank 0."""
@@ -63,7 +68,10 @@ class Requests:
         return ("the time has come", False) if self.timer.due() else ("", False)
 
     def _signalled(self, asked: Collection[str]) -> bool:
-        own = self.stop.take()
+        again, self._stop_later = self._stop_later, False
+        if again:
+            self._signal = None
+        own = self.stop.take() or again
         if not own and STOP not in asked:
             return False
         now = self._clock()
