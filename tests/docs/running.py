@@ -29,6 +29,8 @@ from shardkeep.testing.rank_pool import RankPool
 from tests.docs.fences import Command, Fence, commands_of, fences_of
 
 COLUMNS = "80"
+PATIENCE_S = 120
+"""For a command, on a machine that is busy with other tests."""
 _TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)((?: \S+)*)")
 # `python -m shardkeep.dcp` puts something in torch's place, and has to have a process that ends with it.
 _PYTHON = re.compile(r"python (\S+\.py|-m (?!shardkeep\.dcp )\S+)((?: \S+)*)")
@@ -76,7 +78,9 @@ class Reader:
             return self._on_ranks(int(ranks[1]), ranks[2], ranks[3].split())
         if alone := _PYTHON.fullmatch(words):
             self._code = 0
-            return "".join(self._pool.run(1, run_script, os.getcwd(), alone[1], alone[2].split(), init=False))
+            return "".join(
+                self._pool.run(1, run_script, os.getcwd(), alone[1], alone[2].split(), init=False, timeout_s=PATIENCE_S)
+            )
         if _PLAIN.fullmatch(words):
             self._code, printed = in_terminal(shlex.split(words)[1:])
             return printed
@@ -85,7 +89,9 @@ class Reader:
     def _on_ranks(self, ranks: int, script: str, arguments: list[str]) -> str:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        return "".join(self._pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False))
+        return "".join(
+            self._pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False, timeout_s=PATIENCE_S)
+        )
 
     def _in_bash(self, words: str) -> str:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -96,7 +102,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         self._code = done.returncode
