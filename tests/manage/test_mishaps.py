@@ -6,6 +6,7 @@ import errno
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
+from shardkeep.events import Event
+from shardkeep.manage.housekeeping import Housekeeping
+from shardkeep.manage.in_use import InUse
+from shardkeep.manage.lease import Lease
+from shardkeep.manage.problems import PruneFailed
+from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.timelines import timeline_of
 from shardkeep.store.local_root import LocalRoot
 from tests.manage.scene import checkpointer, empty_state, state_at, train
@@ -141,3 +148,65 @@ def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchrono
         assert ckpt.should_stop
         assert ckpt.all_steps() == [1, 3]
         assert ckpt.step(4, state_at(4)) is None
+
+
+def test_the_first_save_may_fail_like_any_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A root that cannot be taken or listed is told as `on_error` says, and the next save begins anew."""
+    for verb, code in (("put", errno.EROFS), ("places", errno.EACCES)):
+        fault = Fault(tmp_path / verb)
+        with checkpointer(fault.root, on_error="warn") as ckpt:
+            fault.set(verb, code=code)
+            assert ckpt.save(1, state_at(1)) is None
+            assert "training goes on" in caplog.text
+            assert ckpt.save(2, state_at(2)) is not None
+            ckpt.wait()
+            assert ckpt.all_steps() == [2]
+    with checkpointer(tmp_path / "put", on_error="warn") as ckpt, pytest.raises(sk.CheckpointExists):
+        ckpt.save(1, state_at(1))
+
+
+def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
+    """Restoring, taking the root and tidying it up take as many attempts as saving does."""
+    heard: list[Event] = []
+    fault = Fault(tmp_path)
+    with checkpointer(fault.root, on_event=heard.append, keep_last=1) as ckpt:
+        for verb in ("places", "get", "remove", "list"):
+            step = (ckpt.latest_step() or 0) + 1
+            fault.set(verb, code=errno.ESTALE)
+            ckpt.restore_latest(empty_state())
+            ckpt.save(step, state_at(step))
+            ckpt.wait()
+            assert not fault.times, verb
+        assert ckpt.all_steps() == [4]
+    assert not [event for event in heard if isinstance(event, PruneFailed)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> None:
+    """There is no going on with a root that is another job's."""
+    told: list[BaseException] = []
+    first = checkpointer(tmp_path, on_error=told.append, asynchronous=asynchronous)
+    first.save(1, state_at(1))
+    first.wait()
+    with checkpointer(tmp_path, takeover=True) as second:
+        second.restore_latest(empty_state())
+        second.save(2, state_at(2))
+        second.wait()
+        with pytest.raises((sk.LeaseLost, sk.EarlierSaveFailed)) as caught:
+            first.save(3, state_at(3))
+            first.wait()
+        assert isinstance(caught.value.__cause__ or caught.value, sk.LeaseLost)
+        first.close()
+    assert told == []
+
+
+def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
+    """Neither a save nor the first look at a root fails because something cannot be listed."""
+    fault = Fault(tmp_path)
+    catalog = sk.Catalog(fault.root)
+    lease = Lease(LocalRoot(tmp_path))
+    house = Housekeeping(catalog, KeepLast(1), lease, InUse(), lambda: datetime.now(timezone.utc))
+    fault.set("places")
+    house.sweep([])
+    assert not fault.times
+    house.close()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
-from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError
+from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError
 from shardkeep.events import Callback, Event, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.manage.agreement import Decision
@@ -23,6 +23,7 @@ from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.failures import Failures, OnError
 from shardkeep.manage.jobs import Job
 from shardkeep.manage.policies import Best, best_of, policy_of
+from shardkeep.manage.problems import LeaseLost, RootInUse
 from shardkeep.manage.requests import KINDS, Requests
 from shardkeep.manage.resuming import Resuming
 from shardkeep.manage.retention import Policy
@@ -33,6 +34,8 @@ from shardkeep.manage.signals import Handlers, numbers_of
 from shardkeep.options import Options
 from shardkeep.ranks.world import World
 from shardkeep.store.place import open_root
+from shardkeep.store.retrying import Patience
+from shardkeep.store.retrying_root import RetryingRoot
 from shardkeep.store.roots import Root
 
 if TYPE_CHECKING:
@@ -116,7 +119,8 @@ class Checkpointer(Resuming):
             group: the ranks that take part.
             on_error: what becomes of a save that failed. "raise": the call raises, of an asynchronous save a later call,
                 the same on all ranks. "warn": it is logged. Or a function that is called with the error. Whatever it is,
-                nothing is deleted after a save that failed, and the next one is tried.
+                nothing is deleted after a save that failed, and the next one is tried. That another job has the root,
+                or that this one must restore first, is always raised.
             retries: how often an operation of a store is tried again that fails in passing.
             takeover: take the root from another job that saves to it.
             on_event: is called with each event of this root.
@@ -129,9 +133,10 @@ class Checkpointer(Resuming):
         self._options = options or Options()
         self._seams = seams or Seams()
         self._root = open_root(root, direct=self._options.direct_io)
-        super().__init__(Catalog(self._root, template), best_of(keep_best))
         if max_in_flight < 1 or retries < 0:
             raise StateError(f"max_in_flight={max_in_flight}, retries={retries}")
+        patient = RetryingRoot(self._root, Patience(retries, sleep=self._seams.sleep))
+        super().__init__(Catalog(patient, template), best_of(keep_best))
         self._failures = Failures(on_error, self._root.url)
         at = sorted(map(checked, at_steps))
         self._steps = Steps(every_steps, at)
@@ -152,6 +157,7 @@ class Checkpointer(Resuming):
             told=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight],
         )
         self._saves = Saves(
+            self._root,
             self._catalog,
             self._job,
             self._seams,
@@ -336,15 +342,17 @@ class Checkpointer(Resuming):
         overwrite: bool = False,
     ) -> Saved | None:
         errors += self._saves.make_room()
-        self._saves.begin(step)
-        if self._job.world.rank == 0:
-            log.info("step %d is saved to %s: %s", step, self._root.url, why)
         try:
+            self._saves.begin(step)
+            if self._job.world.rank == 0:
+                log.info("step %d is saved to %s: %s", step, self._root.url, why)
             saved = self._saves.save(step, state, metrics=metrics, meta=meta, overwrite=overwrite)
             if wait:
                 self._saves.wait_for(saved)
+        except (RootInUse, LeaseLost, EarlierSaveFailed):
+            raise
         except CheckpointError as error:
-            if isinstance(error, EarlierSaveFailed) or self._failures.raises:
+            if self._failures.raises or (isinstance(error, CheckpointExists) and not self._saves.begun):
                 raise
             self._failures.tell(error)
             return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from shardkeep.errors import EarlierSaveFailed, StateError
+from shardkeep.manage.problems import LeaseLost
 
 log = logging.getLogger("shardkeep")
 
@@ -36,17 +37,20 @@ class Failures:
         Tell of asynchronous saves that failed.
 
         Raises:
-            EarlierSaveFailed: where failures are raised; `saved` is its response.
+            EarlierSaveFailed: where failures are raised, or the root is another job's now; `saved` is its response.
 
         """
-        if not errors or not self.raises:
+        lost = any(isinstance(error, LeaseLost) for error in errors)
+        if not errors or not (self.raises or lost):
             for error in errors:
                 self.tell(error)
             return
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         earlier = EarlierSaveFailed(
             f"{self._where}: an earlier asynchronous save failed{more}: {errors[0]}",
-            hint='on_error="warn" goes on without it; what this call saves is not affected',
+            hint="let only one job save to a root"
+            if lost
+            else 'on_error="warn" goes on without it; what this call saves is not affected',
         )
         earlier.response = saved
         raise earlier from errors[0]

@@ -124,10 +124,7 @@ class Housekeeping:
 
     def sweep(self, entries: Sequence[Entry]) -> None:
         """Remove what writers left that are certainly dead, and what is left of removals; never raises but LeaseLost."""
-        known = {entry.name for entry in entries}
-        # Places in which nothing is are not among the entries.
-        empty = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
-        for name in [*(e.name for e in entries if e.status == "unfinished"), *(n for n in empty if n not in known)]:
+        for name in self._to_sweep(entries):
             with self._in_use.removing(name) as free:
                 if not free:
                     continue
@@ -138,6 +135,17 @@ class Housekeeping:
                     raise
                 except CheckpointError as error:
                     self._failed(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
+
+    def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
+        known = {entry.name for entry in entries}
+        try:
+            places = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
+        except CheckpointError as error:
+            self._failed(self._root.url, error, None)
+            places = []
+        # Places in which nothing is are not among the entries.
+        empty = [name for name in places if name not in known]
+        return [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]
 
     def _sweep(self, name: str) -> None:
         store = self._root.place(name)

@@ -29,6 +29,7 @@ from shardkeep.run.reports import SaveReport
 from shardkeep.saving import async_save, save
 from shardkeep.store.protocol import Store
 from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.store.roots import Root
 
 Saved = SaveHandle[SaveReport] | SaveReport
 """A save that goes on, or what one did that is over."""
@@ -41,6 +42,7 @@ class Saves:
 
     def __init__(
         self,
+        root: Root,
         catalog: Catalog,
         job: Job,
         seams: Seams,
@@ -57,7 +59,8 @@ class Saves:
         Begin nothing yet.
 
         Args:
-            catalog: of the root.
+            root: where to save.
+            catalog: of the root; it, and what is done to the root but for saves, tries again what fails in passing.
             job: the ranks.
             seams: clocks and waits.
             policy: what is kept.
@@ -74,7 +77,7 @@ class Saves:
         """What was restored or saved last, and the save."""
         self._highest: int | None = None
         self._catalog = catalog
-        self._root = catalog.root
+        self._root = root
         self._job = job
         self._seams = seams
         self._retries = retries
@@ -83,7 +86,7 @@ class Saves:
         self._how = how
         self._how_asynchronous = how_asynchronous
         self._lease = Lease(
-            RetryingStore(self._root, Patience(retries, sleep=seams.sleep)),
+            catalog.root,
             lasts_s=seams.lease_s,
             takeover=takeover,
             clock=seams.clock,
@@ -158,20 +161,27 @@ class Saves:
         # Rank 0 may have to outwait the lease of a job that is gone.
         patient = replace(self._job.world, alone_s=2 * self._seams.lease_s)
         with meet(patient, f"begin to save step {step} to {self._root.url}") as meeting:
-            meeting.agree("begin", bytes, lambda payloads: self._begun(step, payloads))
-        self._timeline = self._timeline or Timeline()
+            found: list[Timeline] = []
+            meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
+        # Only now, so that all ranks begin again if one could not.
+        self._timeline = self._timeline or next(iter(found), Timeline())
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` has succeeded since the last restore."""
+        return self._timeline is not None
 
     @property
     def _written_elsewhere(self) -> bool:
         """Whether another process writes, to a plain store: then nobody looks at the lease but before a save."""
         return self._asynchronous and self._how_asynchronous["writer"] == "process"
 
-    def _begun(self, step: int, payloads: list[bytes]) -> list[bytes]:
+    def _begin(self, step: int, found: list[Timeline], payloads: list[bytes]) -> list[bytes]:
         """On rank 0."""
         self._lease.take()
         if self._timeline is None:
             restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-            self._timeline = timeline_of(self._house.survey(), restored, step, where=self._root.url)
+            found.append(timeline_of(self._house.survey(), restored, step, where=self._root.url))
         return [b""] * len(payloads)
 
     def save(
@@ -245,7 +255,7 @@ class Saves:
 
     def _is_pinned(self, name: str) -> bool:
         try:
-            return name in pinned(self._root)
+            return name in pinned(self._catalog.root)
         except CheckpointError as error:
             log.warning("%s: cannot look for pins: %s", self._root.url, error)
             return True
