@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -193,8 +194,7 @@ def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> No
         second.save(2, state_at(2))
         second.wait()
         with pytest.raises((sk.LeaseLost, sk.EarlierSaveFailed)) as caught:
-            first.save(3, state_at(3))
-            first.wait()
+            first.step(3, state_at(3), force=True) and first.wait()
         assert isinstance(caught.value.__cause__ or caught.value, sk.LeaseLost)
         first.close()
     assert told == []
@@ -210,3 +210,21 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
     house.sweep([])
     assert not fault.times
     house.close()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
+    """However slow they are, no more than one round of them is behind."""
+    there: list[int] = []
+
+    def before(where: str, verb: str, *args: Any) -> None:
+        if verb == "remove":
+            time.sleep(0.05)
+        if verb == "create":
+            there.append(len(list(tmp_path.glob("step-*/shardkeep.json"))))
+
+    root: Any = Hooked(LocalRoot(tmp_path), before)
+    with checkpointer(root, every_steps=1, keep_last=1, asynchronous=asynchronous) as ckpt:
+        train(ckpt, range(1, 9))
+    assert max(there) <= 2, there
+    assert sk.Catalog(tmp_path).entries()[0].step == 8

@@ -9,7 +9,9 @@ records are read anew, and the new checkpoint must be among them.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -58,7 +60,7 @@ class Housekeeping:
         self._in_use = in_use
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
-        self._last: Future[None] | None = None
+        self._tasks: deque[Future[None]] = deque()
 
     def survey(self) -> list[Entry]:
         """Sweep, and return what the root has."""
@@ -68,12 +70,20 @@ class Housekeeping:
 
     def after(self, name: str, succeeded: Callable[[], bool]) -> None:
         """Do what follows a save, once it has ended, in the background."""
-        self._last = self._thread.submit(self._after, name, succeeded)
+        self._tasks.append(self._thread.submit(self._after, name, succeeded))
 
     def wait(self) -> None:
         """Wait until all is done that was begun."""
-        if self._last is not None:
-            self._last.result()
+        self.catch_up(0)
+
+    def catch_up(self, but: int, within_s: float | None = None) -> None:
+        """Wait until all is done but what follows the last so many saves, or until time is up."""
+        tasks = list(self._tasks)
+        late = futures.wait(tasks[: max(0, len(tasks) - but)], within_s).not_done
+        while self._tasks and self._tasks[0].done():
+            self._tasks.popleft().result()
+        if late:
+            log.warning("%s: what no policy wants is deleted more slowly than checkpoints are saved", self._root.url)
 
     def close(self) -> None:
         """Wait, and end the thread."""

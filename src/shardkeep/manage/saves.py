@@ -106,7 +106,10 @@ class Saves:
 
     def make_room(self) -> list[BaseException]:
         """Wait until another save may begin, and return what went wrong with those that it waited for."""
-        return self.pending.end(self.pending.before(self.pending.count - self._max_in_flight + 1))
+        errors = self.pending.end(self.pending.before(self.pending.count - self._max_in_flight + 1))
+        # One round of deletes may go on beside a save, so that old checkpoints never pile up; the other ranks wait.
+        self._house.catch_up(self._max_in_flight, within_s=self._job.world.timeout_s / 2)
+        return errors
 
     def wait(self) -> list[BaseException]:
         """Wait for all saves, and for what follows them; return what went wrong."""
