@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -228,3 +229,34 @@ def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
         train(ckpt, range(1, 9))
     assert max(there) <= 2, there
     assert sk.Catalog(tmp_path).entries()[0].step == 8
+
+
+def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
+    """One that is put after the deletes have begun spares its checkpoint; one that comes too late is refused."""
+    with checkpointer(tmp_path, every_steps=1) as ckpt:
+        train(ckpt, range(1, 6))
+    begun, pinned = threading.Event(), threading.Event()
+
+    def before(where: str, verb: str, *args: Any) -> None:
+        if verb == "remove":
+            begun.set()
+            pinned.wait(30)
+
+    root: Any = Hooked(LocalRoot(tmp_path), before)
+    with checkpointer(root, keep_last=1) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.save(6, state_at(6))
+        assert begun.wait(30)
+        ckpt.pin(3)
+        pinned.set()
+        ckpt.wait()
+        assert ckpt.all_steps() == [3, 6]
+
+    def too_late(where: str, verb: str, *args: Any) -> None:
+        if verb == "put":
+            LocalRoot(tmp_path).remove("step-6")
+
+    late: Any = Hooked(LocalRoot(tmp_path), too_late)
+    with checkpointer(late) as ckpt, pytest.raises(sk.CheckpointNotFound):
+        ckpt.pin(6)
+    assert not (tmp_path / "pin.step-6").exists()

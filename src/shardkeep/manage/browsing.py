@@ -33,15 +33,29 @@ class Browser:
         return sorted(entry.step for entry in self._committed())
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step whatever the policies say, until `unpin`."""
-        found = self._catalog.find(checked(step))
-        if found is None or not found.committed:
+        """
+        Keep the checkpoint of a step whatever the policies say, until `unpin`.
+
+        Raises:
+            CheckpointNotFound: there is none, or it has just been deleted.
+
+        """
+        if not self._is_there(checked(step)):
             raise self._not_found(step)
-        pin(self._catalog.root, found.name)
+        name = self._catalog.naming.name(step)
+        pin(self._catalog.root, name)
+        # Whoever deletes looks for the pin just before: it was put in time if the checkpoint is there now.
+        if not self._is_there(step):
+            unpin(self._catalog.root, name)
+            raise self._not_found(step)
 
     def unpin(self, step: int) -> None:
         """Leave the checkpoint of a step to the policies again."""
         unpin(self._catalog.root, self._catalog.naming.name(checked(step)))
+
+    def _is_there(self, step: int) -> bool:
+        found = self._catalog.find(step)
+        return found is not None and found.committed
 
     def _committed(self) -> list[Entry]:
         return [entry for entry in self._catalog.entries() if entry.committed]

@@ -24,6 +24,7 @@ from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.in_use import InUse
 from shardkeep.manage.lease import Lease
+from shardkeep.manage.pins import is_pinned
 from shardkeep.manage.problems import LeaseLost, PruneFailed
 from shardkeep.manage.retention import KeepAll, Policy, plan
 from shardkeep.store.roots import REMOVING_NAME, makes_a_checkpoint
@@ -123,6 +124,8 @@ class Housekeeping:
         where = f"{self._root.url}/{entry.name}"
         self._lease.insist()
         try:
+            if is_pinned(self._root, entry.name):  # since the records were read
+                return
             self._root.remove(entry.name)
         except CheckpointError as error:
             self._failed(where, error, entry.step)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from shardkeep.store.protocol import Deletes, Lists, Puts
+from shardkeep.errors import BlobNotFound, MalformedFile
+from shardkeep.store.protocol import Deletes, Gets, Lists, Puts
 
 _PREFIX = "pin."
+_MAX_NBYTES = 4096
 
 
 def pinned(root: Lists) -> set[str]:
     """Name the places that are pinned."""
     return {info.name.removeprefix(_PREFIX) for info in root.list() if info.name.startswith(_PREFIX)}
+
+
+def is_pinned(root: Gets, name: str) -> bool:
+    """Say whether a place is pinned at this moment."""
+    try:
+        root.get(_PREFIX + name, limit=_MAX_NBYTES)
+    except BlobNotFound:
+        return False
+    except MalformedFile:  # somebody has written something into it
+        return True
+    return True
 
 
 def pin(root: Puts, name: str) -> None:
