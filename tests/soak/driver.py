@@ -14,6 +14,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from shardkeep.testing import rank_pool
 from shardkeep.testing.rank_pool import Outcome, RankPool
 from tests.soak.checker import Checker, Damage
 from tests.soak.job import Plan, run_job
@@ -22,6 +23,7 @@ from tests.soak.rounds import Round, round_of
 
 JOB_S = 90.0
 """After which a job hangs."""
+_PRELOADED = ("shardkeep.manage.checkpointer", "shardkeep.saving", "shardkeep.loading", "tests.soak.job")
 
 Running = Future[list[Outcome[str]]]
 
@@ -55,6 +57,8 @@ class Soak:
         self._died = 0
         self._young = False
         """Whether a job has kept more than others do, because it was young."""
+        # Ranks are killed all the time, and new ones should not have to import all this.
+        rank_pool.PRELOADED.extend(each for each in _PRELOADED if each not in rank_pool.PRELOADED)
         self._pools = [RankPool(4), RankPool(2)]
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="soak")
 

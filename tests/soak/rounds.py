@@ -13,15 +13,15 @@ KINDS: tuple[Chaos, ...] = (
     "rank",
     "rank at an operation",
     "machine",
-    "disk",
-    "writer",
-    "rivals",
     "machine at an operation",
+    "writer",
+    "disk",
+    "rivals",
     "clock",
 )
-SHORT: tuple[Chaos, ...] = (*KINDS, "rank", "rank at an operation", "machine", "machine at an operation")
+SHORT_KINDS: tuple[Chaos, ...] = (*KINDS, *KINDS[:3], *KINDS[:3], "machine at an operation")
 """Where there is little time: rather more kills."""
-CALM_EVERY = 3
+CALM_EVERY, SHORT_CALM_EVERY = 3, 4
 """Rounds; a calm job tidies up what the others left."""
 
 
@@ -53,8 +53,10 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
     """Decide what happens in a round; the same for the same seed."""
     dice = random.Random(f"{seed} {number}")
     world = dice.choice([1, 2, 2, 3] if short else [1, 2, 2, 3, 4])
-    calm = number % CALM_EVERY == 0
-    chaos: Chaos = "calm" if calm else _in_turn(seed, number, SHORT if short else KINDS)
+    every = SHORT_CALM_EVERY if short else CALM_EVERY
+    calm = number % every == 0
+    count = number - 1 - (number - 1) // every
+    chaos: Chaos = "calm" if calm else _in_turn(seed, count, SHORT_KINDS if short else KINDS)
     how: dict[str, Any] = {
         "asynchronous": dice.random() < 0.8,
         "writer": "process" if chaos == "writer" or (not short and dice.random() < 0.15) else "thread",
@@ -63,7 +65,7 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
     victim = dice.randrange(world)
     alone = dice.random() < 0.15
     if chaos in ("rank", "rank at an operation") and alone:
-        how["timeout_s"] = 2.0
+        how["timeout_s"] = 1.0 if short else 2.0
     if chaos == "writer":
         how["asynchronous"] = True
     elif chaos in ("rank at an operation", "machine at an operation"):
@@ -92,9 +94,8 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
     )
 
 
-def _in_turn(seed: int, number: int, kinds: tuple[Chaos, ...]) -> Chaos:
+def _in_turn(seed: int, count: int, kinds: tuple[Chaos, ...]) -> Chaos:
     """Every kind comes before one comes again."""
-    count = number - 1 - (number - 1) // CALM_EVERY
     order = list(kinds)
     random.Random(f"{seed} {count // len(order)} order").shuffle(order)
     return order[count % len(order)]

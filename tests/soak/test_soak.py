@@ -16,10 +16,10 @@ from tests.soak.contents import bits
 from tests.soak.driver import Soak
 from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
-from tests.soak.rounds import CALM_EVERY, KINDS, round_of
+from tests.soak.rounds import KINDS, SHORT_CALM_EVERY, round_of
 
 SEED = 6
-ROUNDS = 8 * CALM_EVERY
+ROUNDS = 6 * SHORT_CALM_EVERY
 KILLS = 12
 
 
