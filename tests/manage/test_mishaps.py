@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from shardkeep.manage.in_use import InUse
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.problems import PruneFailed
 from shardkeep.manage.retention import KeepLast
+from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
 from shardkeep.store.local_root import LocalRoot
 from tests.manage.scene import checkpointer, empty_state, state_at, train
@@ -260,3 +262,30 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
     with checkpointer(late) as ckpt, pytest.raises(sk.CheckpointNotFound):
         ckpt.pin(6)
     assert not (tmp_path / "pin.step-6").exists()
+
+
+def leave(root: Path, name: str, host: str, save: str) -> None:
+    """Leave what a writer leaves that dies in a save."""
+    place = LocalRoot(root).place(name)
+    place.put(f"claim-{save}.json", json.dumps({"host": host, "pid": 1, "started": "1"}).encode())
+    place.put(f"model-00000-of-00001-{save}.safetensors", b"x")
+
+
+def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
+    """Also beside a checkpoint, all of whose own files stay; what another machine may be writing stays, too."""
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1))
+    for name, save in (("step-1", "a"), ("step-2", "b")):
+        leave(tmp_path, name, "gone", save * 20)
+    for name, save in (("step-1", "c"), ("step-3", "d")):
+        leave(tmp_path, name, "far", save * 20)
+    holder = {"id": "x", "machine": "pod", "host": "gone", "pid": 1, "started": "1", "since": "long ago"}
+    (tmp_path / "lease.json").write_text(json.dumps(holder))
+    with checkpointer(tmp_path, seams=Seams(sleep=time.sleep, interval_s=0.0, lease_s=0.5)) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 1
+        ckpt.save(4, state_at(4))
+        ckpt.wait()
+        assert ckpt.restore(1, empty_state()) == 1
+    left = {path.parent.name + path.stem[-20:] for path in tmp_path.glob("step-*/model-*") if path.stat().st_size == 1}
+    assert left == {"step-1" + "c" * 20, "step-3" + "d" * 20}
+    assert not list(tmp_path.glob(f"step-1/claim-{'a' * 20}*"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -85,9 +85,9 @@ def make_claim(store: Puts, save_id: str) -> None:
     store.put(claim_name(save_id), msgspec.json.encode(claim))
 
 
-def survey(store: _Looks) -> Survey:
+def survey(store: _Looks, gone: Collection[str] = ()) -> Survey:
     """
-    Look at every save in a place.
+    Look at every save in a place; `gone` are hosts of which it is known that they write no more.
 
     Whoever deletes dead or ended files must read the commit record after this, and spare what it names: a save that
     had ended by now and is not named then never will be.
@@ -104,7 +104,7 @@ def survey(store: _Looks) -> Survey:
             found.ended.extend(info.name for info in infos)
         elif _alive(claim, save_id):
             found = replace(found, living=claim)
-        elif claim.host == host() or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
+        elif claim.host in (host(), *gone) or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S:
             found.dead.extend(info.name for info in infos)
         else:
             found.elsewhere.extend(info.name for info in infos)

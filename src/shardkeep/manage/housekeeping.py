@@ -19,7 +19,7 @@ from datetime import datetime
 from shardkeep.errors import CheckpointError
 from shardkeep.events import Pruned, tell
 from shardkeep.layout import leftovers
-from shardkeep.layout.native import claim_name, save_id_of
+from shardkeep.layout.native import claim_name, read_record, save_id_of
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.in_use import InUse
@@ -67,6 +67,8 @@ class Housekeeping:
         """Sweep, and return what the root has."""
         entries = self._catalog.entries()
         self.sweep(entries)
+        for entry in entries:
+            self._carefully(entry.name, lambda: self._sweep_beside(entry))
         return entries
 
     def after(self, name: str, succeeded: Callable[[], bool]) -> None:
@@ -138,16 +140,33 @@ class Housekeeping:
     def sweep(self, entries: Sequence[Entry]) -> None:
         """Remove what writers left that are certainly dead, and what is left of removals; never raises but LeaseLost."""
         for name in self._to_sweep(entries):
-            with self._in_use.removing(name) as free:
-                if not free:
-                    continue
-                try:
-                    self._lease.insist()
-                    self._sweep(name)
-                except LeaseLost:
-                    raise
-                except CheckpointError as error:
-                    self._failed(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
+            self._carefully(name, lambda: self._sweep(name))
+
+    def _carefully(self, name: str, work: Callable[[], None]) -> None:
+        """Work on a place that is not in use, while the lease is held; what fails is told."""
+        with self._in_use.removing(name) as free:
+            if not free:
+                return
+            try:
+                self._lease.insist()
+                work()
+            except LeaseLost:
+                raise
+            except CheckpointError as error:
+                self._failed(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
+
+    def _sweep_beside(self, entry: Entry) -> None:
+        """Remove what dead saves left beside a checkpoint, sparing all that its record names."""
+        if entry.record is None:
+            return
+        store = self._root.place(entry.name)
+        if not {save_id_of(info.name) for info in store.list()} - {None, save_id_of(entry.record.index.name)}:
+            return
+        dead = leftovers.survey(store, self._lease.gone).dead
+        record = read_record(store)  # only now: what is dead and not named by it never will be
+        kept = {record.index.name, *(file.name for file in record.files)}
+        for each in sorted(set(dead) - kept, key=_is_claim):
+            store.delete(each)
 
     def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
         known = {entry.name for entry in entries}
@@ -162,7 +181,7 @@ class Housekeeping:
 
     def _sweep(self, name: str) -> None:
         store = self._root.place(name)
-        found = leftovers.survey(store)
+        found = leftovers.survey(store, self._lease.gone)
         # Only now: a save that was over by then, and has no commit here, never will have.
         names = [info.name for info in store.list()]
         if not found.over or any(map(makes_a_checkpoint, names)):

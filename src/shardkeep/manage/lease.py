@@ -96,6 +96,8 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost = ""
+        self.gone: set[str] = set()
+        """Hosts of holders whose lease ran out: their saves are dead."""
         self._mine = Holder(
             id=secrets.token_hex(8),
             machine=socket.gethostname(),
@@ -184,6 +186,8 @@ class Lease:
                 raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
             if not self._outwait(seen, holder):
                 return False
+            if holder:
+                self.gone.add(holder.host)
         log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
         self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), replace=True)
         return self._is_mine(self._read())
