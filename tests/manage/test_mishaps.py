@@ -25,6 +25,7 @@ from shardkeep.manage.problems import PruneFailed
 from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
+from shardkeep.run.coordinating import Coordinator
 from shardkeep.store.local_root import LocalRoot
 from tests.manage.scene import checkpointer, empty_state, state_at, train
 
@@ -289,3 +290,35 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
     left = {path.parent.name + path.stem[-20:] for path in tmp_path.glob("step-*/model-*") if path.stat().st_size == 1}
     assert left == {"step-1" + "c" * 20, "step-3" + "d" * 20}
     assert not list(tmp_path.glob(f"step-1/claim-{'a' * 20}*"))
+
+
+def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is looked at before the commit, wherever the data is written."""
+    at, go = threading.Event(), threading.Event()
+    real = Coordinator.collect
+
+    def slow(self: Any, *args: Any) -> Any:
+        if self.store.url.endswith("step-2"):
+            at.set()
+            go.wait(30)
+        return real(self, *args)
+
+    monkeypatch.setattr(Coordinator, "collect", slow)
+    first = checkpointer(tmp_path, writer="process")
+    first.save(1, state_at(1))
+    first.wait()
+    handle = first.save(2, state_at(2))
+    assert at.wait(30)
+    with checkpointer(tmp_path, takeover=True) as second:
+        second.restore_latest(empty_state())
+        second.save(3, state_at(3))
+        second.wait()
+        go.set()
+        assert isinstance(handle, sk.SaveHandle)
+        assert isinstance(handle.exception(), sk.LeaseLost)
+        assert second.all_steps() == [1, 3]
+    with pytest.raises(sk.EarlierSaveFailed):
+        first.close()
+    sk.finish_saves()

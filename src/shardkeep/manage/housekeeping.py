@@ -15,6 +15,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 from shardkeep.errors import CheckpointError
 from shardkeep.events import Pruned, tell
@@ -68,7 +69,7 @@ class Housekeeping:
         entries = self._catalog.entries()
         self.sweep(entries)
         for entry in entries:
-            self._carefully(entry.name, lambda: self._sweep_beside(entry))
+            self._carefully(entry.name, partial(self._sweep_beside, entry))
         return entries
 
     def after(self, name: str, succeeded: Callable[[], bool]) -> None:
@@ -140,7 +141,7 @@ class Housekeeping:
     def sweep(self, entries: Sequence[Entry]) -> None:
         """Remove what writers left that are certainly dead, and what is left of removals; never raises but LeaseLost."""
         for name in self._to_sweep(entries):
-            self._carefully(name, lambda: self._sweep(name))
+            self._carefully(name, partial(self._sweep, name))
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a place that is not in use, while the lease is held; what fails is told."""

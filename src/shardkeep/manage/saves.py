@@ -159,7 +159,7 @@ class Saves:
             CheckpointExists: it has this step or later ones, and nothing was restored.
 
         """
-        if self._timeline is not None and not self._written_elsewhere:
+        if self._timeline is not None:
             return
         # Rank 0 may have to outwait the lease of a job that is gone.
         patient = replace(self._job.world, alone_s=2 * self._seams.lease_s)
@@ -167,24 +167,18 @@ class Saves:
             found: list[Timeline] = []
             meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
         # Only now, so that all ranks begin again if one could not.
-        self._timeline = self._timeline or next(iter(found), Timeline())
+        self._timeline = next(iter(found), Timeline())
 
     @property
     def begun(self) -> bool:
         """Whether `begin` has succeeded since the last restore."""
         return self._timeline is not None
 
-    @property
-    def _written_elsewhere(self) -> bool:
-        """Whether another process writes, to a plain store: then nobody looks at the lease but before a save."""
-        return self._asynchronous and self._how_asynchronous["writer"] == "process"
-
     def _begin(self, step: int, found: list[Timeline], payloads: list[bytes]) -> list[bytes]:
         """On rank 0."""
         self._lease.take()
-        if self._timeline is None:
-            restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-            found.append(timeline_of(self._house.survey(), restored, step, where=self._root.url))
+        restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
+        found.append(timeline_of(self._house.survey(), restored, step, where=self._root.url))
         return [b""] * len(payloads)
 
     def save(
@@ -237,8 +231,6 @@ class Saves:
 
     def _place_to_write(self, name: str, step: int) -> Store:
         place = self._root.place(name)
-        if self._written_elsewhere:
-            return place
         before_put: Callable[[], None] | None = self._lease.insist if self._job.world.rank == 0 else None
         return RetryingStore(place, self._patience(place, step), before_put=before_put)
 

@@ -14,6 +14,7 @@ import msgspec
 from shardkeep.errors import CheckpointError, Failure
 from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import Store
+from shardkeep.store.retrying import RetryingStore
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -92,6 +93,9 @@ def place_of(store: Store) -> Place:
         CheckpointError: it cannot.
 
     """
+    # What is tried again, or checked, before a commit is so here: that process writes data files and commits nothing.
+    if type(store) is RetryingStore:
+        store = store.inner
     # A class of somebody's own may do anything in its verbs, which a plain one there would not do.
     if type(store) is not LocalStore:
         raise CheckpointError(
