@@ -322,3 +322,23 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
     with pytest.raises(sk.EarlierSaveFailed):
         first.close()
     sk.finish_saves()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that went back from it goes on with the next one that is due; who asks for that very step is told."""
+    with checkpointer(tmp_path, every_steps=10) as ckpt:
+        train(ckpt, range(1, 31))
+        ckpt.wait()
+        ckpt.pin(30)
+    with checkpointer(tmp_path, every_steps=10, asynchronous=asynchronous) as ckpt:
+        ckpt.restore(10, empty_state())
+        with pytest.raises(sk.CheckpointExists, match="step-30 is pinned"):
+            ckpt.save(30, state_at(-30))
+    with checkpointer(tmp_path, every_steps=10, asynchronous=asynchronous) as ckpt:
+        ckpt.restore(10, empty_state())
+        assert train(ckpt, range(11, 45)) == [20, 40]
+    assert "step 30 is not saved" in caplog.text
+    state = empty_state()
+    sk.load(state, tmp_path / "step-30")
+    assert state["step"] == 30

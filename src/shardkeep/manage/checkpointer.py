@@ -27,7 +27,7 @@ from shardkeep.manage.problems import LeaseLost, RootInUse
 from shardkeep.manage.requests import KINDS, Requests
 from shardkeep.manage.resuming import Resuming
 from shardkeep.manage.retention import Policy
-from shardkeep.manage.saves import Saved, Saves
+from shardkeep.manage.saves import PINNED, Saved, Saves
 from shardkeep.manage.schedule import Steps, Timer
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.signals import Handlers, numbers_of
@@ -202,8 +202,8 @@ class Checkpointer(Resuming):
             force: save, whether it is time to or not.
 
         Returns:
-            A handle of the save, or its report where saves are not asynchronous; None where it was not time, or where it
-            failed and `on_error` is not "raise".
+            A handle of the save, or its report where saves are not asynchronous; None where it was not time, where it
+            failed and `on_error` is not "raise", or where there is a pinned checkpoint of this step.
 
         Raises:
             EarlierSaveFailed: an earlier asynchronous save failed; why is its cause. If a save was due now, it has been
@@ -234,6 +234,11 @@ class Checkpointer(Resuming):
             if why:
                 saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop)
                 durable = stop and saved is not None
+        except CheckpointExists as error:
+            if PINNED not in error.details:
+                raise
+            # Raised, it would end the job at this step each time that it is started.
+            log.warning("step %d is not saved, the next that is due is: %s", step, error.message)
         finally:
             self._should_stop = self._should_stop or durable
             if stop and not durable:
@@ -352,7 +357,8 @@ class Checkpointer(Resuming):
         except (RootInUse, LeaseLost, EarlierSaveFailed):
             raise
         except CheckpointError as error:
-            if self._failures.raises or (isinstance(error, CheckpointExists) and not self._saves.begun):
+            refused = isinstance(error, CheckpointExists) and (PINNED in error.details or not self._saves.begun)
+            if refused or self._failures.raises:
                 raise
             self._failures.tell(error)
             return None

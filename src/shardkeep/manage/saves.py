@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError, StorageError
+from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, tell
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import meta_with
@@ -33,6 +33,9 @@ from shardkeep.store.roots import Root
 
 Saved = SaveHandle[SaveReport] | SaveReport
 """A save that goes on, or what one did that is over."""
+
+PINNED = "pinned"
+"""In the details of a refusal to overwrite a checkpoint that is pinned."""
 
 log = logging.getLogger("shardkeep")
 
@@ -194,8 +197,18 @@ class Saves:
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
-        overwrite = overwrite or (timeline.may_overwrite(step) and not self._is_pinned(name))
-        how = {"step": step, "meta": _meta(meta, metrics, timeline.number), "overwrite": overwrite, **self._how}
+        ours = _meta(meta, metrics, timeline.number)
+        if not overwrite and timeline.may_overwrite(step):
+            overwrite = not self._is_pinned(name)
+            if not overwrite and self._is_there(step):
+                ours = _Refused(
+                    CheckpointExists(
+                        f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
+                        hint=f"unpin({step}), or save(..., overwrite=True)",
+                        **{PINNED: True},
+                    )
+                )
+        how = {"step": step, "meta": ours, "overwrite": overwrite, **self._how}
         store = self._place_to_write(name, step)
         first = self._job.world.rank == 0
         if first:
@@ -248,6 +261,14 @@ class Saves:
 
         return Patience(self._retries, told=told, sleep=self._seams.sleep)
 
+    def _is_there(self, step: int) -> bool:
+        try:
+            found = self._catalog.find(step)
+        except CheckpointError as error:
+            log.warning("%s: cannot look for step %d: %s", self._root.url, step, error)
+            return True
+        return found is not None and found.status != "unfinished"
+
     def _is_pinned(self, name: str) -> bool:
         try:
             return name in pinned(self._catalog.root)
@@ -276,7 +297,7 @@ def _meta(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, tim
 class _Refused(Mapping[str, Any]):
     """Meta that raises when it is looked at: inside the save, from where it reaches all ranks."""
 
-    def __init__(self, error: StateError) -> None:
+    def __init__(self, error: CheckpointError) -> None:
         self._error = error
 
     def __getitem__(self, key: str) -> NoReturn:
