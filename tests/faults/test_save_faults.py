@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
@@ -312,3 +313,28 @@ def test_a_first_save_that_fails_leaves_an_empty_place(place):
             sk.open(place)
     assert n >= 10
     assert checkpoint_at(place) == n
+
+
+class _Sticky(FaultyStore):
+    """The commit fails, and then what was written cannot be deleted."""
+
+    def begin(self, verb, name):
+        if verb == "put" and name == RECORD_NAME:
+            raise self.broken(verb, name)
+        if verb == "delete" and name.endswith(".safetensors"):
+            raise self.broken(verb, name)
+        return super().begin(verb, name)
+
+
+def test_what_a_failed_save_cannot_remove_is_known_for_dead(place):
+    """
+    Its claim stays with it, so that the next save sweeps it; without one it would be taken for a checkpoint that lost
+    its record, and stay for ever.
+    """
+    with pytest.raises(sk.StorageError):
+        sk.save({"w": torch.ones(4)}, _Sticky(LocalStore(place)))
+    left = names_in(place)
+    assert {name.partition("-")[0] for name in left} == {"state", "claim"}, left
+    sk.save({"w": torch.ones(4)}, place)
+    assert not left & set(names_in(place))
+    assert names_in(place) == files_of_checkpoint(place)

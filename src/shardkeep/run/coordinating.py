@@ -25,7 +25,7 @@ from shardkeep.errors import (
     UnsupportedVersion,
 )
 from shardkeep.format.index import Chunks
-from shardkeep.format.record import FileEntry, Record, checked_meta, checked_step
+from shardkeep.format.record import RECORD_NAME, FileEntry, Record, checked_meta, checked_step
 from shardkeep.layout import leftovers, native, torch_files
 from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import SavePlan, plan_save
@@ -125,10 +125,34 @@ class Coordinator:
             meta=self.meta,
             overwrite=self.overwrite,
         )
+        self._insist_on(record)
         self.committed = record
         totals = record.totals
         outcome = Outcome(save_id=self.save_id, step=self.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors)
         return [encode(outcome)] * len(payloads)
+
+    def _insist_on(self, record: Record) -> None:
+        """Look once more whether all of it is there: whoever deletes checkpoints may have taken this place for an old one."""
+        names = [RECORD_NAME, record.index.name, *(file.name for file in record.files)]
+        try:
+            listed = {info.name for info in self.store.list()}
+            gone = [name for name in names if name not in listed and self._nbytes(name) is None]
+        except CheckpointError as exc:
+            log.warning("could not look once more at what was committed to %s: %s", self.store.url, exc)
+            return
+        if not gone:
+            return
+        # A record of files that are gone is worse than none.
+        with contextlib.suppress(CheckpointError):
+            if native.read_record(self.store).save_id == self.save_id:
+                discard(self.store, [RECORD_NAME])
+        self._publishing = False
+        raise StorageError(
+            f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by somebody else while it"
+            f" was under way: {gone[0]}",
+            hint="save it again; let nobody delete checkpoints by hand in a place that a job saves to",
+            name=gone[0],
+        )
 
     def withdraw(self) -> None:
         """Remove every file of a save that failed, also those of ranks that died; never raises."""
@@ -141,8 +165,7 @@ class Coordinator:
         except CheckpointError as exc:
             log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
-        # The claim goes last: while it is there, nobody takes the rest for a finished save's.
-        discard(self.store, [name for name in mine if name != claim] + [claim])
+        discard(self.store, [*mine, claim])
 
     def _has_committed(self) -> bool:
         """Tell whether the record is in place: it may be, however the attempt to put it there has ended."""
@@ -220,9 +243,18 @@ class Coordinator:
 
 
 def discard(store: Store, names: list[str]) -> None:
-    """Delete files of a save that is not to be; never raises."""
-    for name in names:
+    """Delete files of a save that is not to be; never raises. Claims go last, and stay while anything else does."""
+    stays = False
+    for name in sorted(names, key=_is_claim):
+        if stays and _is_claim(name):  # without it nobody would know that the rest is of a dead save
+            continue
         try:
             store.delete(name)
         except CheckpointError as exc:
+            stays = True
             log.warning("could not remove %s from %s: %s", name, store.url, exc)
+
+
+def _is_claim(name: str) -> bool:
+    save_id = native.save_id_of(name)
+    return save_id is not None and name == native.claim_name(save_id)
