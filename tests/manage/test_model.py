@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
         self.job = self.begin(data)
 
     def begin(self, data: st.DataObject, *, takeover: bool = False) -> Job:
-        keep = {
+        keep: dict[str, Any] = {
             "keep_last": data.draw(st.sampled_from([None, 1, 2, 3]), "keep_last"),
             "keep_every": data.draw(st.sampled_from([None, None, 5]), "keep_every"),
             "keep_best": data.draw(st.sampled_from([None, ("loss", 1, "min"), ("loss", 2, "max")]), "keep_best"),
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
         }
         view, off = View(self.root), [timedelta(0)]
         ckpt = sk.Checkpointer(
-            view,  # type: ignore[arg-type]
+            view,
             **keep,
             asynchronous=data.draw(st.booleans(), "asynchronous"),
             max_in_flight=data.draw(st.sampled_from([1, 2]), "max_in_flight"),
@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         """Another job is refused the root, then takes it over; the first one saves and deletes no more."""
         old = self.job
         if old.holds:
-            second = sk.Checkpointer(View(self.root), options=OPTIONS)  # type: ignore[arg-type]
+            second = sk.Checkpointer(View(self.root), options=OPTIONS)
             with pytest.raises(sk.RootInUse, match="this process itself"):
                 second.save(step, state_of(0))
             second.close()
@@ -349,7 +349,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.restore([(step, self.made.get(step))], lambda state: self.job.ckpt.restore(step, state))
 
-    def restore(self, order: list[tuple[int, Made | None]], restoring: Any) -> None:
+    def restore(self, order: Sequence[tuple[int, Made | None]], restoring: Any) -> None:
         """Restore the first of these that is whole."""
         state, job = blank(), self.job
         good = next((row for row, (_, each) in enumerate(order) if each is not None and not each.rotten), None)
