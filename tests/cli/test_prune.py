@@ -9,6 +9,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli import prune
+from shardkeep.layout import native
 from shardkeep.layout.leftovers import Claim, claiming, make_claim
 from shardkeep.layout.native import claim_name, new_save_id
 from shardkeep.manage.pins import pin
@@ -143,6 +144,66 @@ def test_what_the_living_write_is_never_touched(shardkeep, run_dir):
     assert answer.code == 0
     (run_dir / "step-40" / claim_name(save_id)).unlink()
     assert sorted(file.name for file in run_dir.rglob("*")) == before
+
+
+def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
+    """
+    A place that no rule keeps stays while somebody saves to it, here or perhaps elsewhere, and the plan says why.
+    """
+    save_id = leave(run_dir / "step-10", None)
+    leave(run_dir / "step-20", Claim(host="elsewhere", pid=1, started="1"))
+    before = sorted(file.name for file in run_dir.rglob("*"))
+    with claiming(save_id):
+        make_claim(sk.Catalog(run_dir).root.place("step-10"), save_id)
+        answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    assert answer.code == 0
+    assert f"being written by process {os.getpid()}" in answer.out
+    assert "another machine" in answer.out
+    (run_dir / "step-10" / claim_name(save_id)).unlink()
+    assert sorted(file.name for file in run_dir.rglob("*")) == before
+
+
+def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monkeypatch):
+    """
+    Between the question and the yes somebody begins to save a step anew: its place is not touched, and that is said.
+    """
+    save_id = new_save_id()
+    place = sk.Catalog(run_dir).root.place("step-10")
+    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: make_claim(place, save_id) or "y")
+    with claiming(save_id):
+        answer = shardkeep("prune", run_dir, "--keep-last", "1")
+    assert (answer.code, steps(run_dir)) == (2, [10, 30])
+    assert "somebody is saving there" in answer.err
+
+
+def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
+    """
+    Whoever removes a place just before its new record is put cannot make a save succeed of which nothing is left.
+    """
+    root = sk.Catalog(run_dir).root
+    publish = native.publish
+
+    def removed_first(*args, **kwargs):
+        root.remove("step-10")
+        return publish(*args, **kwargs)
+
+    monkeypatch.setattr(native, "publish", removed_first)
+    with pytest.raises(sk.errors.StorageError, match="deleted by somebody else"):
+        sk.save({"w": torch.zeros(3)}, run_dir / "step-10", step=10, overwrite=True)
+    assert sk.Catalog(run_dir).find(10) is None
+    assert sk.Catalog(run_dir).latest().step == 30
+
+
+def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
+    """
+    While a job saves to the run prune says so on stderr; after it has ended, no more.
+    """
+    with sk.Checkpointer(run_dir, every_steps=1) as checkpointer:
+        checkpointer.step(31, {"w": torch.zeros(3)})
+        during = shardkeep("prune", run_dir, "--keep-last", "9", "--json")
+    assert f"process {os.getpid()}" in during.err
+    assert shardkeep("prune", run_dir, "--keep-last", "9").err == ""
 
 
 def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):

@@ -2,7 +2,8 @@
 `shardkeep prune`: delete the checkpoints of a run that no rule keeps, and what dead writers left.
 
 Nothing goes without a rule, and nothing without a yes. The newest checkpoint stays, and so do pinned ones. One that a
-quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to.
+quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to. Nothing is
+taken from a place that somebody is saving to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from shardkeep.cli.checking import check
+from shardkeep.cli.guards import being_written, job_of
 from shardkeep.cli.output import Table, count_text, is_terminal, print_json, remark, say, shown, size_text, styled
 from shardkeep.cli.places import open_root_only
 from shardkeep.cli.problems import NotUsable, did_you_mean
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     found = open_root_only(args.root, args.template)
     _check_metrics(rules, found.entries())
     planned = make_plan(found, rules)
+    if job := job_of(found):
+        remark(f"a job saves to this run: {shown(job)}", "yellow")
     if not args.json:
         _print_plan(planned)
     if args.dry_run or not (planned.deleted or planned.swept):
@@ -147,20 +151,34 @@ def make_plan(found: Run, rules: list[Rule]) -> Plan:
         entries = list(threads.map(lambda entry: _looked_at(found, entry), found.entries()))
     now = datetime.now(timezone.utc)
     policy = AnyOf(tuple(rule.policy for rule in rules))
-    kept, deleted = plan(entries, policy, now)
+    _, deleted = plan(entries, policy, now)
     committed = [entry for entry in entries if entry.committed]
     wanted = {rule.words: rule.policy.wants(committed, now) for rule in rules}
+    with ThreadPoolExecutor(_THREADS) as threads:
+        spared = {
+            entry.name: reason
+            for entry, reason in zip(deleted, threads.map(lambda entry: _spared(found, entry), deleted), strict=True)
+            if reason
+        }
 
     def why(entry: Entry) -> str:
         if not entry.committed:
             return f"{entry.status}: {entry.reason}"
         reasons = [words for words, names in wanted.items() if entry.name in names]
         reasons += ["pinned"] if entry.pinned else []
+        reasons += [spared[entry.name]] if entry.name in spared else []
         return ", ".join(reasons) or "the newest"
 
+    deleted = [entry for entry in deleted if entry.name not in spared]
     going = {entry.name for entry in deleted}
-    litter = [find_litter(found, entry) for entry in entries if entry.name not in going]
-    return Plan([(entry, why(entry)) for entry in kept], deleted, [each for each in litter if each is not None])
+    staying = [entry for entry in entries if entry.name not in going]
+    litter = [find_litter(found, entry) for entry in staying]
+    return Plan([(entry, why(entry)) for entry in staying], deleted, [each for each in litter if each is not None])
+
+
+def _spared(found: Run, entry: Entry) -> str:
+    """Say why a checkpoint that no rule keeps stays; empty where nothing speaks for it."""
+    return being_written(found, entry)
 
 
 def _looked_at(found: Run, entry: Entry) -> Entry:
@@ -218,6 +236,9 @@ def _carry_out(found: Run, planned: Plan) -> dict[str, str]:
             now = found.catalog.find(entry.step)
             if now is None or now.pinned or _identity(now) != _identity(entry):
                 failed[entry.name] = "it was changed, pinned or deleted by somebody else meanwhile"
+                continue
+            if writer := being_written(found, entry):
+                failed[entry.name] = f"somebody is saving there: {writer}"
                 continue
             found.catalog.root.remove(entry.name)
         except CheckpointError as exc:
