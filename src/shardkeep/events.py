@@ -8,6 +8,7 @@ Events are plain data: `msgspec.json.encode(event)` is a JSON object whose "even
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -50,10 +51,12 @@ class RankPhases(msgspec.Struct, frozen=True):
 
     rank: int
     spans: list[Span]
+    late_s: float = 0.0
+    """How much later than the first rank it made the call: for so long others waited for it."""
 
 
 class Slowest(msgspec.Struct, frozen=True):
-    """The rank that the others waited for longest, and the phase that is to blame."""
+    """The rank that the others waited for longest, and the phase that is to blame; "late": it made the call late."""
 
     rank: int
     phase: str
@@ -210,6 +213,12 @@ class StepSkipped(Event, frozen=True, kw_only=True):
 Callback = Callable[[Event], object]
 
 
+def say(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
+    """Log a line; a handler that fails, as of a log server that is gone, must not end what the line is about."""
+    with contextlib.suppress(Exception):
+        log.log(level, message, *args, exc_info=exc_info)
+
+
 class Listening:
     """A callback that is told of events until `stop`, or the end of a `with`."""
 
@@ -236,13 +245,16 @@ class Listening:
         return kind is not SaveProgressed if self._kinds is None else issubclass(kind, self._kinds)
 
     def hear(self, event: Event) -> None:
-        """Pass an event on; whatever comes of it stays here."""
+        """Pass an event on; whatever comes of it stays here, but for a Ctrl-C."""
         try:
             self._callback(event)
-        except Exception as error:  # a checkpoint is worth more than a report of it
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a checkpoint is worth more than a report of it
             if not self._failed:
                 self._failed = True
-                log.warning(
+                say(
+                    logging.WARNING,
                     "%r failed at %s; later failures of it are not logged",
                     self._callback,
                     type(event).__name__,

@@ -20,11 +20,11 @@ from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.filling import Filling
 from shardkeep.run.match import Verdict, Wishes
+from shardkeep.run.opened import opened
 from shardkeep.run.phases import WORK_OF_LOADS, Phases, Sent, find_slowest
 from shardkeep.run.reports import LoadReport
 from shardkeep.run.telling import LoadTelling
 from shardkeep.state.names import Patterns, Renames
-from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def load(
     phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
-    store = open_store(where, direct=options.direct_io)
+    store = opened(where, world, options, doing="load from")
     wishes = Wishes(include, exclude, rename, cast)
     telling = LoadTelling(phases, rank=world.rank, where=store.url)
     with telling.made(), meet(world, f"load from {store.url}") as meeting:

@@ -14,17 +14,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkeep.errors import CheckpointError, EarlierSaveFailed, StateError
+from shardkeep.errors import EarlierSaveFailed, StateError
 from shardkeep.format.collector import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
-from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.background import Background
 from shardkeep.run.coordinating import Outcome
 from shardkeep.run.counting import counted
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.in_flight import flights
+from shardkeep.run.opened import opened
 from shardkeep.run.orders import make_jobs
 from shardkeep.run.phases import WORK_OF_SAVES, Phases, find_slowest
 from shardkeep.run.reports import SaveReport
@@ -37,7 +37,6 @@ from shardkeep.stage.pieces import take_pieces
 from shardkeep.stage.pinned import staging_memory
 from shardkeep.stage.step_gates import step_gates
 from shardkeep.state.devices import settle
-from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def save(
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
     call = SaveCall(
-        _opened(where, world, options),
+        opened(where, world, options, doing="save to"),
         world,
         Label(step, meta),
         phases,
@@ -197,7 +196,7 @@ def async_save(
     options = options or Options()
     world = _apart(current_world(group, timeout_s=options.timeout_s))
     call = SaveCall(
-        _opened(where, world, options),
+        opened(where, world, options, doing="save to"),
         world,
         Label(step, meta),
         phases,
@@ -284,14 +283,6 @@ def finish_saves() -> None:
     writer_hold().end()
     if failed is not None:
         raise failed
-
-
-def _opened(where: str | os.PathLike[str] | Store, world: World, options: Options) -> Store:
-    try:
-        return open_store(where, direct=options.direct_io)
-    except CheckpointError:
-        with meet(world, f"save to {where!r}"):  # or the others would wait for this rank
-            raise
 
 
 def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:

@@ -26,7 +26,7 @@ from shardkeep.events import (
     heard as somebody_hears,
 )
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.asynchronous.scene import HeldStore
+from tests.asynchronous.scene import HeldStore, broken
 from tests.reports import scene
 
 
@@ -304,3 +304,43 @@ def test_names_that_are_no_text_do_not_break_json(tmp_path):
         sk.save(scene.state(), where)
     assert len([msgspec.json.encode(event) for event in events]) == 3
     assert events[0].where.endswith("ck-\\udcff")
+
+
+class GoneError(RuntimeError):
+    pass
+
+
+class GoneHandler(logging.Handler):
+    def handle(self, record):
+        raise GoneError("the log server is gone")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_log_that_fails_ends_no_save(tmp_path, fails):
+    """A handler that raises neither fails a save that is committed nor keeps one that failed from ending."""
+    handler = GoneHandler()
+    log = logging.getLogger("shardkeep")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        handle = sk.async_save({"w": torch.ones(3)}, broken() if fails else tmp_path / "ck")
+        assert (handle.exception(60) is None) is not fails
+        if not fails:
+            sk.save({"w": torch.ones(3)}, tmp_path / "other")
+            sk.load({"w": torch.ones(3)}, tmp_path / "other")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def test_a_callback_that_exits(tmp_path):
+    """Whatever a callback raises stays with it, and the next one is told all the same."""
+    heard = []
+
+    def leave(event):
+        raise SystemExit(3)
+
+    with sk.on_event(leave), sk.on_event(heard.append):
+        sk.save({"w": torch.ones(3)}, tmp_path / "ck")
+    assert [type(event).__name__ for event in heard] == ["SaveBegan", "SaveWritten", "SaveCommitted"]

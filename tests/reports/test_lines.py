@@ -1,8 +1,11 @@
 """The one line of each save and load, and whom it blames."""
 
 import re
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,11 +29,35 @@ def lines_of(where, slow, background):
     with scene.logged() as lines:
         for verb in ("create", "open"):
             store = scene.SlowStore(where, verb) if scene.rank() == slow else sk.LocalStore(where)
+            dist.barrier()  # a rank that comes late would be the one to blame
             if verb == "create":
                 saved = sk.async_save(scene.state(), store).result() if background else sk.save(scene.state(), store)
             else:
                 loaded = sk.load(scene.state(), store)
     return lines, saved.slowest, loaded.slowest
+
+
+def late_rank(where, late):
+    state = {"model": torch.nn.Linear(3, 3), "step": 1}
+    dist.barrier()
+    if scene.rank() == late:
+        time.sleep(1)
+    saved = sk.save(state, where)
+    dist.barrier()
+    if scene.rank() == late:
+        time.sleep(1)
+    return saved, sk.load(state, where)
+
+
+def test_a_rank_that_comes_late_is_named(rank_pool, tmp_path):
+    """
+    Others wait for a rank that makes the call later than they do, whatever it does then: it is to blame.
+    """
+    (saved, loaded), *_ = rank_pool.run(2, late_rank, str(tmp_path / "ck"), 1)
+    for report in (saved, loaded):
+        assert (report.slowest.rank, report.slowest.phase) == (1, "late")
+        assert report.slowest.seconds > 0.5
+        assert report.ranks[0].late_s == 0
 
 
 @pytest.mark.parametrize("background", [False, True])

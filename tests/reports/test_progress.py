@@ -7,6 +7,7 @@ import pty
 import re
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -51,6 +52,39 @@ def terminal(**environment):
         reader.join(60)
         os.close(master)
         shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(got).decode()))
+
+
+def test_what_training_prints_goes_where_it_would_have_gone(tmp_path):
+    """Beside a bar, standard output is what it was, also after a block that diverted it and ended before the save."""
+    with terminal(), sk.show_progress():
+        out = sys.stdout
+        with contextlib.redirect_stdout(io.StringIO()) as diverted:
+            handle = sk.async_save({"w": torch.ones(SIZE)}, scene.SlowStore(str(tmp_path / "ck"), "write_at", LONG_S))
+            print("a step")
+        handle.result()
+        assert (diverted.getvalue(), sys.stdout) == ("a step\n", out)
+    assert sys.stdout is out
+
+
+def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
+    """As after Ctrl-S: what is drawn waits, and saves do not."""
+    master, slave = pty.openpty()
+    before, sys.stderr = sys.stderr, open(slave, "w")  # noqa: SIM115 - closed below
+    try:
+        with sk.show_progress():  # nobody reads the other side, whose buffer is soon full
+            drawn = threading.active_count()
+            for n in range(30):
+                sk.save({"w": torch.ones(1 << 10)}, scene.SlowStore(str(tmp_path / f"{n}"), "create", 0.2))
+        assert threading.active_count() >= drawn  # it still waits for its terminal
+        with contextlib.suppress(BlockingIOError):  # now somebody reads
+            os.set_blocking(master, False)
+            while True:
+                os.read(master, 1 << 16)
+                time.sleep(0.01)
+    finally:
+        sys.stderr.close()
+        sys.stderr = before
+        os.close(master)
 
 
 def save_in_terminal(where, background):

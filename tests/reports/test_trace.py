@@ -1,5 +1,6 @@
 """Traces, held against the trace event format: what Perfetto and chrome://tracing read."""
 
+import gc
 import itertools
 import json
 import os
@@ -183,34 +184,6 @@ def test_what_a_killed_job_leaves_needs_only_its_bracket(tmp_path):
     assert next(entry["name"] for entry in json.loads(seen[0] + b"]") if entry["ph"] == "X") == "save"
 
 
-def test_a_file_that_cannot_be_written_fails_the_trace_alone(tmp_path):
-    """
-    The save is made; the end of the trace says what went wrong.
-    """
-    with (
-        pytest.raises(sk.StorageError, match=r"nowhere/trace\.json") as caught,
-        sk.trace(tmp_path / "nowhere/trace.json"),
-    ):
-        sk.save(scene.state(), tmp_path / "ck")
-    assert caught.value.errno == 2
-    sk.open(tmp_path / "ck").verify()
-
-
-def test_a_file_that_cannot_be_written_hides_no_exception(tmp_path):
-    """
-    What went wrong inside is raised, and the trace's own trouble is logged.
-    """
-
-    def fail():
-        with sk.trace(tmp_path / "nowhere/trace.json"):
-            sk.save(scene.state(), tmp_path / "ck")
-            raise RuntimeError("training went wrong")
-
-    with scene.logged() as lines, pytest.raises(RuntimeError, match="training went wrong"):
-        fail()
-    assert "nowhere/trace.json" in lines[-1]
-
-
 def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
     """
     One that ends inside is in it, one that does not is not.
@@ -223,3 +196,48 @@ def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
     late.release.set()
     handles[1].result()
     assert len([span for span in read(tmp_path / "trace.json")["X"] if span["name"] == "save"]) == 1
+
+
+def test_a_fork_that_leaves_the_block_leaves_the_file_alone(tmp_path):
+    """The file is its parent's, which goes on to write to it."""
+    path = tmp_path / "trace.json"
+    with sk.trace(path):
+        sk.save(scene.state(), tmp_path / "a")
+        if (child := os.fork()) == 0:
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                for manager in gc.get_objects():
+                    if type(manager).__name__ == "_Tracing":
+                        manager.close(wait=False)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        sk.save(scene.state(), tmp_path / "b")
+    named = [entry["args"]["where"] for entry in json.loads(path.read_text()) if entry["name"] == "save"]
+    assert [os.path.basename(where) for where in named] == ["a", "b"]
+
+
+def test_a_folder_that_is_not_there_is_known_at_once(tmp_path):
+    """Not when training has ended."""
+    with pytest.raises(sk.StorageError, match="cannot be made"), sk.trace(tmp_path / "nowhere" / "trace.json"):
+        pytest.fail("the block was entered")
+
+
+def test_a_file_that_cannot_be_written_is_logged_in_the_end(tmp_path):
+    """
+    The saves are made, what comes after the block does not depend on it, and no exception inside is hidden.
+    """
+
+    def fail():
+        with sk.trace("/dev/full"):
+            sk.save(scene.state(), tmp_path / "ck")
+            raise RuntimeError("training went wrong")
+
+    with scene.logged() as lines, pytest.raises(RuntimeError, match="training went wrong"):
+        fail()
+    assert "/dev/full could not be written" in lines[-1]
+    with scene.logged() as lines, sk.trace("/dev/full"):
+        sk.save(scene.state(), tmp_path / "other")
+    assert "/dev/full could not be written" in lines[-1]
+    sk.open(tmp_path / "ck").verify()

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event, SaveBegan, SaveCommitted, SaveFailed, SaveProgressed, on_event
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _KINDS = (SaveBegan, SaveProgressed, SaveCommitted, SaveFailed)
+_BETWEEN_S = 0.1
+_PATIENCE_S = 2.0
+"""How long the end of a block waits for a terminal."""
 
 
 def show_progress() -> AbstractContextManager[None]:
@@ -63,53 +67,83 @@ def _shown() -> Iterator[None]:
 
 
 class _Bars:
-    """The bars of the saves under way. Told by several threads."""
+    """
+    The bars of the saves under way. Told by several threads, drawn by one of its own.
+
+    A terminal that takes no more (Ctrl-S, a stalled connection) then stops that thread, and no save.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lock = threading.RLock()
-        self._progress: Progress | None = None
-        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._changed = threading.Condition()
+        self._saves: dict[str, _Bar] = {}
+        self._closing = False
+        # A daemon: where the terminal hangs, the process must still be able to end.
+        self._thread = threading.Thread(target=self._draw, name="shardkeep-progress", daemon=True)
+        self._thread.start()
 
     def hear(self, event: Event) -> None:
-        """Show what an event says."""
-        with self._lock:
+        """Note what an event says."""
+        with self._changed:
             if isinstance(event, (SaveCommitted, SaveFailed)):
-                self._remove(event.where)
+                self._saves.pop(event.where, None)
             elif isinstance(event, SaveBegan) and from_first(event):
-                self._begin(event)
-            elif isinstance(event, SaveProgressed):
-                self._move(event)
+                self._saves[event.where] = _Bar(("stage", "write") if event.background else ("write",))
+            elif isinstance(event, SaveProgressed) and event.where in self._saves:
+                bar = self._saves[event.where]
+                bar.done, bar.total = {"stage": event.bytes_staged, "write": event.bytes_written}, event.bytes_total
+            self._changed.notify()
 
     def close(self) -> None:
-        """Take all bars away."""
-        with self._lock:
-            if self._progress is not None:
-                self._progress.stop()
-                self._progress = None
-            self._tasks.clear()
+        """Take all bars away, as long as the terminal lets us."""
+        with self._changed:
+            self._closing = True
+            self._saves.clear()
+            self._changed.notify()
+        self._thread.join(_PATIENCE_S)
 
-    def _begin(self, event: SaveBegan) -> None:
-        if self._progress is None:
-            self._progress = _progress(self._console)
-            self._progress.start()
-        name = os.path.basename(event.where.rstrip("/")) or event.where
-        for verb in ("stage", "write") if event.background else ("write",):
-            self._tasks[event.where, verb] = self._progress.add_task(f"{verb} {name}", total=None)
+    def _draw(self) -> None:
+        """Draw until `close`: while there are saves, a few times a second."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._saves or self._closing)
+                if self._closing:
+                    return
+            with _progress(self._console) as progress:
+                self._draw_saves(progress)
 
-    def _move(self, event: SaveProgressed) -> None:
-        for verb, done in (("stage", event.bytes_staged), ("write", event.bytes_written)):
-            task = self._tasks.get((event.where, verb))
-            if self._progress is not None and task is not None:
-                self._progress.update(task, completed=done, total=event.bytes_total)
+    def _draw_saves(self, progress: Progress) -> None:
+        """Draw until no save is left: then nothing stands between training and its terminal until the next."""
+        tasks: dict[tuple[str, str], TaskID] = {}
+        while True:
+            with self._changed:
+                if not self._saves:
+                    return
+                bars = {
+                    (where, verb): (bar.done.get(verb, 0), bar.total)
+                    for where, bar in self._saves.items()
+                    for verb in bar.verbs
+                }
+            for key in tasks.keys() - bars.keys():
+                progress.remove_task(tasks.pop(key))
+            for key, (done, total) in bars.items():
+                where, verb = key
+                if key not in tasks:
+                    name = os.path.basename(where.rstrip("/")) or where
+                    tasks[key] = progress.add_task(f"{verb} {name}", total=None)
+                progress.update(tasks[key], completed=done, total=total or None)
+            progress.refresh()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._saves, timeout=_BETWEEN_S)
 
-    def _remove(self, where: str) -> None:
-        for key in [key for key in self._tasks if key[0] == where]:
-            task = self._tasks.pop(key)
-            if self._progress is not None:
-                self._progress.remove_task(task)
-        if not self._tasks:  # no thread draws, and nothing stands between training and its terminal, until the next
-            self.close()
+
+@dataclass
+class _Bar:
+    """How far one save has come."""
+
+    verbs: tuple[str, ...]
+    done: dict[str, int] = field(default_factory=dict)
+    total: int = 0
 
 
 def _progress(console: Console) -> Progress:
@@ -130,4 +164,7 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     ]
-    return Progress(*columns, console=console, transient=True)
+    # Not redirected: what training prints meanwhile goes where it would have gone.
+    return Progress(
+        *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )

@@ -7,6 +7,8 @@ Curves of saves and loads in TensorBoard.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event
@@ -39,6 +41,8 @@ class TensorBoard:
         self._module = need("torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report")
         self._folder = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
         self._writer: SummaryWriter | None = None if isinstance(to, (str, os.PathLike)) else to
+        self._closed = False
+        self._lock = threading.Lock()
         self._failures = {"save": 0, "load": 0}
         self._unnumbered = 0
 
@@ -47,6 +51,11 @@ class TensorBoard:
         figures, failed = figures_of(event), failed_call(event)
         if not (figures or failed) or not from_first(event):
             return
+        with self._lock:  # several threads may save at a time
+            if not self._closed:
+                self._write(event, figures, failed)
+
+    def _write(self, event: Event, figures: Mapping[str, float], failed: str | None) -> None:
         if failed:
             self._failures[failed] += 1
             figures = {f"{failed}/failures": self._failures[failed]}
@@ -59,10 +68,12 @@ class TensorBoard:
         writer.flush()
 
     def close(self) -> None:
-        """Close the files, unless the writer came from the caller."""
-        if self._folder is not None and self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Close the files, unless the writer came from the caller; what comes later is not written."""
+        with self._lock:
+            self._closed = True
+            if self._folder is not None and self._writer is not None:
+                self._writer.close()
+                self._writer = None
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:

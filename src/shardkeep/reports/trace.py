@@ -33,10 +33,9 @@ from shardkeep.events import (
     Span,
     StepSkipped,
     on_event,
+    say,
 )
 from shardkeep.reports.first_rank import from_first, is_first
-
-log = logging.getLogger("shardkeep")
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
@@ -62,7 +61,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: The file; open it at ui.perfetto.dev.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: it cannot be made, as there is no such folder. What goes wrong later is logged: neither a save nor
+            what comes after this block depends on it.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -73,22 +73,22 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     tracing = _Tracing(os.fspath(path))
     with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, *_ENDS, *_MOMENTS)):
+        wait = False
         try:
             yield
-        except BaseException:
-            try:
-                tracing.close(wait=False)
-            except StorageError as error:  # which tells less than what is on its way
-                log.warning("%s", error)
-            raise
-        tracing.close(wait=True)
+            wait = True
+        finally:
+            tracing.close(wait=wait)
 
 
 class _Tracing:
     """The file, and what has to be known to go on with it."""
 
     def __init__(self, path: str) -> None:
+        if not os.path.isdir(os.path.dirname(path) or ".") or os.path.isdir(path):
+            raise StorageError(f"the trace {path} cannot be made", hint="give a file in a folder that is there")
         self._path = path
+        self._process_id = os.getpid()
         self._changed = threading.Condition()
         self._under_way: list[str] = []
         self._file: IO[bytes] | None = None
@@ -112,6 +112,8 @@ class _Tracing:
 
     def close(self, *, wait: bool) -> None:
         """End the file, once every call is in it."""
+        if os.getpid() != self._process_id:  # a fork that leaves the block: the file is its parent's
+            return
         with self._changed:
             while wait and self._under_way:
                 self._changed.wait()
@@ -125,11 +127,12 @@ class _Tracing:
                 except OSError as exc:
                     self._failure = exc
             if self._failure is not None:
-                raise StorageError(
-                    f"the trace {self._path} cannot be written: {self._failure}",
-                    hint="the saves and loads in it are not affected",
-                    errno=self._failure.errno,
-                ) from self._failure
+                say(
+                    logging.WARNING,
+                    "the trace %s could not be written: %s; the saves and loads in it are not affected",
+                    self._path,
+                    self._failure,
+                )
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         try:

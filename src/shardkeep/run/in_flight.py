@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from shardkeep.errors import CheckpointError, EarlierSaveFailed, SaveCancelled
+from shardkeep.events import say
 from shardkeep.protocol.failures import CheckpointException
 from shardkeep.run.handles import SaveHandle
 
@@ -97,12 +98,12 @@ class Flights:
             return
         try:
             result = held.pop()()
-        except BaseException as error:  # read by whoever asks, or raised by the next save
+        except BaseException as error:  # noqa: BLE001 - read by whoever asks, or raised by the next save
             cancelled = isinstance(error, SaveCancelled)  # on whichever rank: somebody wanted it so
             if cancelled:
-                log.info("an asynchronous save, to %s, was cancelled", handle.where)
+                say(logging.INFO, "an asynchronous save, to %s, was cancelled", handle.where)
             elif not handle.asked:
-                log.error("an asynchronous save, to %s, failed", handle.where, exc_info=error)  # noqa: TRY400
+                say(logging.ERROR, "an asynchronous save, to %s, failed", handle.where, exc_info=error)
             let_go(error)
             if not cancelled:
                 self._failed.append(handle)

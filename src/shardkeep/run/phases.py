@@ -22,7 +22,8 @@ _EXPLAINED = 0.5
 """A rank that stages late writes late: so much of the one makes it the reason for the other."""
 
 Sent = list[tuple[str, float, float, int]]
-"""Phases on their way to rank 0."""
+"""Phases on their way to rank 0; the first is no phase, but the moment of the call."""
+_CALL = "call"
 
 
 class Phases:
@@ -68,21 +69,25 @@ class Phases:
     def sent(self) -> Sent:
         """Return what this rank did so far, as it is sent to rank 0: counted from when all met."""
         met_s = self._met_s
-        return [(span.name, span.begin_s - met_s, span.end_s - met_s, span.nbytes) for span in self.spans]
+        did = [(span.name, span.begin_s - met_s, span.end_s - met_s, span.nbytes) for span in self.spans]
+        return [(_CALL, -met_s, -met_s, 0), *did]
 
     def collect(self, sent: list[Sent]) -> None:
         """On rank 0: take what all ranks have sent, in their order."""
         met_s = self._met_s
+        first_s = min(called_s for (_, called_s, _, _), *_ in sent)
         self.ranks = [
             RankPhases(
-                rank, [Span(name, begin_s + met_s, end_s + met_s, nbytes) for name, begin_s, end_s, nbytes in each]
+                rank,
+                [Span(name, begin_s + met_s, end_s + met_s, nbytes) for name, begin_s, end_s, nbytes in did],
+                called_s - first_s,
             )
-            for rank, each in enumerate(sent)
+            for rank, ((_, called_s, _, _), *did) in enumerate(sent)
         ]
 
     def all_ranks(self) -> list[RankPhases]:
         """On rank 0: what all ranks did, and this one also since."""
-        return [RankPhases(0, self.spans), *self.ranks[1:]] if self.ranks else []
+        return [RankPhases(0, self.spans, self.ranks[0].late_s), *self.ranks[1:]] if self.ranks else []
 
 
 def seconds_by_name(spans: list[Span]) -> dict[str, float]:
@@ -95,16 +100,14 @@ def seconds_by_name(spans: list[Span]) -> dict[str, float]:
 
 def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | None:
     """
-    Name the rank whose time for some work of its own is furthest above the median of all.
+    Name the rank whose time for some work of its own, or to make the call, is furthest above the median of all.
 
     None where there is one rank. `work` has the phases in which a rank waits for no other.
     """
     if len(ranks) < 2:
         return None
-    taken = [seconds_by_name(each.spans) for each in ranks]
-    names = [name for name in work if any(name in seconds for seconds in taken)]
-    if not names:
-        return None
+    taken = [{"late": each.late_s, **seconds_by_name(each.spans)} for each in ranks]
+    names = ["late", *(name for name in work if any(name in seconds for seconds in taken))]
     # The lower of two: in a pair, the one that did not have to be waited for.
     medians = {name: sorted(seconds.get(name, 0.0) for seconds in taken)[(len(ranks) - 1) // 2] for name in names}
 

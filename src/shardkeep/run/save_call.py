@@ -108,7 +108,9 @@ class SaveCall:
         All that can fail on a rank alone comes before ranks wait for each other.
         """
         self.objects = _objects_of(state, self.world)
-        differing = differing_state(self.objects, self._meeting, self.world.size, allow_pickle=self._allow_pickle)
+        # Where there are objects, ranks meet.
+        with self.phases.phase("plan") if self.objects and self.world.size > 1 else contextlib.nullcontext():
+            differing = differing_state(self.objects, self._meeting, self.world.size, allow_pickle=self._allow_pickle)
         in_place_of: dict[str, Any] = {}
 
         def prepare() -> bytes:

@@ -24,6 +24,7 @@ from shardkeep.events import (
     SaveStaged,
     SaveWritten,
     Slowest,
+    say,
     tell,
 )
 from shardkeep.format.record import checked_step
@@ -32,8 +33,6 @@ from shardkeep.run.phases import seconds_by_name
 if TYPE_CHECKING:
     from shardkeep.run.phases import Phases
     from shardkeep.run.reports import LoadReport, SaveReport
-
-log = logging.getLogger("shardkeep")
 
 _BETWEEN_PROGRESS_S = 0.1
 _WORTH_SAYING_S = 0.01
@@ -71,7 +70,7 @@ class SaveTelling(_Telling):
                 SaveFailed,
                 called_s=self.phases.called_s,
                 kind=type(error).__name__,
-                message=_plain(str(error)),
+                message=_text(error),
                 cancelled=isinstance(error, SaveCancelled),
                 seconds=self.phases.now(),
                 phases=self.phases.spans,
@@ -98,7 +97,8 @@ class SaveTelling(_Telling):
         self._step = saved.step
         if self._rank == 0:
             queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
-            log.info(
+            say(
+                logging.INFO,
                 "saved %s: %.3f GB in %.2f s (%.2f GB/s): blocked %.2f s%s, staged %.2f s, written %.2f s%s",
                 self._where,
                 saved.bytes_total / 1e9,
@@ -122,8 +122,8 @@ class SaveTelling(_Telling):
             staged_s=saved.staged_s,
             written_s=saved.written_s,
             gb_per_s=saved.gb_per_s,
-            phases=saved.phases,
-            ranks=saved.ranks,
+            phases=list(saved.phases),
+            ranks=list(saved.ranks),
             slowest=saved.slowest,
         )
 
@@ -142,7 +142,7 @@ class LoadTelling(_Telling):
                 LoadFailed,
                 called_s=self.phases.called_s,
                 kind=type(error).__name__,
-                message=_plain(str(error)),
+                message=_text(error),
                 seconds=self.phases.now(),
                 phases=self.phases.spans,
             )
@@ -156,7 +156,8 @@ class LoadTelling(_Telling):
         gb_per_s = total / max(loaded.seconds, 1e-9) / 1e9
         if self._rank == 0:
             took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in seconds_by_name(loaded.phases).items())
-            log.info(
+            say(
+                logging.INFO,
                 "loaded %s: %.3f GB in %.2f s (%.2f GB/s): %s%s",
                 self._where,
                 total / 1e9,
@@ -174,14 +175,21 @@ class LoadTelling(_Telling):
             bytes_total=total,
             seconds=loaded.seconds,
             gb_per_s=gb_per_s,
-            phases=loaded.phases,
-            ranks=loaded.ranks,
+            phases=list(loaded.phases),
+            ranks=list(loaded.ranks),
             slowest=loaded.slowest,
         )
 
 
 def _blame(slowest: Slowest | None) -> str:
     return "" if slowest is None else f"; slowest: {slowest}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _plain(str(error))
+    except Exception:  # noqa: BLE001 - an error that cannot be told is still the one to raise
+        return type(error).__name__
 
 
 def _plain(text: str) -> str:
