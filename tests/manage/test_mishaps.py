@@ -27,7 +27,7 @@ from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
 from shardkeep.run.coordinating import Coordinator
 from shardkeep.store.local_root import LocalRoot
-from tests.manage.scene import checkpointer, empty_state, state_at, train
+from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
 
 
 class Hooked:
@@ -342,3 +342,26 @@ def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: 
     state = empty_state()
     sk.load(state, tmp_path / "step-30")
     assert state["step"] == 30
+
+
+def test_after_going_back_the_ancestor_is_worth_more_than_what_was_given_up(tmp_path: Path) -> None:
+    """It is kept, and restored where the newest is damaged; also by later jobs, and after going back twice."""
+    with checkpointer(tmp_path) as ckpt:
+        for step in (100, 150, 200):
+            ckpt.save(step, state_at(step))
+    with checkpointer(tmp_path, keep_last=2) as ckpt:
+        ckpt.restore(100, empty_state())
+        ckpt.save(110, state_at(110))
+        ckpt.wait()
+        assert ckpt.all_steps() == [100, 110]
+    went_back(tmp_path / "other")
+    with checkpointer(tmp_path / "other") as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.save(400, state_at(400))
+        ckpt.restore(150, empty_state())
+        ckpt.save(160, state_at(160))
+        ckpt.wait()
+        assert [entry.step for entry in sk.Catalog(tmp_path / "other").entries()] == [160, 150, 100, 400, 300, 200]
+        damage(tmp_path / "other" / "step-160")
+        damage(tmp_path / "other" / "step-150")
+        assert ckpt.restore_latest(empty_state()) == 100

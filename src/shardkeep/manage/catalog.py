@@ -17,6 +17,7 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, decode_recor
 from shardkeep.layout import leftovers
 from shardkeep.layout.torch_files import METADATA_NAME, is_data, is_metadata
 from shardkeep.manage.entries import Entry, entry_of
+from shardkeep.manage.lineage import newest_first
 from shardkeep.manage.naming import Naming
 from shardkeep.manage.pins import pinned
 from shardkeep.options import Options
@@ -72,11 +73,11 @@ class Catalog:
 
     def entries(self) -> list[Entry]:
         """
-        Return all entries, the newest first: by timeline, then by step.
+        Return all entries, the newest first: by timeline, then by step, and last those that a job has gone back from.
 
         Places in which nothing is are left out.
         """
-        return sorted(self, key=lambda entry: (entry.age, entry.name), reverse=True)
+        return newest_first(self)
 
     def latest(self) -> Entry | None:
         """Return the newest committed checkpoint."""

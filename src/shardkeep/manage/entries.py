@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ METRICS = "metrics"
 """Where in a record's meta the metrics of its step are."""
 TIMELINE = "timeline"
 """Where in a record's meta it says which attempt at its steps it belongs to; not there: the first."""
+BEGAN_AFTER = "timeline_began_after"
+"""Where in a record's meta it says after which timeline and step its own began; not there for the first."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 
@@ -42,6 +44,8 @@ class Entry:
     pinned: bool = False
     timeline: int = 0
     """A job that goes back to an earlier step and saves other steps from there begins a new one; higher is newer."""
+    began_after: tuple[int, int] | None = None
+    """Which timeline and step its own timeline began after."""
     record: Record | None = field(default=None, repr=False)
     """Of a native checkpoint."""
     problem: CheckpointError | None = field(default=None, repr=False)
@@ -58,18 +62,6 @@ class Entry:
         return self.timeline, self.step
 
 
-def newest_first(entries: Iterable[Entry]) -> list[Entry]:
-    """
-    Order entries for a restore: one whose record cannot be read may be of any timeline, and counts as of the newest.
-
-    To take it for an old one would be to pass over what may be the newest checkpoint without a word.
-    """
-    known = list(entries)
-    newest = max((entry.timeline for entry in known), default=0)
-    told = [replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known]
-    return sorted(told, key=lambda entry: (entry.age, entry.name), reverse=True)
-
-
 def entry_of(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
     """Say what a commit record says."""
     return Entry(
@@ -82,11 +74,17 @@ def entry_of(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
         metrics=metrics_in(record.meta),
         pinned=pinned,
         timeline=timeline_in(record.meta),
+        began_after=began_after_in(record.meta),
         record=record,
     )
 
 
-def meta_with(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: int) -> dict[str, Any]:
+def meta_with(
+    meta: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    timeline: int,
+    began_after: tuple[int, int] | None = None,
+) -> dict[str, Any]:
     """
     Put metrics, and the timeline, to the user's own meta.
 
@@ -101,7 +99,9 @@ def meta_with(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None,
         ours[METRICS] = {str(name): _stored(name, value) for name, value in metrics.items()}
     if timeline:
         ours[TIMELINE] = timeline
-    for key in (METRICS, TIMELINE):
+        if began_after is not None:
+            ours[BEGAN_AFTER] = list(began_after)
+    for key in (METRICS, TIMELINE, BEGAN_AFTER):
         if meta and key in meta:
             raise StateError(f"meta has the key {key!r}, which a Checkpointer uses itself", hint="give it another name")
     return {**(meta or {}), **ours}
@@ -118,7 +118,15 @@ def metrics_in(meta: Mapping[str, Any]) -> dict[str, float]:
 def timeline_in(meta: Mapping[str, Any]) -> int:
     """Return the timeline of a record's meta."""
     found = meta.get(TIMELINE)
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+    return found if type(found) is int and found > 0 else 0
+
+
+def began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return which timeline and step the timeline of a record's meta began after."""
+    found = meta.get(BEGAN_AFTER)
+    if not isinstance(found, list) or len(found) != 2 or any(type(each) is not int or each < 0 for each in found):
+        return None
+    return found[0], found[1]
 
 
 def _stored(name: Any, value: Any) -> float | str:

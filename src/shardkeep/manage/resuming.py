@@ -7,9 +7,10 @@ from typing import Any
 
 from shardkeep.errors import StateError
 from shardkeep.manage.browsing import Browser, checked
-from shardkeep.manage.entries import Entry, newest_first
+from shardkeep.manage.entries import Entry
 from shardkeep.manage.failures import Failures
 from shardkeep.manage.jobs import Job
+from shardkeep.manage.lineage import to_restore
 from shardkeep.manage.requests import Requests
 from shardkeep.manage.restoring import Restored, candidates, restore
 from shardkeep.manage.retention import Mode
@@ -46,9 +47,7 @@ class Resuming(Browser):
             The step, on all ranks the same; None where there is no checkpoint.
 
         """
-        return self._restore(
-            state, "the latest checkpoint", lambda: newest_first(self._catalog.entries()), load_options
-        )
+        return self._restore(state, "the latest checkpoint", lambda: to_restore(self._catalog.entries()), load_options)
 
     def restore(self, step: int, state: MutableMapping[str, Any], **load_options: Any) -> int:
         """

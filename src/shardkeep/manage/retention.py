@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from shardkeep.errors import StateError
 from shardkeep.manage.entries import Entry
+from shardkeep.manage.lineage import newest_first
 
 Mode = Literal["min", "max"]
 
@@ -161,7 +162,7 @@ def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Col
 
     """
     every = list(entries)
-    committed = sorted((entry for entry in every if entry.committed), key=lambda entry: entry.age, reverse=True)
+    committed = newest_first(entry for entry in every if entry.committed)
     wanted = policy.wants(committed, now) | set(spared) | {entry.name for entry in committed[:1]}
     to_delete = [entry for entry in reversed(committed) if entry.name not in wanted and not entry.pinned]
     gone = {entry.name for entry in to_delete}

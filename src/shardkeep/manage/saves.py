@@ -197,7 +197,7 @@ class Saves:
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
-        ours = _meta(meta, metrics, timeline.number)
+        ours = _meta(meta, metrics, timeline)
         if not overwrite and timeline.may_overwrite(step):
             overwrite = not self._is_pinned(name)
             if not overwrite and self._is_there(step):
@@ -287,9 +287,9 @@ def _ended_well(saved: Saved, step: int, timeline: Timeline) -> bool:
     return error is None
 
 
-def _meta(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: int) -> Mapping[str, Any]:
+def _meta(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: Timeline) -> Mapping[str, Any]:
     try:
-        return meta_with(meta, metrics, timeline)
+        return meta_with(meta, metrics, timeline.number, timeline.began_after)
     except StateError as error:
         return _Refused(error)
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardkeep.errors import CheckpointExists, StateError
-from shardkeep.manage.entries import Entry, newest_first
+from shardkeep.manage.entries import Entry
+from shardkeep.manage.lineage import began_after, to_restore
 
 
 @dataclass
@@ -22,6 +23,8 @@ class Timeline:
     number: int = 0
     after: int | None = None
     """The step it goes on from; None where nothing was restored."""
+    began_after: tuple[int, int] | None = None
+    """Which timeline and step it began after; None for the first."""
     saved: set[int] = field(default_factory=set)
     """Steps that it has committed."""
 
@@ -45,7 +48,7 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
         StateError: the step is before the one that was restored.
 
     """
-    there = [entry for entry in newest_first(entries) if entry.status != "unfinished"]
+    there = [entry for entry in to_restore(entries) if entry.status != "unfinished"]
     highest = max((entry.timeline for entry in there), default=0)
     if restored is None:
         newest = max((entry.step for entry in there), default=-1)
@@ -54,11 +57,13 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
                 f"{where} has checkpoints up to step {newest}, this job restored none of them and saves step {step}",
                 hint="call restore_latest() or restore(step) first, or choose another root",
             )
-        return Timeline(highest)
+        return Timeline(highest, began_after=began_after(there, highest))
     if step < restored[1]:
         raise StateError(
             f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
             hint="count steps over the whole run; to go back, restore an earlier step",
         )
     newer = any(entry.age > restored for entry in there)
-    return Timeline(highest + 1 if newer else restored[0], after=restored[1])
+    if newer:
+        return Timeline(highest + 1, after=restored[1], began_after=restored)
+    return Timeline(restored[0], after=restored[1], began_after=began_after(there, restored[0]))
