@@ -54,6 +54,20 @@ def test_any_state_goes_through_any_two_layouts(tmp_path_factory, state, pair):
         assert in_any_order(checkpoint.to_dict()) == in_any_order(state)
 
 
+def test_what_ranks_saved_as_their_own_is_named_where_it_becomes_a_dict(tmp_path):
+    """
+    Torch's layout has no PerRank: its values are all there, and the report names it; the other layouts keep it.
+    """
+    sk.save({"w": torch.ones(3), "in": {"rng": sk.PerRank({"seed": torch.arange(4), "k": 1})}}, tmp_path / "a")
+    assert sk.convert(tmp_path / "a", tmp_path / "dcp", "dcp").left_out == ["PerRank of 'in.rng'"]
+    assert sk.open(tmp_path / "dcp")["in.rng.0.seed"][...].tolist() == [0, 1, 2, 3]
+    for layout in ("native", "safetensors"):
+        assert sk.convert(tmp_path / "a", tmp_path / layout, layout).left_out == []
+        state = {"w": torch.zeros(3), "in": {"rng": sk.PerRank({"seed": torch.zeros(4, dtype=torch.int64), "k": 0})}}
+        sk.load(state, tmp_path / layout)
+        assert state["in"]["rng"].value["seed"].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("layout", ["native", "safetensors"])
 def test_nothing_of_a_checkpoint_is_lost(tmp_path, layout):
     """

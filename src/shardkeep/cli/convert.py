@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     what = f"{count_text(report.tensors, 'tensor')}, {count_text(report.values, 'value')}"
     say(f"{styled('wrote', 'green')} {shown(report.to)}: {what}, {size_text(report.bytes_written)} as {report.layout}")
     say(checked_text(report.seconds, report.gb_per_s))
-    if report.left_out:
-        remark(f"torch's layout has no place for {' and '.join(report.left_out)} of the commit record", "yellow")
+    label = [each for each in report.left_out if each in {"step", "meta"}]
+    if label:
+        remark(f"torch's layout has no place for {' and '.join(label)} of the commit record", "yellow")
+    if own := [each for each in report.left_out if each not in label]:
+        remark(f"torch's layout has no {shown(', '.join(own))}: a plain dict by rank, which no PerRank loads", "yellow")
     return 0

@@ -19,6 +19,7 @@ from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
 from shardkeep.exchange.to_torch_layout import write_torch_layout
+from shardkeep.format.tree import Node, decode_tree, join
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.run.read import Headers, Source
@@ -46,7 +47,10 @@ class ConvertReport:
     """Of the data files."""
     seconds: float
     left_out: list[str] = field(default_factory=list)
-    """What the new layout has no place for: `step` and `meta` of the commit record, in torch's."""
+    """
+    What the new layout has no place for. Torch's has none for `step` and `meta` of the commit record, nor for what each
+    rank saved as its own: `PerRank of 'rng'` says that `rng` is a plain dict there, by rank, which no `PerRank` loads.
+    """
 
     @property
     def gb_per_s(self) -> float:
@@ -70,7 +74,8 @@ def convert(
     Write all of a checkpoint in another layout, or anew in its own; in one process.
 
     Tensors come out bit for bit, nesting and plain values as they were; for safetensors files these are kept in the
-    header of the first one. Memory is `Options.host_budget_bytes` at most, besides plain values. What is written is
+    header of the first one. In torch's layout the keys of dicts are text, and what ranks saved in a `PerRank` is a plain
+    dict by rank: the report names it, and a job that wants it as a `PerRank` needs one of the other layouts. Memory is `Options.host_budget_bytes` at most, besides plain values. What is written is
     read back and compared before it is committed.
 
     Args:
@@ -134,7 +139,7 @@ def convert(
         values=len(source.index.value_keys),
         bytes_written=nbytes,
         seconds=time.perf_counter() - began,
-        left_out=list(_label(source)) if layout == "dcp" else [],
+        left_out=list(_without_place(source)) if layout == "dcp" else [],
     )
     log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
     return report
@@ -168,8 +173,21 @@ def _refuse_pickles(source: Source) -> None:
             pass  # sound, only not to be rebuilt here
 
 
-def _label(source: Source) -> Iterator[str]:
+def _without_place(source: Source) -> Iterator[str]:
+    """Name what torch's layout cannot hold."""
     if source.record.step is not None:
         yield "step"
     if source.record.meta:
         yield "meta"
+    yield from (f"PerRank of {name!r}" for name in _per_rank(decode_tree(source.index.tree), None))
+
+
+def _per_rank(node: Node, name: str | None) -> Iterator[str]:
+    """Name what each rank saved as its own."""
+    if node is None:
+        return
+    if node.kind == "ranks":
+        yield name or ""
+        return
+    for part, child in node.children:
+        yield from _per_rank(child, join(name, node.kind, part))
