@@ -14,7 +14,7 @@ from shardkeep.testing.faulty_store import FaultyStore
 
 ROWS = 4
 """Of each rank's own tensor, 64 KiB a row."""
-SLOW_S = 0.3
+SLOW_S = 0.8
 
 
 class SlowStore(FaultyStore):

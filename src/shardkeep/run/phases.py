@@ -107,7 +107,9 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
     if len(ranks) < 2:
         return None
     taken = [{"late": each.late_s, **seconds_by_name(each.spans)} for each in ranks]
-    names = ["late", *(name for name in work if any(name in seconds for seconds in taken))]
+    names = [name for name in (*work, "late") if any(seconds.get(name) for seconds in taken)]
+    if not names:
+        return None
     # The lower of two: in a pair, the one that did not have to be waited for.
     medians = {name: sorted(seconds.get(name, 0.0) for seconds in taken)[(len(ranks) - 1) // 2] for name in names}
 
