@@ -23,6 +23,7 @@ from shardkeep.manage.in_use import InUse
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.problems import PruneFailed
 from shardkeep.manage.retention import KeepLast
+from shardkeep.manage.saves import Saves
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
 from shardkeep.run.coordinating import Coordinator
@@ -365,3 +366,40 @@ def test_after_going_back_the_ancestor_is_worth_more_than_what_was_given_up(tmp_
         damage(tmp_path / "other" / "step-160")
         damage(tmp_path / "other" / "step-150")
         assert ckpt.restore_latest(empty_state()) == 100
+
+
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(
+    tmp_path: Path, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the context of what is raised, and is logged."""
+    fault = Fault(tmp_path)
+    with checkpointer(fault.root, retries=0) as ckpt:
+        fault.set("create")
+        ckpt.save(1, state_at(1)).exception()  # type: ignore[union-attr]
+        with pytest.raises((sk.StateError, sk.CheckpointNotFound)) as caught:
+            ckpt.save(2, {"w": object()}) if call == "save" else ckpt.restore(77, empty_state())
+        assert isinstance(caught.value.__context__, StorageError)
+        assert "was not told of before: injected" in caplog.text
+
+
+def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it was interrupted, the root is given back, and the second call does what is left."""
+    ckpt = checkpointer(tmp_path, signals=("SIGUSR1",))
+    ckpt.save(1, state_at(1)).result()  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        for each in (Saves, "wait"), (Housekeeping, "close"):
+            patch.setattr(*each, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    assert not (tmp_path / "lease.json").exists()
+    ckpt.close()
+    ckpt.close()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("shardkeep-prune")]
+    with checkpointer(tmp_path) as again:
+        again.restore_latest(empty_state())
+        again.save(2, state_at(2))
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -170,7 +170,7 @@ class Checkpointer(Resuming):
             how_asynchronous={"staging": staging, "writer": writer, "max_in_flight": max_in_flight},
         )
         self._how_to_load = {"allow_pickle": allow_pickle, "options": self._options, "group": group}
-        self._should_stop = False
+        self._should_stop = self._gone = False
         self._listening = None if on_event is None else _listen(on_event, self._root.url)
         # Last: nothing after it may fail.
         self._handlers = Handlers(wanted, self._requests.stop.raise_)
@@ -295,13 +295,14 @@ class Checkpointer(Resuming):
 
     def close(self) -> None:
         """
-        Wait for all saves, then give back the root, threads and signal handlers. Safe when called twice.
+        Wait for all saves, then give back the root, threads and signal handlers. Safe when called twice; after an
+        interrupt, a second call finishes the job.
 
         Raises:
             EarlierSaveFailed: a save failed, and it was not told before.
 
         """
-        if self._closed:
+        if self._gone:
             return
         self._closed = True
         errors: list[BaseException] = []
@@ -312,6 +313,7 @@ class Checkpointer(Resuming):
             self._saves.close()
             if self._listening is not None:
                 self._listening.stop()
+        self._gone = True  # only now: whoever was interrupted may call again
         self._failures.tell_earlier(errors)
 
     def __enter__(self) -> Self:
@@ -348,12 +350,13 @@ class Checkpointer(Resuming):
     ) -> Saved | None:
         errors += self._saves.make_room()
         try:
-            self._saves.begin(step)
-            if self._job.world.rank == 0:
-                log.info("step %d is saved to %s: %s", step, self._root.url, why)
-            saved = self._saves.save(step, state, metrics=metrics, meta=meta, overwrite=overwrite)
-            if wait:
-                self._saves.wait_for(saved)
+            with self._failures.keeping(errors):
+                self._saves.begin(step)
+                if self._job.world.rank == 0:
+                    log.info("step %d is saved to %s: %s", step, self._root.url, why)
+                saved = self._saves.save(step, state, metrics=metrics, meta=meta, overwrite=overwrite)
+                if wait:
+                    self._saves.wait_for(saved)
         except (RootInUse, LeaseLost, EarlierSaveFailed):
             raise
         except CheckpointError as error:

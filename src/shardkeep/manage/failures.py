@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from shardkeep.errors import EarlierSaveFailed, StateError
@@ -30,7 +31,20 @@ class Failures:
         if callable(self._on_error):
             self._on_error(error)
         else:
-            log.error("%s: a save failed, and training goes on: %s", self._where, error)
+            goes_on = "was not told of before" if self.raises else "training goes on"
+            log.error("%s: a save failed, and %s: %s", self._where, goes_on, error)
+
+    @contextmanager
+    def keeping(self, errors: Sequence[BaseException]) -> Iterator[None]:
+        """Do something that may fail; then earlier failures are told as well, and are the context of the new one."""
+        try:
+            yield
+        except BaseException as error:
+            for earlier in errors:
+                self.tell(earlier)
+            if errors and error.__context__ is None:
+                error.__context__ = errors[0]
+            raise
 
     def tell_earlier(self, errors: Sequence[BaseException], saved: Any = None) -> None:
         """

@@ -104,17 +104,17 @@ class Resuming(Browser):
     ) -> int | None:
         self._check_open()
         errors = self._saves.wait()
-
-        self._last_restore = found = restore(
-            state,
-            world=self._job.world,
-            what=what,
-            where=self._root.url,
-            choose=lambda: candidates(choose()),
-            open_place=self._saves.place_to_read,
-            walk=walk,
-            **{**self._how_to_load, **load_options},
-        )
+        with self._failures.keeping(errors):
+            self._last_restore = found = restore(
+                state,
+                world=self._job.world,
+                what=what,
+                where=self._root.url,
+                choose=lambda: candidates(choose()),
+                open_place=self._saves.place_to_read,
+                walk=walk,
+                **{**self._how_to_load, **load_options},
+            )
         if found is not None:
             self._steps.begin_after(found.step)
             self._saves.restored(found)

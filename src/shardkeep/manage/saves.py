@@ -129,8 +129,10 @@ class Saves:
 
     def close(self) -> None:
         """Give back the root, and end threads."""
-        self._house.close()
-        self._lease.release()
+        try:
+            self._house.close()
+        finally:
+            self._lease.release()
 
     def check(self, step: int) -> None:
         """
