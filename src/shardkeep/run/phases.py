@@ -106,8 +106,8 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
     """
     if len(ranks) < 2:
         return None
-    taken = [{"late": each.late_s, **seconds_by_name(each.spans)} for each in ranks]
-    names = [name for name in (*work, "late") if any(seconds.get(name) for seconds in taken)]
+    taken = [seconds_by_name(each.spans) | ({"late": each.late_s} if each.late_s else {}) for each in ranks]
+    names = [name for name in (*work, "late") if any(name in seconds for seconds in taken)]
     if not names:
         return None
     # The lower of two: in a pair, the one that did not have to be waited for.
