@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
@@ -66,6 +66,20 @@ def test_what_ranks_saved_as_their_own_is_named_where_it_becomes_a_dict(tmp_path
         state = {"w": torch.zeros(3), "in": {"rng": sk.PerRank({"seed": torch.zeros(4, dtype=torch.int64), "k": 0})}}
         sk.load(state, tmp_path / layout)
         assert state["in"]["rng"].value["seed"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 100])
+def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max_shard_bytes):
+    """
+    An adapter that lies in the directory, even with names of the model, is not opened as part of it, and stays.
+    """
+    sk.save(training_state(), tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    save_file({"model.scale": torch.zeros(3), "lora": torch.ones(2)}, tmp_path / "b" / "adapter_model.safetensors")
+    before = (tmp_path / "b" / "adapter_model.safetensors").read_bytes()
+    sk.convert(tmp_path / "a", tmp_path / "b", "safetensors", max_shard_bytes=max_shard_bytes)
+    assert in_any_order(sk.open(tmp_path / "b").to_dict()) == in_any_order(training_state())
+    assert (tmp_path / "b" / "adapter_model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("layout", ["native", "safetensors"])

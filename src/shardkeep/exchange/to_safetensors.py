@@ -7,7 +7,7 @@ values, ties, step and meta. So nothing is lost on the way there and back, and o
 
 from __future__ import annotations
 
-from shardkeep.errors import UnsupportedLeaf
+from shardkeep.errors import CheckpointError, UnsupportedLeaf
 from shardkeep.exchange.models import write_model
 from shardkeep.exchange.streams import Progress, StoredPart
 from shardkeep.format.region import whole
@@ -15,6 +15,8 @@ from shardkeep.format.tree import decode_tree, leaf_keys
 from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, encode_state, to_text
 from shardkeep.options import Options
 from shardkeep.run.read import Source
+from shardkeep.run.safetensors_open import find_safetensors
+from shardkeep.store.local import LocalStore
 
 
 def write_safetensors(
@@ -47,7 +49,26 @@ def write_safetensors(
         options=options,
         progress=progress,
     )
+    _check_opens(to, source, options)
     return written.nbytes
+
+
+def _check_opens(to: str, source: Source, options: Options) -> None:
+    """Insist that the directory, with all that lies in it, is opened as what was converted."""
+    found = find_safetensors(LocalStore(to, direct=options.direct_io))
+    meant = source.index
+    if found is not None:
+        index = found.open(options).index
+        if (index.tree, set(index.tensor_rows), set(index.value_rows)) == (
+            meant.tree,
+            set(meant.tensor_rows),
+            set(meant.value_rows),
+        ):
+            return
+    raise CheckpointError(
+        f"{to}: the files were written, but other files in the directory keep them from being opened as one checkpoint",
+        hint="convert into an empty directory",
+    )
 
 
 def _tensors(source: Source) -> dict[str, StoredPart]:

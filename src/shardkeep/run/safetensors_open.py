@@ -1,8 +1,9 @@
 """
 A directory of safetensors files, or one such file, opened: in the terms of the native index, like any checkpoint.
 
-Which files count is what the index file of Hugging Face says; without one, all of them. Nobody took digests of them, so
-what is read is checked against the headers alone: sizes, ranges, whether all shards are there. No torch is needed.
+Which files count is what the index file of Hugging Face says; without one, `model.safetensors` alone where it is there,
+as transformers has it (others beside it are adapters and alike), else all of them. Nobody took digests of them, so what
+is read is checked against the headers alone: sizes, ranges, whether all shards are there. No torch is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.layout import native
 from shardkeep.layout.safetensors_files import SafetensorsFile, read_header
-from shardkeep.layout.safetensors_names import INDEX_NAME, SAVE_ID_KEY, SUFFIX
+from shardkeep.layout.safetensors_names import INDEX_NAME, SAVE_ID_KEY, SINGLE_NAME, SUFFIX
 from shardkeep.layout.safetensors_publish import Folder, look
 from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, decode_state, to_bytes
 from shardkeep.layout.torch_metadata import Place
@@ -160,6 +161,8 @@ def _found(opens: Reads, folder: Folder) -> tuple[Reads, Folder] | None:
     files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
     if not files and folder.index is None:
         return None
+    if folder.index is None and SINGLE_NAME in files:
+        files = {SINGLE_NAME: files[SINGLE_NAME]}
     return opens, Folder(folder.path, files, folder.index, opens)
 
 
