@@ -1,5 +1,5 @@
 """
-Every exception shardkeep raises, and nothing else.
+Every exception shardkeep raises, and nothing else; a few are defined where they belong, as the tree says.
 
     CheckpointError
     ├── StateError                   the state handed to us cannot be saved or filled as it is
@@ -23,7 +23,10 @@ Every exception shardkeep raises, and nothing else.
     ├── SaveCancelled                a save was cancelled, or ended early, before it was committed
     ├── WriterDied                   (RuntimeError) the process that writes for this one ended before its work was done
     ├── RanksSilent                  (TimeoutError) ranks that did not answer within the deadline
-    └── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
+    ├── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
+    ├── RootInUse                    (RuntimeError) another job saves to this root (`manage.problems`)
+    ├── LeaseLost                    (RuntimeError) another job has taken this root over (`manage.problems`)
+    └── PackageMissing               (ImportError) a report needs a package that is not installed (`reports.problems`)
 
 Each one says where, what was expected, what was found and what to do. An error can be rebuilt on another rank from
 its class name, text and details alone, so nothing but plain data is ever kept in it.
