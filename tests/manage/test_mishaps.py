@@ -13,7 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
@@ -28,6 +30,7 @@ from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
 from shardkeep.run.coordinating import Coordinator
 from shardkeep.store.local_root import LocalRoot
+from shardkeep.testing.rank_pool import RankPool
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
 
 
@@ -403,3 +406,30 @@ def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatc
 
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def misuse(root: Path, metrics: Any) -> str:
+    """Save with metrics on rank 0 that are none."""
+    numbers = {"every_steps": np.int64(1), "keep_last": np.int32(2), "every_minutes": np.float32(5)}
+    with checkpointer(root, asynchronous=False, **numbers) as ckpt:
+        try:
+            ckpt.step(1, state_at(1), metrics=metrics if torch.distributed.get_rank() == 0 else None)
+        except sk.StateError as error:
+            ckpt.step(2, state_at(2), metrics={"loss": np.float32(0.5)})
+            return error.message
+    return "saved"
+
+
+@pytest.mark.parametrize("metrics", [0.5, {"loss": 10**400}, {"loss": 10**5000}])
+def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPool, metrics: Any) -> None:
+    """At once, also where they are wrong on one rank only; numbers of numpy are numbers."""
+    for outcome in rank_pool.outcomes(2, misuse, tmp_path, metrics, timeout_s=60):
+        assert "metric" in str(outcome.value), outcome
+    assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [2]
+
+
+@pytest.mark.parametrize("wrong", [{"every_steps": 1.5}, {"retries": "3"}, {"keep_hours": "x"}, {"keep_last": True}])
+def test_arguments_that_are_no_numbers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """By name."""
+    with pytest.raises(sk.StateError, match=next(iter(wrong))):
+        checkpointer(tmp_path, **wrong)

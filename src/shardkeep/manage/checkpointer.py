@@ -18,6 +18,7 @@ from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFaile
 from shardkeep.events import Callback, Event, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.manage.agreement import Decision
+from shardkeep.manage.arguments import positive_or_none, whole, whole_or_none
 from shardkeep.manage.browsing import checked
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.failures import Failures, OnError
@@ -133,8 +134,9 @@ class Checkpointer(Resuming):
         self._options = options or Options()
         self._seams = seams or Seams()
         self._root = open_root(root, direct=self._options.direct_io)
-        if max_in_flight < 1 or retries < 0:
-            raise StateError(f"max_in_flight={max_in_flight}, retries={retries}")
+        every_steps = whole_or_none("every_steps", every_steps, 1)
+        every_minutes = positive_or_none("every_minutes", every_minutes)
+        max_in_flight, retries = whole("max_in_flight", max_in_flight, 1), whole("retries", retries, 0)
         patient = RetryingRoot(self._root, Patience(retries, sleep=self._seams.sleep))
         super().__init__(Catalog(patient, template), best_of(keep_best))
         self._failures = Failures(on_error, self._root.url)
@@ -161,7 +163,13 @@ class Checkpointer(Resuming):
             self._catalog,
             self._job,
             self._seams,
-            policy=policy_of(last=keep_last, every=keep_every, best=self._best, hours=keep_hours, more=retention),
+            policy=policy_of(
+                last=whole_or_none("keep_last", keep_last, 1),
+                every=whole_or_none("keep_every", keep_every, 1),
+                best=self._best,
+                hours=positive_or_none("keep_hours", keep_hours),
+                more=retention,
+            ),
             retries=retries,
             takeover=takeover,
             max_in_flight=max_in_flight,

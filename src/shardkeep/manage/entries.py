@@ -94,6 +94,8 @@ def meta_with(
     """
     if meta is not None and not isinstance(meta, Mapping):
         raise StateError(f"meta is a {type(meta).__name__}", hint="give a dict of JSON values")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise StateError(f"metrics is a {type(metrics).__name__}", hint='give a dict of numbers, as {"loss": 0.5}')
     ours: dict[str, Any] = {}
     if metrics:
         ours[METRICS] = {str(name): _stored(name, value) for name, value in metrics.items()}
@@ -132,9 +134,16 @@ def began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
 def _stored(name: Any, value: Any) -> float | str:
     try:
         number = float(value)  # also a tensor or an array of one element
-    except (TypeError, ValueError, RuntimeError) as exc:
-        raise StateError(f"metric {name!r} is {value!r:.80}, not a number", hint="give one number a metric") from exc
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        raise StateError(f"metric {name!r} is {_shown(value)}, not a number", hint="give one number a metric") from exc
     return number if math.isfinite(number) else str(number)  # JSON has no word for the others
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # a whole number of thousands of digits
+        return f"a {type(value).__name__}"
 
 
 def _time(text: str) -> datetime | None:
