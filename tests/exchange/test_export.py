@@ -125,6 +125,24 @@ def test_numbers_too_large_for_float16_are_told(tmp_path):
     assert sk.export(tmp_path / "ck", tmp_path / "bf", dtype="bf16").infinite == []
 
 
+@pytest.mark.parametrize("format", ["hf", "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "told"), [("fp16", ["d", "f", "h"]), ("bf16", ["d", "f"]), ("fp32", ["d"]), ("fp64", []), (None, [])]
+)
+def test_finite_numbers_that_become_infinite_are_told(tmp_path, format, dtype, told):
+    """
+    Every cast that makes a finite number infinite is told by the name outside; what was infinite before is not.
+    """
+    model = {
+        "a": torch.tensor([1.0, float("inf"), float("nan")]),
+        "d": torch.tensor([[1.0, 2.0], [-float("inf"), 1e300]], dtype=torch.float64),
+        "f": torch.tensor([1.0, -3.4e38]),
+        "h": torch.tensor([70000.0]).bfloat16(),
+    }
+    sk.save({"model": model}, tmp_path / "ck")
+    assert sk.export(tmp_path / "ck", tmp_path / "out", dtype=dtype, format=format).infinite == told
+
+
 @pytest.mark.parametrize(
     ("how", "names"),
     [

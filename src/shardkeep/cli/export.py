@@ -75,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
     if report.left_out:
         remark(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
     if report.infinite:
-        remark(f"infinite as float16, which ends at 65504: {_some(report.infinite)}; try --dtype bf16", "yellow")
+        wider = "fp32" if args.dtype in {"bf16", "bfloat16"} else "fp64" if "32" in args.dtype else "bf16"
+        remark(
+            f"numbers too large for {args.dtype} are infinite now in {_some(report.infinite)}; try --dtype {wider}",
+            "yellow",
+        )
     return 0
 
 

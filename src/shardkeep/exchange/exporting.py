@@ -48,7 +48,7 @@ class ExportReport:
     left_out: list[str] = field(default_factory=list)
     """Plain values, which Hugging Face files cannot hold."""
     infinite: list[str] = field(default_factory=list)
-    """Tensors with infinite numbers once they were float16, which ends at 65504."""
+    """Tensors, by their names outside, of which finite numbers are infinite in the new dtype."""
 
     @property
     def gb_per_s(self) -> float:
@@ -147,7 +147,7 @@ def export(
         seconds=time.perf_counter() - began,
         ties=picked.ties,
         left_out=left_out,
-        infinite=sorted(infinite),
+        infinite=sorted(name for name, part in picked.tensors.items() if part.key in infinite),
     )
     _tell(report)
     return report
@@ -181,6 +181,6 @@ def _tell(report: ExportReport) -> None:
         )  # fmt: skip
     if report.infinite:
         log.warning(
-            "%s: %d tensors have infinite numbers as float16: %s; use bf16",
+            "%s: finite numbers of %d tensors are infinite in the new dtype: %s; use one of a wider range",
             report.to, len(report.infinite), ", ".join(report.infinite[:4]),
         )  # fmt: skip

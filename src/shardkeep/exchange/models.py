@@ -43,7 +43,7 @@ class Written:
     nbytes: int
     """Of the files together."""
     infinite: set[str]
-    """Tensors with infinite numbers after they were converted."""
+    """Keys of tensors of which finite numbers became infinite when they were converted."""
 
 
 def write_model(

@@ -28,6 +28,9 @@ from shardkeep.run.workers import window_for
 from shardkeep.run.write import FileJob, Window, entry_of, hash_and_write, write_files
 from shardkeep.store.protocol import BlobWriter, Store
 
+_LOOKED_AT = 1 << 18
+"""Elements that are read once more at a time, to see what they were before they were infinite."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
@@ -97,7 +100,7 @@ class Gathering:
         self._budget_nbytes = budget_nbytes
         self._lock = threading.Lock()
         self.infinite: set[str] = set()
-        """Tensors of which numbers became infinite, or were, when they were converted to a smaller type."""
+        """Keys of tensors of which finite numbers became infinite when they were converted to a smaller type."""
 
     def fill(self, wanted: Sequence[tuple[StoredPart, int, int, memoryview]]) -> None:
         """Fill memory with bytes of parts, from one of its whole elements to another."""
@@ -118,6 +121,38 @@ class Gathering:
                     boxes.append(Box(offsets, box.sizes))
                     into.append(flat[at : at + box.volume].view(box.sizes))
                     at += box.volume
+        self._fill(rows, boxes, into)
+        for (part, start, _, _), (_, flat) in zip(wanted, flats, strict=True):
+            if _may_overflow(self._source.index.dtype(part.row), part.dtype):
+                self._look_at(part, start // part.dtype.itemsize, flat)
+
+    def _look_at(self, part: StoredPart, first: int, flat: torch.Tensor) -> None:
+        """Take note of a tensor of which numbers are infinite now that were finite; those are read once more."""
+        if part.key in self.infinite or not bool(torch.isinf(flat).any()):
+            return
+        stored = to_torch(self._source.index.dtype(part.row))
+        for at in range(0, flat.numel(), _LOOKED_AT):
+            now = flat[at : at + _LOOKED_AT]
+            infinite = torch.isinf(now)
+            if not bool(infinite.any()):
+                continue
+            before = torch.empty(now.numel(), dtype=stored)
+            self._read(part, first + at, before)
+            if bool((infinite & torch.isfinite(before)).any()):
+                with self._lock:
+                    self.infinite.add(part.key)
+                return
+
+    def _read(self, part: StoredPart, first: int, into: torch.Tensor) -> None:
+        """Read elements of a part as they are stored."""
+        boxes, pieces, at = [], [], 0
+        for box in flat_range_to_boxes(part.box.sizes, first, first + into.numel()):
+            boxes.append(Box(tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True)), box.sizes))
+            pieces.append(into[at : at + box.volume].view(box.sizes))
+            at += box.volume
+        self._fill([part.row] * len(boxes), boxes, pieces)
+
+    def _fill(self, rows: list[int], boxes: list[Box], into: list[torch.Tensor]) -> None:
         axes = max((len(box.sizes) for box in boxes), default=0)
         self._source.fill(
             np.array(rows, np.int64),
@@ -126,14 +161,16 @@ class Gathering:
             threads=self._threads,
             budget_nbytes=self._budget_nbytes,
         )
-        for part, flat in flats:
-            if flat.dtype == torch.float16 and self._source.index.dtype(part.row) is not part.dtype:
-                self._look_at(part, flat)
 
-    def _look_at(self, part: StoredPart, flat: torch.Tensor) -> None:
-        if bool(torch.isinf(flat).any()):
-            with self._lock:
-                self.infinite.add(part.key)
+
+def _may_overflow(stored: DType, target: DType) -> bool:
+    """Say whether there are finite numbers of one type that are infinite in another."""
+    if stored is target:
+        return False
+    before, after = to_torch(stored), to_torch(target)
+    if not before.is_floating_point or not after.is_floating_point:
+        return False
+    return torch.finfo(before).max > torch.finfo(after).max
 
 
 class _Sink:
@@ -185,7 +222,7 @@ def write_streamed(
     Write files, durable on return; if anything fails, all of them are removed.
 
     Returns:
-        The digests of each file's blocks, and the tensors that have infinite numbers after they were converted.
+        The digests of each file's blocks, and keys of tensors whose finite numbers are infinite after the conversion.
 
     """
     threads, window = _limits(options)

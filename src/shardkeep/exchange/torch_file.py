@@ -34,7 +34,7 @@ def write_torch_file(
     Write the file; it replaces what is at its place once it is complete, if `overwrite` was given.
 
     Returns:
-        Its size, and the tensors that have infinite numbers after they were converted.
+        Its size, and keys of tensors of which finite numbers became infinite when they were converted.
 
     Raises:
         CheckpointExists: something is there.
