@@ -30,7 +30,8 @@ from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
 from tests.manage.scene import OPTIONS
 
 RECORD = "shardkeep.json"
-STEPS = st.integers(0, 14)
+AHEAD = st.integers(-1, 3)
+"""Of where a job is."""
 LOSSES = st.sampled_from([None, 0.0, 1.0, 2.0, 3.0, math.nan, math.inf])
 CHANGES = ("create", "write_at", "finish", "put", "delete")
 
@@ -98,6 +99,8 @@ class Made:
     pinned: bool = False
     rotten: bool = False
     """Its data are damaged, which only who reads them finds out."""
+    began: tuple[int, int] | None = None
+    """After which timeline and step its own began."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -115,6 +118,11 @@ class Job:
     restored: Made | None = None
     timeline: int | None = None
     """Known after the first save."""
+    began: tuple[int, int] | None = None
+    highest: int | None = None
+    """The step that it restored or tried to save last: steps go up."""
+    last: int | None = None
+    """The same, if that went well."""
     saved: set[int] = field(default_factory=set)
     distrusted: set[int] = field(default_factory=set)
     holds: bool = False
@@ -123,10 +131,10 @@ class Job:
 
 def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
     """Say which steps are kept, by the words of the documentation."""
-    by_age = sorted(made, key=lambda each: each.age, reverse=True)
-    found = {each.step for each in by_age[:1]} | {each.step for each in made if each.pinned}
+    order = newest_first(made)
+    found = {each.step for each in order[:1]} | {each.step for each in made if each.pinned}
     if keep["keep_last"]:
-        found |= {each.step for each in by_age[: keep["keep_last"]]}
+        found |= {each.step for each in order[: keep["keep_last"]]}
     if keep["keep_every"]:
         found |= {each.step for each in made if each.step % keep["keep_every"] == 0}
     if keep["keep_best"]:
@@ -137,6 +145,18 @@ def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
     if not any(keep.values()):
         found |= {each.step for each in made}
     return found
+
+
+def newest_first(made: list[Made]) -> list[Made]:
+    """Order checkpoints: those that the newest one came from, then those that were gone back from."""
+    origins = {each.timeline: each.began for each in made}
+    path: list[Made] = []
+    age: tuple[int, float] | None = (max(origins, default=0), math.inf)
+    while age is not None:
+        path += [each for each in made if each.timeline == age[0] and each.step <= age[1]]
+        origin = origins.get(age[0])
+        age = None if origin is None else (origin[0], min(age[1], origin[1]))
+    return sorted(made, key=lambda each: (each in path, each.age), reverse=True)
 
 
 def ranked(made: list[Made], mode: str) -> list[int]:
@@ -194,11 +214,20 @@ class Machine(RuleBasedStateMachine):
         assert not (self.job.holds and self.is_held())
         self.job = self.begin(data)
 
-    @rule(data=st.data(), step=STEPS, at=st.integers(0, 14), resumes=st.booleans())
-    def crash(self, data: st.DataObject, step: int, at: int, resumes: bool) -> None:
+    def ahead(self, by: int) -> int:
+        """Name a step so far from where the job is, or from the newest where it is nowhere."""
+        newest = max((each.age for each in self.made.values()), default=(0, -1))[1]
+        return max(0, by + (newest if self.job.highest is None else self.job.highest))
+
+    def any_step(self, data: st.DataObject) -> int:
+        """Draw a step that is there, or one that is not."""
+        return data.draw(st.sampled_from([*sorted({*self.made, *self.garbled}), 99]), "step")
+
+    @rule(data=st.data(), by=AHEAD, at=st.integers(0, 14), resumes=st.booleans())
+    def crash(self, data: st.DataObject, by: int, at: int, resumes: bool) -> None:
         """The process dies in a save, at some operation, or after it; another one goes on."""
         self.job.view.fault = "crash", at
-        self.save(step, None)
+        self.save(self.ahead(by), None)
         self.bury(self.job)
         self.job = self.begin(data)
         if resumes:
@@ -213,21 +242,23 @@ class Machine(RuleBasedStateMachine):
             holder = json.loads(self.root.get("lease.json", limit=4096))
             self.root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode(), replace=True)
 
-    @rule(data=st.data(), step=STEPS)
-    def takeover(self, data: st.DataObject, step: int) -> None:
+    @rule(data=st.data(), by=AHEAD)
+    def takeover(self, data: st.DataObject, by: int) -> None:
         """Another job is refused the root, then takes it over; the first one saves and deletes no more."""
-        old = self.job
+        old, step = self.job, self.ahead(by)
         if old.holds:
             second = sk.Checkpointer(View(self.root), options=OPTIONS)
             with pytest.raises(sk.RootInUse, match="this process itself"):
-                second.save(step, state_of(0))
+                second.save(99, state_of(0))
             second.close()
         self.job = self.begin(data, takeover=True)
         self.restore_latest()
         self.save(step, None)
+        if not self.job.holds:  # the step was refused before anything was tried
+            self.save(self.ahead(1), None)
         if old.holds:
-            old_error = attempt(old, step, state_of(0), {})
-            assert isinstance(old_error, (sk.LeaseLost, sk.CheckpointExists)), old_error
+            old_error = attempt(old, 99, state_of(0), {})
+            assert isinstance(old_error, sk.LeaseLost), old_error
         old.ckpt.close()
         assert self.is_held()
 
@@ -237,35 +268,27 @@ class Machine(RuleBasedStateMachine):
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
-    @rule(step=STEPS, loss=LOSSES, overwrite=st.booleans())
-    def save_one(self, step: int, loss: float | None, overwrite: bool) -> None:
-        self.save(step, loss, overwrite=overwrite)
+    @rule(by=AHEAD, loss=LOSSES, overwrite=st.booleans())
+    def save_one(self, by: int, loss: float | None, overwrite: bool) -> None:
+        self.save(self.ahead(by), loss, overwrite=overwrite)
 
-    @precondition(lambda self: self.made or self.garbled)
-    @rule(data=st.data(), loss=LOSSES)
-    def save_again(self, data: st.DataObject, loss: float | None) -> None:
-        """A step that is there; a job that has gone back from it overwrites it."""
-        self.save(data.draw(st.sampled_from(sorted({*self.made, *self.garbled})), "again"), loss)
-
-    @rule(ahead=st.integers(1, 3), loss=LOSSES)
-    def save_next(self, ahead: int, loss: float | None) -> None:
+    @rule(by=st.integers(1, 3), loss=LOSSES)
+    def save_next(self, by: int, loss: float | None) -> None:
         """As training does."""
-        newest = max((each.age for each in self.made.values()), default=(0, -1))[1]
-        self.save(min(newest + ahead, 30), loss)
+        self.save(self.ahead(by), loss)
 
-    @rule(step=STEPS, kind=st.sampled_from(["full", "short", "error"]), at=st.integers(0, 10))
-    def save_on_a_bad_disk(self, step: int, kind: Fault, at: int) -> None:
+    @rule(by=AHEAD, kind=st.sampled_from(["full", "short", "error"]), at=st.integers(0, 10))
+    def save_on_a_bad_disk(self, by: int, kind: Fault, at: int) -> None:
         self.job.view.fault = kind, at
-        self.save(step, 1.0)
+        self.save(self.ahead(by), 1.0)
 
-    @rule(step=st.integers(15, 20), asked=st.booleans())
-    def step_when_asked(self, step: int, asked: bool) -> None:
-        """A file in the root asks for a save of the next step."""
-        if step in self.made or step in self.garbled:
-            return
+    @rule(by=st.integers(0, 3), asked=st.booleans())
+    def step_when_asked(self, by: int, asked: bool) -> None:
+        """A file in the root asks for a save of the next step, which is not made if it is there."""
+        step = self.ahead(by)
         if asked:
             self.root.put("save-now", b"", replace=True)
-        self.save(step, None, by_step=True, due=asked)
+        self.save(step, None, by_step=True, due=asked and step != self.job.last)
         assert "save-now" not in {info.name for info in self.root.list()}
 
     def save(
@@ -273,44 +296,51 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """Save, and do to the model what must come of it."""
         job, self.count = self.job, self.count + 1
-        job.holds = job.holds or due
-        refused = due and self.refused(step, overwrite=overwrite)
+        refused = self.refused(step, overwrite=overwrite) if due else None
         metrics = {} if loss is None else {"loss": loss}
         how = {"metrics": metrics, **({} if by_step else {"overwrite": overwrite})}
         commits = job.view.commits
         error = attempt(job, step, state_of(self.count), how, by_step=by_step)
         struck, job.view.struck, job.view.fault = job.view.struck, False, None
-        made = Made(step, self.count, loss, job.timeline or 0, self.is_pinned(step))
-        assert job.view.commits - commits <= (due and not refused)
+        made = Made(step, self.count, loss, job.timeline or 0, self.is_pinned(step), began=job.began)
+        assert job.view.commits - commits <= (due and refused is None)
         if struck:
             assert isinstance(error, (sk.StorageError, InjectedCrash)), error
             if job.view.commits > commits:  # the process died after that
                 assert isinstance(error, InjectedCrash)
                 self.made[step] = made
                 self.garbled.discard(step)
-        elif refused:
-            assert isinstance(error, sk.CheckpointExists), error
+        elif refused is not None:
+            passed_by = by_step and self.is_pinned(step)  # with a warning: training goes on
+            assert isinstance(error, refused) or (passed_by and error is None), error
         else:
             assert error is None, error
             if due:
                 self.committed(made)
 
-    def refused(self, step: int, *, overwrite: bool) -> bool:
-        """Find out, as the first save does, where the job is; and whether a save must be refused."""
+    def refused(self, step: int, *, overwrite: bool) -> type[sk.CheckpointError] | None:
+        """Find out, as the first save does, where the job is; and how a save must be refused."""
         job = self.job
+        if job.highest is not None and step < job.highest:
+            return sk.StateError
+        job.holds = True
         if job.timeline is None:
-            highest = max((each.timeline for each in self.made.values()), default=0)
+            newest = max((each.timeline for each in self.made.values()), default=0)
+            origins = {each.timeline: each.began for each in self.made.values()}
             if job.restored is None:
                 if step <= max({*self.made, *self.garbled}, default=-1):
-                    return True
-                job.timeline = highest
+                    return sk.CheckpointExists
+                job.timeline, job.began = newest, origins.get(newest)
             else:
-                there = [each.age for each in self.made.values()] + [(0, each) for each in self.garbled]
-                newer = any(age > job.restored.age for age in there)
-                job.timeline = highest + 1 if newer else job.restored.timeline
+                # What cannot be read may be the newest.
+                there = [each.age for each in self.made.values()] + [(newest, each) for each in self.garbled]
+                job.timeline, job.began = job.restored.timeline, origins.get(job.restored.timeline)
+                if any(age > job.restored.age for age in there):
+                    job.timeline, job.began = newest + 1, job.restored.age
+        job.highest, job.last = step, None
         goes_back = job.restored is not None and step > job.restored.step and step not in job.saved
         may = overwrite or (goes_back and not self.is_pinned(step))
-        return (step in self.made or step in self.garbled) and not may
+        return sk.CheckpointExists if (step in self.made or step in self.garbled) and not may else None
 
     def committed(self, made: Made) -> None:
         """A save succeeded: it is pointed to, and what no policy wants is deleted."""
@@ -318,6 +348,7 @@ class Machine(RuleBasedStateMachine):
         self.made[made.step] = made
         self.garbled.discard(made.step)
         job.saved.add(made.step)
+        job.last = made.step
         job.distrusted.discard(made.step)
         self.pointer = made.step
         trusted = [each for each in self.made.values() if each.step not in job.distrusted]
@@ -328,12 +359,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restore_latest(self) -> None:
-        order = sorted(
-            [(each.age, each) for each in self.made.values()] + [((0, step), None) for step in self.garbled],
-            key=lambda each: (each[0][0], each[0][1]),
-            reverse=True,
-        )
-        self.restore([(age[1], each) for age, each in order], self.job.ckpt.restore_latest)
+        newest = max((each.timeline for each in self.made.values()), default=0)
+        # One whose record is unreadable may be of any timeline, and counts as of the newest.
+        origin = next((each.began for each in self.made.values() if each.timeline == newest), None)
+        unread = [Made(step, -1, None, newest, began=origin) for step in self.garbled]
+        order = newest_first([*self.made.values(), *unread])
+        self.restore([(each.step, None if each in unread else each) for each in order], self.job.ckpt.restore_latest)
 
     @rule(mode=st.sampled_from(["min", "max"]))
     def restore_best(self, mode: Any) -> None:
@@ -341,8 +372,9 @@ class Machine(RuleBasedStateMachine):
         assert self.job.ckpt.best_step("loss", mode) == (order[0][0] if order else None)
         self.restore(order, lambda state: self.job.ckpt.restore_best(state, "loss", mode))
 
-    @rule(step=STEPS)
-    def restore_step(self, step: int) -> None:
+    @rule(data=st.data())
+    def restore_step(self, data: st.DataObject) -> None:
+        step = self.any_step(data)
         if step not in self.made and step not in self.garbled:
             with pytest.raises(sk.CheckpointNotFound):
                 self.job.ckpt.restore(step, blank())
@@ -364,23 +396,25 @@ class Machine(RuleBasedStateMachine):
             assert restoring(state) == made.step
             assert value_of(state) == made.value
             job.restored, job.timeline, job.saved = made, None, set()
+            job.highest = job.last = made.step
             job.distrusted = {step for step, _ in order[:good]}
             assert job.ckpt.last_restore is not None
             assert [each.step for each in job.ckpt.last_restore.skipped] == [step for step, _ in order[:good]]
 
     # -- what happens to checkpoints ---------------------------------------------------------------------------------
 
-    @rule(step=STEPS)
-    def pin(self, step: int) -> None:
-        if step in self.made:
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        if (step := self.any_step(data)) in self.made:
             self.job.ckpt.pin(step)
             self.made[step].pinned = True
         else:
             with pytest.raises(sk.CheckpointNotFound):
                 self.job.ckpt.pin(step)
 
-    @rule(step=STEPS)
-    def unpin(self, step: int) -> None:
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        step = self.any_step(data)
         self.job.ckpt.unpin(step)
         if step in self.made:
             self.made[step].pinned = False

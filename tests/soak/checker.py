@@ -9,7 +9,7 @@ import numpy as np
 
 import shardkeep as sk
 from tests.soak.contents import TENSORS, bits
-from tests.soak.ledger import Ledger, Made, kept
+from tests.soak.ledger import Ledger, Made, kept, made_by
 from tests.soak.reader import Broken, Found, insist, read
 
 _SLACK = 3
@@ -55,11 +55,11 @@ class Checker:
         self._nothing_lost(on_disk)
         self._same_as_we_say(found)
         ever = {**self._ledger.acked, **on_disk}
-        wanted = kept(ever.values())
+        wanted, allowed = kept(ever.values())
         if len(filled) > len(wanted) + _SLACK * (1 + died_since_tidy):
             raise Damage(f"{len(filled)} places are there, {len(wanted)} are wanted, {died_since_tidy} jobs died")
         if tidy:
-            self._tidy(places, found, set(on_disk.values()), wanted)
+            self._tidy(places, found, set(on_disk.values()), wanted, allowed)
         return sorted(on_disk.values(), key=lambda each: each.age, reverse=True)
 
     def _exact(self, place: Path) -> Found | None:
@@ -82,7 +82,8 @@ class Checker:
     def _nothing_lost(self, on_disk: dict[str, Made]) -> None:
         """Insist that all is there that was acknowledged and is to be kept."""
         by_step = {each.step: each for each in on_disk.values()}
-        for each in kept([*self._ledger.acked.values(), *on_disk.values()]):
+        wanted, _ = kept([*self._ledger.acked.values(), *on_disk.values()])
+        for each in wanted:
             if each.save_id in on_disk:
                 continue
             there = by_step.get(each.step)
@@ -101,9 +102,13 @@ class Checker:
         if latest != (newest.step if newest else None):
             raise Damage(f"the newest is {newest and newest.step}, and shardkeep says {latest}")
 
-    def _tidy(self, places: list[Path], found: dict[Path, Found], on_disk: set[Made], wanted: set[Made]) -> None:
+    def _tidy(
+        self, places: list[Path], found: dict[Path, Found], on_disk: set[Made], wanted: set[Made], allowed: set[Made]
+    ) -> None:
         """Insist that nothing is left of the dead, and of what no policy wants."""
-        _same("checkpoints", {each.step for each in on_disk}, {each.step for each in wanted})
+        there = {each.step for each in on_disk}
+        _same("checkpoints", there, there & {each.step for each in allowed})
+        _same("checkpoints", there & {each.step for each in wanted}, {each.step for each in wanted})
         _same("places", (place.name for place in places), (place.name for place in found))
         for place, each in found.items():
             _same(f"files of {place.name}", (path.name for path in place.iterdir()), each.files)
@@ -121,7 +126,8 @@ def _same(what: str, there: Iterable[object], wanted: Iterable[object]) -> None:
 
 
 def _made(found: Found) -> Made:
-    return Made(found.step, found.meta["job"], found.save_id, found.meta.get("timeline", 0))
+    meta = found.meta
+    return made_by(meta["job"], found.step, found.save_id, meta.get("timeline", 0), meta.get("timeline_began_after"))
 
 
 def _insist_exact(place: Path, found: Found) -> None:

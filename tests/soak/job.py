@@ -161,8 +161,10 @@ def _acknowledge(plan: Plan, step: int, report: sk.SaveReport, log: Log) -> None
         record = json.loads((Path(plan.root) / f"step-{step}" / "shardkeep.json").read_bytes())
     except FileNotFoundError:  # a rival may have deleted it
         record = {}
-    timeline = record["meta"].get("timeline", 0) if record.get("save_id") == report.save_id else None
-    log("ack", sure=True, step=step, job=plan.job, save_id=report.save_id, timeline=timeline)
+    meta = record["meta"] if record.get("save_id") == report.save_id else {}
+    timeline = meta.get("timeline", 0) if meta else None
+    began = meta.get("timeline_began_after")
+    log("ack", sure=True, step=step, job=plan.job, save_id=report.save_id, timeline=timeline, began=began)
 
 
 def _blank(rank: int, size: int) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,18 @@ class Made:
     job: int
     save_id: str
     timeline: int
+    began: tuple[int, int] | None = None
+    """After which timeline and step its own began."""
 
     @property
     def age(self) -> tuple[int, int]:
         """What they are ordered by, the newest last."""
         return self.timeline, self.step
+
+
+def made_by(job: int, step: int, save_id: str, timeline: int, began: Sequence[int] | None) -> Made:
+    """Say what a record, or a rank, says."""
+    return Made(step, job, save_id, timeline, None if began is None else (began[0], began[1]))
 
 
 class Ledger:
@@ -68,7 +76,8 @@ class Ledger:
     def _take(self, job: int, line: dict[str, Any]) -> None:
         what = line["what"]
         if what == "ack" and (line["timeline"] is not None or line["save_id"] not in self.acked):
-            self.acked[line["save_id"]] = Made(line["step"], job, line["save_id"], line["timeline"] or 0)
+            save_id = line["save_id"]
+            self.acked[save_id] = made_by(job, line["step"], save_id, line["timeline"] or 0, line["began"])
         elif what == "restored":
             self.restored[job] = line["step"] or 0
         elif what == "step":
@@ -84,11 +93,32 @@ class Ledger:
         return new.job > old.job and new.step == old.step and self.restored.get(new.job, 0) < old.step
 
 
-def kept(made: Iterable[Made]) -> set[Made]:
-    """Say which checkpoints a root must keep, of those that it ever had."""
+def kept(made: Iterable[Made]) -> tuple[set[Made], set[Made]]:
+    """
+    Say which checkpoints a root must keep, of those that it ever had; and which it may keep.
+
+    What was gone back from is older than what the newest came from, as far as the records that are still there tell how
+    it came about. Where they no longer do, it is as old as it looks.
+    """
     last: dict[int, Made] = {}
     for each in sorted(made, key=lambda each: each.age):
         last[each.step] = each  # one of an older timeline was overwritten
     by_age = sorted(last.values(), key=lambda each: each.age, reverse=True)
+    by_descent = _newest_first(by_age)
     by_loss = sorted(by_age, key=lambda each: loss(each.job, each.step))
-    return {*by_age[:KEEP_LAST], *by_loss[:KEEP_BEST], *(each for each in by_age if each.step % KEEP_EVERY == 0)}
+    always = {*by_loss[:KEEP_BEST], *(each for each in by_age if each.step % KEEP_EVERY == 0)}
+    newest, nearest = set(by_age[:KEEP_LAST]), set(by_descent[:KEEP_LAST])
+    return always | (newest & nearest), always | newest | nearest
+
+
+def _newest_first(by_age: list[Made]) -> list[Made]:
+    """Put what the newest came from before what was gone back from."""
+    origins = {each.timeline: each.began for each in by_age}
+    ancestors: set[Made] = set()
+    end: tuple[int, float] | None = (max(origins, default=0), math.inf)
+    while end is not None:
+        timeline, step = end
+        ancestors |= {each for each in by_age if each.timeline == timeline and each.step <= step}
+        origin = origins.get(timeline)
+        end = None if origin is None else (origin[0], min(step, origin[1]))
+    return sorted(by_age, key=lambda each: each not in ancestors)
