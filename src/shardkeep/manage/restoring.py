@@ -30,6 +30,10 @@ log = logging.getLogger("shardkeep")
 _DAMAGE = (DamagedCheckpoint, BlobNotFound, CheckpointNotFound)
 """What makes a checkpoint one to pass over: it is not what was saved, or not all there."""
 
+_GONE = (BlobNotFound, CheckpointNotFound)
+_LOOKS = 5
+"""How often to choose anew among what is there, beside a job that deletes."""
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 says of a checkpoint that may be restored."""
@@ -118,12 +122,16 @@ def restore(
         DamagedCheckpoint: there are candidates, and none can be loaded.
 
     """
-    with meet(world, f"restore {what} of {where}") as meeting:
-        told = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
-    found = msgspec.msgpack.decode(told, type=list[Candidate])
+
+    def agreed() -> list[Candidate]:
+        with meet(world, f"restore {what} of {where}") as meeting:
+            told = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
+        return msgspec.msgpack.decode(told, type=list[Candidate])
+
+    found, looks = agreed(), 1
     skipped: list[Skipped] = []
     cause: Exception | None = None
-    for each in found:
+    while each := _next(found, skipped):
         reason = each.reason
         if not reason:
             try:
@@ -131,6 +139,11 @@ def restore(
             except _DAMAGE as error:  # the same on all ranks
                 if not walk:
                     raise
+                if isinstance(error, _GONE) and looks < _LOOKS:
+                    # Perhaps deleted by the job that saves here, once it had a newer one.
+                    found, looks = agreed(), looks + 1
+                    if each.name not in {now.name for now in found}:
+                        continue
                 cause, reason = error, f"{type(error).__name__}: {error}"
             else:
                 return Restored(
@@ -145,6 +158,11 @@ def restore(
         f"{where}: none of {len(found)} checkpoints can be restored:{reasons}",
         hint="nothing is begun anew by itself: mend one of them, or choose another root",
     ) from cause
+
+
+def _next(found: Sequence[Candidate], skipped: Sequence[Skipped]) -> Candidate | None:
+    tried = {each.name for each in skipped}
+    return next((each for each in found if each.name not in tried), None)
 
 
 def _tell(skipped: Skipped, where: str, *, rank: int) -> None:
