@@ -20,9 +20,11 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import StorageError
 from shardkeep.events import Event
+from shardkeep.manage.entries import Entry
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
 from shardkeep.manage.lease import Lease
+from shardkeep.manage.naming import template_of
 from shardkeep.manage.problems import PruneFailed
 from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves
@@ -433,3 +435,41 @@ def test_arguments_that_are_no_numbers_are_refused(tmp_path: Path, wrong: dict[s
     """By name."""
     with pytest.raises(sk.StateError, match=next(iter(wrong))):
         checkpointer(tmp_path, **wrong)
+
+
+def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
+    """What is gone when it is to be loaded is no loss: there is a newer one."""
+    training = checkpointer(tmp_path, keep_last=1)
+    training.save(1, state_at(1))
+    training.wait()
+    seen: list[str] = []
+    state = empty_state()
+    with training, checkpointer(tmp_path) as reader:
+        entries = reader._catalog.entries
+
+        def late() -> list[Entry]:
+            found = entries()
+            if len(seen) < 2:
+                seen.append("look")
+                training.save(len(seen) + 1, state_at(len(seen) + 1))
+                training.wait()
+            return found
+
+        reader._catalog.entries = late  # type: ignore[method-assign]
+        assert reader.restore_latest(state) == 3
+        assert state["step"] == 3
+        assert reader.last_restore is not None
+        assert reader.last_restore.skipped == ()
+
+
+def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training does not begin anew without a word because a template was changed."""
+    with checkpointer(tmp_path, template="ckpt_{step:04d}.x") as ckpt:
+        ckpt.save(7, state_at(7))
+    (tmp_path / "notes-1").mkdir()
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore_latest(empty_state()) is None
+    assert "ckpt_0007.x: is template='ckpt_{step:04d}.x' meant?" in caplog.text
+    assert "notes" not in caplog.text
+    assert template_of("step-1000") == "step-{step}"
+    assert template_of("nothing") is None

@@ -18,15 +18,16 @@ from shardkeep.layout import leftovers
 from shardkeep.layout.torch_files import METADATA_NAME, is_data, is_metadata
 from shardkeep.manage.entries import Entry, entry_of
 from shardkeep.manage.lineage import newest_first
-from shardkeep.manage.naming import Naming
+from shardkeep.manage.naming import Naming, template_of
 from shardkeep.manage.pins import pinned
 from shardkeep.options import Options
 from shardkeep.store.place import open_root
 from shardkeep.store.protocol import Store
-from shardkeep.store.roots import REMOVING_NAME, Root
+from shardkeep.store.roots import REMOVING_NAME, Root, makes_a_checkpoint
 
 _THREADS = 16
 """That read records at a time: most of them wait for the disk or the network."""
+_STRANGERS = 3
 _BATCH = 64
 """Records read before the next ones are asked for."""
 
@@ -87,6 +88,19 @@ class Catalog:
         """Return what there is of a step."""
         name = self.naming.name(step)
         return self._look(step, name, pins=pinned(self.root))
+
+    def strangers(self) -> dict[str, str]:
+        """Name some places that hold checkpoints and are not of the template, each with a template that it is of."""
+        found: dict[str, str] = {}
+        for name in sorted(self.root.places(), reverse=True):
+            template = template_of(name)
+            if template is None or self.naming.step(name) is not None:
+                continue
+            if any(makes_a_checkpoint(info.name) for info in self.root.place(name).list()):
+                found[name] = template
+            if len(found) == _STRANGERS:
+                break
+        return found
 
     def _steps(self) -> Iterator[tuple[int, str]]:
         for name in self.root.places():

@@ -53,3 +53,13 @@ class Naming:
         found = self._pattern.fullmatch(name)
         step = int(found[1]) if found else -1
         return step if 0 <= step <= _LARGEST and self.name(step) == name else None
+
+
+def template_of(name: str) -> str | None:
+    """Guess the template of a name, by its last number."""
+    found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
+    if found is None:
+        return None
+    before, digits, after = found.groups()
+    width = f":0{len(digits)}d" if digits.startswith("0") and len(digits) > 1 else ""
+    return f"{before}{{step{width}}}{after}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from shardkeep.errors import StateError
+from shardkeep.errors import CheckpointError, StateError
 from shardkeep.manage.browsing import Browser, checked
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.failures import Failures
@@ -17,6 +18,8 @@ from shardkeep.manage.retention import Mode
 from shardkeep.manage.saves import Saves
 from shardkeep.manage.schedule import Steps
 from shardkeep.store.roots import Root
+
+log = logging.getLogger("shardkeep")
 
 
 class Resuming(Browser):
@@ -47,7 +50,14 @@ class Resuming(Browser):
             The step, on all ranks the same; None where there is no checkpoint.
 
         """
-        return self._restore(state, "the latest checkpoint", lambda: to_restore(self._catalog.entries()), load_options)
+
+        def choose() -> list[Entry]:
+            found = to_restore(self._catalog.entries())
+            if not found:
+                self._warn_of_strangers()
+            return found
+
+        return self._restore(state, "the latest checkpoint", choose, load_options)
 
     def restore(self, step: int, state: MutableMapping[str, Any], **load_options: Any) -> int:
         """
@@ -88,6 +98,22 @@ class Resuming(Browser):
     def last_restore(self) -> Restored | None:
         """What the last restore took, and what it passed over, with reasons."""
         return self._last_restore
+
+    def _warn_of_strangers(self) -> None:
+        """Training begins anew: say so if there are checkpoints that are called otherwise."""
+        try:
+            strangers = self._catalog.strangers()
+        except CheckpointError as error:  # only a warning depends on it
+            log.info("%s: cannot look for checkpoints of other names: %s", self._root.url, error)
+            return
+        for name, template in strangers.items():
+            log.warning(
+                "%s has no checkpoint of the template %r, but %s: is template=%r meant?",
+                self._root.url,
+                self._catalog.naming.template,
+                name,
+                template,
+            )
 
     def _check_open(self) -> None:
         if self._closed:
