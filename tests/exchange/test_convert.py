@@ -82,6 +82,49 @@ def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max
     assert (tmp_path / "b" / "adapter_model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="-over-".join)
+def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
+    """
+    One that is there is refused whatever its layout; with overwrite it is replaced, and of its files none stay but others'.
+    """
+    new, old = pair
+    sk.save({"w": torch.ones(3), "n": 1}, tmp_path / "old")
+    sk.save({"w": torch.zeros(4), "v": torch.ones(2), "n": 2}, tmp_path / "new")
+    sk.convert(tmp_path / "old", tmp_path / "to", old)
+    (tmp_path / "to" / "notes.txt").write_text("mine")
+    before = files_in(tmp_path / "to")
+    with pytest.raises(sk.CheckpointExists, match="overwrite"):
+        sk.convert(tmp_path / "new", tmp_path / "to", new)
+    assert files_in(tmp_path / "to") == before
+    sk.convert(tmp_path / "new", tmp_path / "to", new, overwrite=True)
+    opened = sk.open(tmp_path / "to")
+    assert in_any_order(opened.to_dict()) == in_any_order({"w": torch.zeros(4), "v": torch.ones(2), "n": 2})
+    sk.convert(tmp_path / "new", tmp_path / "fresh", new)
+    assert len(files_in(tmp_path / "to")) == len(files_in(tmp_path / "fresh")) + 1
+    assert (tmp_path / "to" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
+    """
+    Where the source turns out to be damaged half way, neither files nor new directories are left; old ones stay as they were.
+    """
+    sk.save({"a": torch.arange(100.0), "z": torch.arange(5000.0)}, tmp_path / "ck")
+    [file] = (tmp_path / "ck").glob("*.safetensors")
+    with file.open("r+b") as data:
+        data.seek(-4, os.SEEK_END)
+        data.write(b"\xff" * 4)
+    to = tmp_path / "new" / "to"
+    if there:
+        to.mkdir(parents=True)
+        (to / "notes.txt").write_text("mine")
+    with pytest.raises(sk.DamagedCheckpoint):
+        sk.convert(tmp_path / "ck", to, layout)
+    assert (tmp_path / "new").exists() == there
+    assert not there or list(files_in(to)) == ["notes.txt"]
+
+
 @pytest.mark.parametrize("layout", ["native", "safetensors"])
 def test_nothing_of_a_checkpoint_is_lost(tmp_path, layout):
     """

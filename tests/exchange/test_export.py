@@ -125,11 +125,11 @@ def test_numbers_too_large_for_float16_are_told(tmp_path):
     assert sk.export(tmp_path / "ck", tmp_path / "bf", dtype="bf16").infinite == []
 
 
-@pytest.mark.parametrize("format", ["hf", "torch"])
+@pytest.mark.parametrize("form", ["hf", "torch"])
 @pytest.mark.parametrize(
     ("dtype", "told"), [("fp16", ["d", "f", "h"]), ("bf16", ["d", "f"]), ("fp32", ["d"]), ("fp64", []), (None, [])]
 )
-def test_finite_numbers_that_become_infinite_are_told(tmp_path, format, dtype, told):
+def test_finite_numbers_that_become_infinite_are_told(tmp_path, form, dtype, told):
     """
     Every cast that makes a finite number infinite is told by the name outside; what was infinite before is not.
     """
@@ -140,7 +140,7 @@ def test_finite_numbers_that_become_infinite_are_told(tmp_path, format, dtype, t
         "h": torch.tensor([70000.0]).bfloat16(),
     }
     sk.save({"model": model}, tmp_path / "ck")
-    assert sk.export(tmp_path / "ck", tmp_path / "out", dtype=dtype, format=format).infinite == told
+    assert sk.export(tmp_path / "ck", tmp_path / "out", dtype=dtype, format=form).infinite == told
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardkeep.errors import CheckpointError, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.exchange.pruning import without
+from shardkeep.exchange.replacing import replacing
 from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
@@ -84,7 +86,7 @@ def convert(
         layout: "native", "dcp" (torch's), or "safetensors".
         drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
-        overwrite: replace a checkpoint that is there.
+        overwrite: replace a checkpoint that is there, of whichever layout: its files go once the new one is committed.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
         options: threads and memory.
         progress: called with the bytes written so far and those to write, from any thread.
@@ -119,19 +121,22 @@ def convert(
     source = without(find(origin).open(options, Headers()), drop)
     if not options.allow_pickle:
         _refuse_pickles(source)
-    if layout == "native":
-        nbytes = write_native(target, source, overwrite=overwrite, options=options, progress=progress)
-    elif layout == "dcp":
-        nbytes = write_torch_layout(_directory(target), source, overwrite=overwrite, options=options, progress=progress)
-    else:
-        nbytes = write_safetensors(
-            _directory(target),
-            source,
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-            options=options,
-            progress=progress,
-        )
+    local = target.url if isinstance(target, LocalStore) else None
+    with nullcontext() if local is None else replacing(local, layout, overwrite=overwrite):
+        if layout == "native":
+            nbytes = write_native(target, source, overwrite=overwrite, options=options, progress=progress)
+        elif layout == "dcp":
+            to_dir = _directory(target)
+            nbytes = write_torch_layout(to_dir, source, overwrite=overwrite, options=options, progress=progress)
+        else:
+            nbytes = write_safetensors(
+                _directory(target),
+                source,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+                options=options,
+                progress=progress,
+            )
     report = ConvertReport(
         to=target.url,
         layout=layout,

@@ -57,17 +57,19 @@ def write_model(
     overwrite: bool,
     options: Options,
     progress: Progress | None,
+    replaces_others: bool = False,
 ) -> Written:
     """
     Make a directory hold these tensors, in this order, in files of at most `max_shard_bytes` where tensors allow it.
 
-    `metadata` stand in the header of the first file; what is in the directory `config` but weights is copied.
+    `metadata` stand in the header of the first file; what is in the directory `config` but weights is copied. With
+    `replaces_others` the caller takes away checkpoints of other layouts that are there.
 
     Raises:
         CheckpointExists: a model is there, and `overwrite` was not given; or a checkpoint of another layout is.
 
     """
-    removes = check_target(to, overwrite=overwrite)
+    removes = check_target(to, overwrite=overwrite, replaces_others=replaces_others)
     groups = _groups(tensors, max_shard_bytes)
     names = [SINGLE_NAME] if len(groups) == 1 else [file_name(at + 1, len(groups)) for at in range(len(groups))]
     beside = _Beside(to, config, overwrite=overwrite)
@@ -106,19 +108,20 @@ def write_model(
     return Written(names, sum(file.job.nbytes for file in files), infinite)
 
 
-def check_target(to: str, *, overwrite: bool) -> list[str]:
+def check_target(to: str, *, overwrite: bool, replaces_others: bool = False) -> list[str]:
     """Return the safetensors files in a directory that a new model takes the place of."""
     if os.path.exists(to) and not os.path.isdir(to):
         raise CheckpointExists(f"{to} is a file", hint="give a directory")
     if not os.path.isdir(to):
         return []
-    for name in (RECORD_NAME, METADATA_NAME):
+    for name in () if replaces_others else (RECORD_NAME, METADATA_NAME):
         if os.path.exists(os.path.join(to, name)):
             raise CheckpointExists(
-                f"{to}: a checkpoint of another layout is there ({name})", hint="give another directory"
+                f"{to}: a checkpoint of another layout is there ({name})",
+                hint="give another directory: an export holds less than a checkpoint, and never replaces one",
             )
     found = look(to)
-    there = _model_files(found)
+    there = model_files(found)
     if (there or found.index) and not overwrite:
         raise CheckpointExists(
             f"{to}: a model is already there ({', '.join(there[:3]) or found.index})",
@@ -127,7 +130,8 @@ def check_target(to: str, *, overwrite: bool) -> list[str]:
     return there
 
 
-def _model_files(folder: Folder) -> list[str]:
+def model_files(folder: Folder) -> list[str]:
+    """Name the files of a directory that are a model's: those that the index file names, and those called like one."""
     named = set(read_weight_map(folder.index).values()) if folder.index else set()
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
 

@@ -48,6 +48,7 @@ def write_safetensors(
         overwrite=overwrite,
         options=options,
         progress=progress,
+        replaces_others=True,
     )
     _check_opens(to, source, options)
     return written.nbytes

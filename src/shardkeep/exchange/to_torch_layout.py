@@ -90,13 +90,15 @@ def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Opt
             store.put(made[-1], data, replace=True)
         metadata.storage_data = places
         keep_sums(metadata, sums)
+        ready = metadata_files(metadata, METADATA_NAME)
     except BaseException:
         for name in made:
             with suppress(CheckpointError):
                 store.delete(name)
         raise
+    # It takes back its files itself: only it knows whether they were committed.
     Commit(FileSystem(), to, sync=True).publish(
-        metadata_files(metadata, METADATA_NAME), sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s
+        ready, sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s
     )
     return sum(file.job.nbytes for file in files)
 

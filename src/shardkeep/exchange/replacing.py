@@ -1,0 +1,89 @@
+"""
+What a conversion takes the place of, in a directory that holds a checkpoint of another layout.
+
+What was there stays whole until the new checkpoint is committed. Then it goes: first what says that it exists, then its
+files. Files that are of no checkpoint are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from shardkeep.errors import CheckpointError, CheckpointExists
+from shardkeep.exchange.models import model_files
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layout import leftovers, native
+from shardkeep.layout.safetensors_names import INDEX_NAME
+from shardkeep.layout.safetensors_publish import look
+from shardkeep.layout.torch_files import is_data, is_metadata
+from shardkeep.store.local import LocalStore
+
+log = logging.getLogger("shardkeep")
+
+
+def files_of_others(to: str, layout: str) -> list[str]:
+    """Name the files of checkpoints of other layouts in a directory, in the order in which they are to go."""
+    try:
+        names = sorted(os.listdir(to))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found: list[str] = []
+    if layout != "native" and RECORD_NAME in names:
+        found += [RECORD_NAME, *(name for name in names if native.save_id_of(name))]
+    metadata = list(filter(is_metadata, names))
+    if layout != "dcp" and metadata:
+        found += [*metadata, *filter(is_data, names)]
+    if layout != "safetensors":
+        found += [name for name in names if name == INDEX_NAME]
+        found += [name for name in model_files(look(to)) if native.save_id_of(name) is None]
+    return found
+
+
+@contextmanager
+def replacing(to: str, layout: str, *, overwrite: bool) -> Iterator[None]:
+    """
+    Convert into a directory, inside; afterwards checkpoints of other layouts that it held are gone.
+
+    If that fails, they are as they were, and directories that were made for it are gone.
+
+    Raises:
+        CheckpointExists: there is one, and `overwrite` was not given; or somebody is saving there.
+
+    """
+    old = files_of_others(to, layout)
+    if old and not overwrite:
+        raise CheckpointExists(
+            f"{to}: a checkpoint of another layout is already there ({old[0]})",
+            hint="pass overwrite=True (--overwrite) to replace it, or give another directory",
+        )
+    made = _missing(to)
+    if old and (writer := leftovers.survey(LocalStore(to)).living):
+        raise CheckpointExists(
+            f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another directory"
+        )
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            with suppress(OSError):  # not empty: somebody else's
+                os.rmdir(path)
+        raise
+    store = LocalStore(to).of_foreign_files()
+    for name in old:
+        try:
+            store.delete(name)
+        except CheckpointError as exc:
+            log.warning("could not remove %s, which was replaced, from %s: %s", name, to, exc)
+
+
+def _missing(to: str) -> list[str]:
+    """Return the directories that will be made, the innermost first."""
+    found = []
+    path = os.path.abspath(to)
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
