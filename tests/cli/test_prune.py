@@ -195,6 +195,31 @@ def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
     assert sk.Catalog(run_dir).latest().step == 30
 
 
+def test_what_else_lies_beside_a_checkpoint_is_not_deleted_with_it(shardkeep, run_dir):
+    """
+    A place that holds other files or folders stays and they are named; --force deletes them, and says so before.
+    """
+    (run_dir / "step-10" / "notes.txt").write_text("mine")
+    (run_dir / "step-20" / "samples").mkdir()
+    careful = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    assert (careful.code, steps(run_dir)) == (0, [10, 20, 30])
+    assert "it also holds notes.txt" in careful.out
+    assert "it also holds samples/" in careful.out
+    tried = shardkeep("prune", run_dir, "--keep-last", "1", "--force", "--dry-run")
+    assert "it also holds notes.txt" in tried.out
+    assert shardkeep("prune", run_dir, "--keep-last", "1", "--force", "--yes").code == 0
+    assert steps(run_dir) == [30]
+
+
+def test_checkpoints_of_torch_are_pruned(shardkeep, run_dir):
+    """
+    All files of a checkpoint of torch's layout are its own: nothing keeps it from going.
+    """
+    sk.convert(run_dir / "step-10", run_dir / "step-5", "dcp")
+    assert shardkeep("prune", run_dir, "--keep-every", "10", "--yes").code == 0
+    assert steps(run_dir) == [10, 20, 30]
+
+
 def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
     """
     While a job saves to the run prune says so on stderr; after it has ended, no more.

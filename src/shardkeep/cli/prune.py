@@ -3,7 +3,7 @@
 
 Nothing goes without a rule, and nothing without a yes. The newest checkpoint stays, and so do pinned ones. One that a
 quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to. Nothing is
-taken from a place that somebody is saving to.
+taken from a place that somebody is saving to, nor, without --force, from one in which other things lie than checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from shardkeep.cli.checking import check
-from shardkeep.cli.guards import being_written, job_of
+from shardkeep.cli.guards import being_written, foreign_text, foreign_things, job_of
 from shardkeep.cli.output import Table, count_text, is_terminal, print_json, remark, say, shown, size_text, styled
 from shardkeep.cli.places import open_root_only
 from shardkeep.cli.problems import NotUsable, did_you_mean
@@ -70,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     rules.add_argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours")
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("-f", "--force", action="store_true", help="also where other files lie beside a checkpoint")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     parser.add_argument("--template", metavar="NAME", help='what its checkpoints are called: "step-{step}"')
 
@@ -79,18 +80,18 @@ def run(args: argparse.Namespace) -> int:
     rules = rules_of(args)
     found = open_root_only(args.root, args.template)
     _check_metrics(rules, found.entries())
-    planned = make_plan(found, rules)
+    planned = make_plan(found, rules, force=args.force)
     if job := job_of(found):
         remark(f"a job saves to this run: {shown(job)}", "yellow")
     if not args.json:
-        _print_plan(planned)
+        _print_plan(found, planned)
     if args.dry_run or not (planned.deleted or planned.swept):
         failed: dict[str, str] = {}
     else:
         if not args.yes and not _agreed(args, planned):
             say("nothing was deleted")
             return 0
-        failed = _carry_out(found, planned)
+        failed = _carry_out(found, planned, force=args.force)
         if not args.json and not failed:
             say(styled(f"deleted, {size_text(planned.nbytes)} freed", "green"))
     if args.json:
@@ -145,7 +146,7 @@ def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:
             raise NotUsable(f"no checkpoint has the metric {rule.policy.metric!r}", hint=hint)
 
 
-def make_plan(found: Run, rules: list[Rule]) -> Plan:
+def make_plan(found: Run, rules: list[Rule], *, force: bool = False) -> Plan:
     """Decide what becomes of every place."""
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = list(threads.map(lambda entry: _looked_at(found, entry), found.entries()))
@@ -157,7 +158,9 @@ def make_plan(found: Run, rules: list[Rule]) -> Plan:
     with ThreadPoolExecutor(_THREADS) as threads:
         spared = {
             entry.name: reason
-            for entry, reason in zip(deleted, threads.map(lambda entry: _spared(found, entry), deleted), strict=True)
+            for entry, reason in zip(
+                deleted, threads.map(lambda entry: _spared(found, entry, force=force), deleted), strict=True
+            )
             if reason
         }
 
@@ -176,9 +179,12 @@ def make_plan(found: Run, rules: list[Rule]) -> Plan:
     return Plan([(entry, why(entry)) for entry in staying], deleted, [each for each in litter if each is not None])
 
 
-def _spared(found: Run, entry: Entry) -> str:
+def _spared(found: Run, entry: Entry, *, force: bool) -> str:
     """Say why a checkpoint that no rule keeps stays; empty where nothing speaks for it."""
-    return being_written(found, entry)
+    if writer := being_written(found, entry):
+        return writer
+    others = [] if force else foreign_things(found, entry)
+    return f"{foreign_text(others)}: --force deletes that, too" if others else ""
 
 
 def _looked_at(found: Run, entry: Entry) -> Entry:
@@ -191,7 +197,7 @@ def _looked_at(found: Run, entry: Entry) -> Entry:
     return replace(entry, status="damaged", reason=verdict.unknown or "; ".join(verdict.problems))
 
 
-def _print_plan(planned: Plan) -> None:
+def _print_plan(found: Run, planned: Plan) -> None:
     table = Table(("", "checkpoint", "size", "why"), right="size", gives_way="why")
     swept = {litter.entry.name: litter for litter in planned.swept}
     for entry, why in planned.kept:
@@ -202,7 +208,9 @@ def _print_plan(planned: Plan) -> None:
             what = f"{count_text(len(litter.names), 'file')} {litter.reason}"
             table.add("sweep", shown(entry.name), size_text(litter.nbytes), what, style="yellow")
     for entry in reversed(planned.deleted):
-        table.add("delete", shown(entry.name), size_text(entry.nbytes), "no rule keeps it", style="red")
+        others = foreign_things(found, entry)
+        why = "no rule keeps it" + (f"; {foreign_text(others)}" if others else "")
+        table.add("delete", shown(entry.name), size_text(entry.nbytes), shown(why), style="red")
     table.print()
     if not planned.deleted and not planned.swept:
         say("\nnothing to delete")
@@ -228,7 +236,7 @@ def _agreed(args: argparse.Namespace, planned: Plan) -> bool:
         return False
 
 
-def _carry_out(found: Run, planned: Plan) -> dict[str, str]:
+def _carry_out(found: Run, planned: Plan, *, force: bool) -> dict[str, str]:
     """Delete, the oldest first; return what could not be, and why."""
     failed: dict[str, str] = {}
     for entry in planned.deleted:
@@ -239,6 +247,9 @@ def _carry_out(found: Run, planned: Plan) -> dict[str, str]:
                 continue
             if writer := being_written(found, entry):
                 failed[entry.name] = f"somebody is saving there: {writer}"
+                continue
+            if not force and (others := foreign_things(found, entry)):
+                failed[entry.name] = foreign_text(others)
                 continue
             found.catalog.root.remove(entry.name)
         except CheckpointError as exc:
