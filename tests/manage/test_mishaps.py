@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import StorageError
 from shardkeep.events import Event
+from shardkeep.manage.agreement import Agreement
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
@@ -30,6 +33,7 @@ from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.timelines import timeline_of
+from shardkeep.ranks.world import World
 from shardkeep.run.coordinating import Coordinator
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.testing.rank_pool import RankPool
@@ -473,3 +477,60 @@ def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.
     assert "notes" not in caplog.text
     assert template_of("step-1000") == "step-{step}"
     assert template_of("nothing") is None
+
+
+def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -> None:
+    """As where a network file system carries out a request twice."""
+    done: list[str] = []
+
+    class Twice(LocalRoot):
+        def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+            super().put(name, data, replace=replace)
+            if name == "lease.json" and not done:
+                done.append(name)
+                raise StorageError("exists", errno=errno.EEXIST)
+
+    with checkpointer(Twice(tmp_path)) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        assert ckpt.all_steps() == [1]
+
+
+def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No listener of events, and no request file that is one of our own."""
+    heard: list[Event] = []
+    with pytest.raises(sk.StateError, match="SIGKILL"):
+        checkpointer(tmp_path, signals=("SIGUSR1", "SIGKILL"), on_event=heard.append)
+    sk.save(state_at(1), tmp_path / "step-1")
+    assert heard == []
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    for name in ("lease.json", "latest", "pin.step-1"):
+        with pytest.raises(sk.StateError, match="request_file"):
+            checkpointer(tmp_path, request_file=name)
+
+
+def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_path: Path) -> None:
+    """Though no more threads can be made by then, to read many records."""
+    with checkpointer(tmp_path) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, state_at(step))
+    script = (
+        "import sys, torch, shardkeep as sk\n"
+        "ckpt = sk.Checkpointer(sys.argv[1], keep_last=1); w = {'w': torch.zeros(64), 'step': 0}\n"
+        "ckpt.restore_latest(w); ckpt.save(5, w)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=120)
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [5]
+
+
+def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
+    """However quick the steps were before."""
+    now = [0.0]
+    agreement = Agreement(World(0, 1), "s", clock=lambda: now[0])
+    paces = []
+    for _ in range(20):
+        agreement._calls_since = again = agreement._pace()
+        now[0] += 0.001 * again
+        paces.append(again)
+    assert max(paces) == 50

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 INTERVAL_S = 1.0
 """Between decisions, about."""
-_MOST_STEPS = 1000
+_MOST_STEPS = 50
+"""Quick steps may become slow ones, and a signal should not wait for many of them."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,4 +163,9 @@ def _read_ahead(look: Callable[[tuple[int, str]], Entry | None], steps: Iterator
         return
     with ThreadPoolExecutor(min(_THREADS, len(rest)), thread_name_prefix="shardkeep-catalog") as threads:
         for start in range(0, len(rest), _BATCH):
-            yield from (entry for entry in threads.map(look, rest[start : start + _BATCH]) if entry)
+            batch = rest[start : start + _BATCH]
+            try:
+                looked = threads.map(look, batch)
+            except RuntimeError:  # the interpreter ends, and begins no more threads
+                looked = map(look, batch)
+            yield from (entry for entry in looked if entry)

@@ -181,7 +181,12 @@ class Checkpointer(Resuming):
         self._should_stop = self._gone = False
         self._listening = None if on_event is None else _listen(on_event, self._root.url)
         # Last: nothing after it may fail.
-        self._handlers = Handlers(wanted, self._requests.stop.raise_)
+        try:
+            self._handlers = Handlers(wanted, self._requests.stop.raise_)
+        except BaseException:
+            if self._listening is not None:
+                self._listening.stop()
+            raise
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._root.url!r})"

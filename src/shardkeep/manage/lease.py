@@ -179,6 +179,8 @@ class Lease:
         seen = self._read()
         if seen is None:
             return False
+        if self._is_mine(seen):  # a network may repeat a request that was carried out
+            return True
         holder = _decoded(seen)
         if not self._takeover and not (holder and _certainly_gone(holder)):
             if holder and holder.host == self._mine.host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StateError
@@ -13,6 +14,8 @@ log = logging.getLogger("shardkeep")
 
 SAVE, STOP = "save", "stop"
 KINDS = (SAVE, STOP)
+_OURS = re.compile(r"lease.*|latest|pin\..*")
+"""Files of a root that are not to be deleted because they are there."""
 _QUIET_S = 5.0
 """A signal that is sent to all ranks reaches some of them later: within this time it is one and the same."""
 
@@ -34,8 +37,9 @@ class Requests:
             interval_s: how often to look for the file.
 
         """
-        if file is not None and not is_name(file):
-            raise StateError(f"request_file={file!r}", hint="give the name of a file in the root, or None")
+        if file is not None and (not is_name(file) or _OURS.fullmatch(file)):
+            hint = "give the name of a file in the root that is not used for something else, or None"
+            raise StateError(f"request_file={file!r}", hint=hint)
         self.save = Flag()
         self.stop = Flag()
         self.timer = timer

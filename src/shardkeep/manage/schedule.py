@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 from shardkeep.errors import StateError
@@ -29,7 +30,7 @@ class Steps:
         if every is not None and every < 1:
             raise StateError(f"every_steps={every!r}", hint="give a number of steps, 1 or more, or None")
         self._every = every
-        self._at = frozenset(at)
+        self._at = sorted(at)
         self._last: int | None = None
 
     def begin_after(self, step: int) -> None:
@@ -42,7 +43,7 @@ class Steps:
         self._last = max(step, last)
         if self._every is not None and step > 0 and step // self._every > last // self._every:
             return f"every {self._every} steps"
-        if any(last < wanted <= step for wanted in self._at):
+        if bisect_right(self._at, step) > bisect_right(self._at, last):
             return "at a given step"
         return ""
 
