@@ -277,6 +277,13 @@ class Machine(RuleBasedStateMachine):
         """As training does."""
         self.save(self.ahead(by), loss)
 
+    @rule(data=st.data(), loss=LOSSES)
+    def save_again(self, data: st.DataObject, loss: float | None) -> None:
+        """A step that is there: a job that has gone back from it overwrites it, unless it is pinned."""
+        there = [step for step in {*self.made, *self.garbled} if step >= (self.job.highest or 0)]
+        if there:
+            self.save(data.draw(st.sampled_from(sorted(there)), "again"), loss)
+
     @rule(by=AHEAD, kind=st.sampled_from(["full", "short", "error"]), at=st.integers(0, 10))
     def save_on_a_bad_disk(self, by: int, kind: Fault, at: int) -> None:
         self.job.view.fault = kind, at
@@ -437,6 +444,17 @@ class Machine(RuleBasedStateMachine):
             self.made[step].rotten = True
 
     @precondition(lambda self: self.made)
+    @rule(loss=LOSSES)
+    def resume_from_the_one_before(self, loss: float | None) -> None:
+        """The newest is found to be damaged, and is made again."""
+        step = newest_first(list(self.made.values()))[0].step
+        if not self.made[step].rotten:
+            self.flip(step, ".safetensors")
+            self.made[step].rotten = True
+        self.restore_latest()
+        self.save(max(step, self.job.highest or 0), loss)
+
+    @precondition(lambda self: self.made)
     @rule(data=st.data())
     def garble(self, data: st.DataObject) -> None:
         """A bit of a record flips."""
@@ -531,7 +549,7 @@ def attempt(
 
 TestCheckpointerAgainstItsModel = Machine.TestCase
 TestCheckpointerAgainstItsModel.settings = settings(
-    max_examples=30,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     print_blob=True,
