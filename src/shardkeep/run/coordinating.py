@@ -66,6 +66,7 @@ class Coordinator:
         self.files: list[FileEntry]
         self.committed: Record | None = None
         self._publishing = False
+        self._interrupt: KeyboardInterrupt | None = None
 
     def label(self, step: int | None, meta: Mapping[str, Any] | None) -> None:
         """Take what the caller wants in the record, if a record can hold it."""
@@ -140,6 +141,10 @@ class Coordinator:
         except CheckpointError as exc:
             log.warning("could not look once more at what was committed to %s: %s", self.store.url, exc)
             return
+        except KeyboardInterrupt as exc:
+            # The checkpoint stands, and the other ranks are to be told so; `tidy` comes next.
+            self._interrupt = exc
+            return
         if not gone:
             return
         # A record of files that are gone is worse than none.
@@ -187,6 +192,8 @@ class Coordinator:
             self._sweep(leftovers.survey(self.store))
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def _sweep(self, found: leftovers.Survey) -> None:
         """Delete the files of saves that are over, but for those of the committed checkpoint."""
