@@ -15,7 +15,7 @@ from shardkeep.store.memory import MemoryRoot
 from shardkeep.store.place import open_root
 from shardkeep.store.protocol import BlobInfo, free_nbytes
 from shardkeep.store.roots import REMOVING_NAME, Root, empty
-from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -178,3 +178,23 @@ def test_a_place_that_cannot_be_listed_is_not_removed() -> None:
     with pytest.raises(StorageError):
         empty(store)
     assert store.get(RECORD_NAME, limit=9) == b"x"
+
+
+class _Full(FaultyStore):
+    """A disk on which nothing can be put until something is deleted, and one blob never can be."""
+
+    def begin(self, verb: str, name: str) -> Fault | None:
+        deleted = any(each.startswith("delete") for each in self.operations)
+        if verb == "put" and not deleted:
+            raise self.broken(verb, name)
+        if name == "z":
+            raise self.broken(verb, name)
+        return super().begin(verb, name)
+
+
+def test_a_removal_that_could_not_be_marked_at_first_is_marked_as_soon_as_it_can_be(root: Root) -> None:
+    """What it leaves when it fails is known for what it is, and can be removed later."""
+    fill(root, "step-1", RECORD_NAME, "a", "z")
+    with pytest.raises(StorageError):
+        empty(_Full(root.place("step-1")))
+    assert {info.name for info in root.place("step-1").list()} == {REMOVING_NAME, "z"}

@@ -59,11 +59,21 @@ def empty(store: _Empties) -> None:
     names = [info.name for info in store.list()]
     if not names:
         return
-    try:
-        store.put(REMOVING_NAME, b"", replace=True)
-    except StorageError as exc:  # on a full disk, for one: and room is what comes of removing
-        log.info("%s is removed without a mark: %s", store.url, exc)
+    marked = _mark(store)
     commits = list(filter(makes_a_checkpoint, names))
     others = [name for name in names if name not in {*commits, REMOVING_NAME}]
-    for name in [*commits, *others, REMOVING_NAME]:
+    for name in [*commits, *others]:
         store.delete(name)
+        # Without a mark, what a removal leaves that is cut short now would stay for ever.
+        marked = marked or _mark(store)
+    store.delete(REMOVING_NAME)
+
+
+def _mark(store: _Empties) -> bool:
+    """Say that a place is being removed, if that can be said: on a full disk it cannot, and room is what comes of removing."""
+    try:
+        store.put(REMOVING_NAME, b"", replace=True)
+    except StorageError as exc:
+        log.info("%s is removed without a mark: %s", store.url, exc)
+        return False
+    return True
