@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.soak.checker import Damage
 from tests.soak.driver import Soak
-from tests.soak.rounds import CALM_EVERY
+from tests.soak.rounds import CALM_EVERY, SHORT_CALM_EVERY
 
 
 def main() -> int:
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="decides what happens; by default a new one")
     parser.add_argument("--only", type=int, default=None, metavar="ROUND", help="do one round again, between calm ones")
+    parser.add_argument("--short", action="store_true", help="the rounds of the short form, as CI has them")
     parser.add_argument("--folder", type=Path, default=None, help="where to put it all, by default a temporary folder")
     arguments = parser.parse_args()
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
@@ -28,15 +29,16 @@ def main() -> int:
     print(f"seed {seed}, in {folder}", flush=True)
     end = time.monotonic() + 60 * arguments.minutes
     damage: Damage | None = None
-    with Soak(folder, seed, say=lambda line: print(line, flush=True)) as soak:
+    calm_every = SHORT_CALM_EVERY if arguments.short else CALM_EVERY
+    with Soak(folder, seed, short=arguments.short, say=lambda line: print(line, flush=True)) as soak:
         number = 0
-        rounds = iter(int, 1) if arguments.only is None else iter([0, arguments.only, CALM_EVERY])
+        rounds = iter(int, 1) if arguments.only is None else iter([0, arguments.only, calm_every])
         try:
             for each in rounds:
                 soak.round(number if arguments.only is None else each)
                 number += 1
                 # A calm round is the last one.
-                if time.monotonic() > end and number % CALM_EVERY == 1:
+                if time.monotonic() > end and number % calm_every == 1:
                     break
             soak.checker.check(tidy=True, afresh=True)
         except Damage as error:

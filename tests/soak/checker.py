@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,6 +57,8 @@ class Checker:
         on_disk = {each.save_id: _made(each) for each in found.values()}
         self._nothing_lost(on_disk)
         self._same_as_we_say(found)
+        if afresh:
+            self._same_as_the_command_says(found)
         ever = {**self._ledger.acked, **on_disk}
         wanted, allowed = kept(ever.values())
         if len(filled) > len(wanted) + _SLACK * (1 + died_since_tidy):
@@ -101,6 +106,12 @@ class Checker:
         latest = sk.Checkpointer(self._root).latest_step()
         if latest != (newest.step if newest else None):
             raise Damage(f"the newest is {newest and newest.step}, and shardkeep says {latest}")
+
+    def _same_as_the_command_says(self, found: dict[Path, Found]) -> None:
+        command = [sys.executable, "-m", "shardkeep.cli.main", "ls", "--json", str(self._root)]
+        said = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+        listed = (each["name"] for each in said["checkpoints"] if each["status"] == "committed")
+        _same("shardkeep ls", listed, (place.name for place in found))
 
     def _tidy(
         self, places: list[Path], found: dict[Path, Found], on_disk: set[Made], wanted: set[Made], allowed: set[Made]

@@ -84,8 +84,10 @@ class Soak:
             ended = self._two_jobs(this) if this.chaos == "rivals" else self._one_job(this)
             self._check(this)
         except Exception as error:
+            short = " --short" if self._short else ""
             raise Damage(
-                f"round {number} ({this}): {error}\n  again: python -m tests.soak --seed {self._seed} --only {number}"
+                f"round {number} ({this}): {error}"
+                f"\n  again: python -m tests.soak --seed {self._seed} --only {number}{short}"
                 f"\n  the root and all logs: {self.root.parent}"
             ) from error
         self.counts["rounds"] += 1

@@ -96,6 +96,7 @@ def run_job(plan: Plan) -> str:
 def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
     clock = JumpyClock(f"{plan.seed} clock {rank}") if plan.jumps else None
     root: Any = plan.root
+    luck: Luck | None = None
     if plan.rough:
         dies_at = plan.dies_at[1] if plan.dies_at and plan.dies_at[0] == rank else None
         luck = Luck(
@@ -121,7 +122,12 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
             seams=Seams(**{**vars(plain), "now": clock.now}) if clock else plain,
         ) as ckpt,
     ):
-        yield ckpt
+        try:
+            yield ckpt
+        finally:
+            # A lease that cannot be deleted is held until its process ends, and this one serves other jobs.
+            if luck is not None:
+                luck.rest()
 
 
 def _train(plan: Plan, ckpt: sk.Checkpointer, rank: int, size: int, log: Log) -> None:

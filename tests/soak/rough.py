@@ -45,6 +45,11 @@ class Luck:
         self._burst = 0
         self._lock = threading.Lock()
 
+    def rest(self) -> None:
+        """Let nothing fail any more."""
+        with self._lock:
+            self._rate, self._burst, self._dies_at = 0.0, 0, None
+
     def strike(self, verb: str) -> str:
         """Count an operation, and say what goes wrong with it: nothing, "error", "full", "short" or "late"."""
         with self._lock:
