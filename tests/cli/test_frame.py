@@ -4,12 +4,16 @@ import json
 import os
 import pty
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import shardkeep as sk
 from shardkeep.cli import main as frame
 from shardkeep.cli.main import COMMANDS
 from shardkeep.cli.output import Table, shortened, shown, size_text, span_text
@@ -31,14 +35,55 @@ def test_alone_it_names_every_command(shardkeep):
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
     """
-    `--help` of each command ends well, fits 80 columns up to its examples and, but for the demo, has some.
+    `--help` of each command ends well, fits 80 columns with its examples and, but for the demo, has some.
     """
     monkeypatch.setenv("COLUMNS", "80")
     answer = shardkeep(name, "--help")
     assert answer.code == 0
     assert "--json" in answer.out
     assert name == "demo" or f"shardkeep {name}" in answer.out.partition("examples:")[2]
-    assert max(map(len, answer.out.partition("examples:")[0].splitlines())) <= 80
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def example_lines():
+    """The example lines of all commands that can be run here: not those of shells, nor what takes minutes."""
+    for name in COMMANDS:
+        for line in getattr(frame.load_command(name), "EXAMPLES", "").splitlines():
+            words = shlex.split(line.strip().partition("   ")[0])
+            if words[:1] == ["shardkeep"] and name not in {"bench", "completion"} and "|" not in words:
+                yield pytest.param(words[1:], id=" ".join(words[1:]))
+
+
+@pytest.fixture(scope="module")
+def place_of_examples(tmp_path_factory):
+    """A directory that has what the examples speak of."""
+    place = tmp_path_factory.mktemp("examples")
+    state = {"model": {"layers": {"0": {"weight": torch.randn(8, 8)}}, "x.ema": torch.ones(2)}, "step": 1}
+    for run, step in (("a", 500), ("a", 600), ("b", 500)):
+        meta = {"metrics": {"loss": 0.5, "accuracy": 0.5}}
+        saved = {**state, "optimizer": {"m": torch.ones(3)}}
+        sk.save(saved, place / "runs" / run / f"step-{step}", step=step, meta=meta)
+    (place / "base-model").mkdir()
+    (place / "base-model" / "config.json").write_text("{}")
+    shutil.copytree(place / "runs" / "a" / "step-500", place / "step-500")
+    sk.export(place / "step-500", place / "hf", dtype="bf16")
+    sk.convert(place / "step-500", place / "dcp-checkpoint", "dcp")
+    return place
+
+
+@pytest.mark.parametrize("words", list(example_lines()))
+def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, monkeypatch, words):
+    """
+    Every example line does what it says, in a directory that has what it speaks of.
+    """
+    shutil.copytree(place_of_examples, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    os.makedirs("out")
+    if "dcp-checkpoint" in words:
+        shutil.rmtree("runs/a/step-500")
+    more = ["--yes"] if words[0] == "prune" and "--dry-run" not in words and "--yes" not in words else []
+    answer = shardkeep(*words, *more)
+    assert (answer.code, answer.err if words[0] != "convert" else "") == (0, ""), answer.err
 
 
 @pytest.mark.parametrize(
@@ -48,7 +93,9 @@ def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
         (["frobnicate"], "there is no command 'frobnicate'"),
         (["--json", "ls"], "the command comes first"),
         (["ls", "x", "--jsno"], "did you mean --json"),
-        (["ls"], "required"),
+        (["ls"], "ls: needs PATH\n"),
+        (["diff", "a"], "diff: needs B\n"),
+        (["convert", "a", "b"], "convert: needs --to\n"),
         (["show", "x", "y", "--bins", "many"], "invalid int value"),
     ],
 )

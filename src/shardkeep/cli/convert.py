@@ -12,8 +12,8 @@ from shardkeep.cli.places import explained
 
 EXAMPLES = """
   shardkeep convert dcp-checkpoint runs/a/step-500 --to native
-  shardkeep convert runs/a/step-500 /scratch/for-torch --to dcp
-  shardkeep convert runs/a/step-500 /scratch/model --to safetensors --drop optimizer
+  shardkeep convert runs/a/step-500 out/for-torch --to dcp
+  shardkeep convert runs/a/step-500 out/model --to safetensors --drop optimizer
 """
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   shardkeep diff runs/a/step-500 runs/b/step-500
-  shardkeep diff runs/a/step-500 exported --rtol 1e-2 --ignore-dtype
+  shardkeep diff step-500 hf --strip-prefix model. --ignore-dtype --rtol 1e-2
   shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
 """
 
@@ -65,6 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
     parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
+    parser.add_argument(
+        "--strip-prefix", metavar="TEXT", default="", help="only keys of A that begin so, without it (B: an export)"
+    )
     parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X times |b| (0)")
     parser.add_argument(
         "--atol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X (0: bits are compared)"
@@ -81,7 +84,13 @@ def run(args: argparse.Namespace) -> int:
         raise NotUsable("tolerances are numbers from 0 up")
     a, b = open_one(args.a), open_one(args.b)
     wanted = wanted_keys(args.pattern, args.prefix)
-    in_a, in_b = ({item.key: item for item in items_of(checkpoint, wanted)} for checkpoint in (a, b))
+    strip = args.strip_prefix
+    in_a = {item.key[len(strip) :]: item for item in items_of(a, wanted) if item.key.startswith(strip)}
+    # Patterns are of names as A has them.
+    of_b = wanted if wanted is None else lambda key: wanted(strip + key)
+    in_b = {item.key: item for item in items_of(b, of_b)}
+    if strip and not in_a:
+        raise NotUsable(f"no key of {args.a} begins with {strip!r}", hint="--strip-prefix is for names of A: model.")
     if wanted is not None and not in_a and not in_b:
         raise NotUsable(f"no key of either fits {' '.join([*args.pattern, args.prefix or '']).strip()!r}")
     found = compare_all(a, b, in_a, in_b, args)

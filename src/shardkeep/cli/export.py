@@ -16,7 +16,7 @@ from shardkeep.cli.progress import Progress
 
 EXAMPLES = """
   shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
-  shardkeep export runs/a/step-500 out/model --rename 's/^net\\.//' --exclude '*.ema'
+  shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
   shardkeep export runs/a/step-500 out/model.pt --format torch
 """
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)

@@ -71,10 +71,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the words given."""
         hint = f"`{self.prog} --help` says what it takes"
+        missing = message.partition("arguments are required: ")[2].split(", ")
+        if missing != [""]:
+            message = f"needs {', '.join(self._without_optional(missing))}"
         wrong = message.partition("unrecognized arguments: ")[2].split()
         if wrong and wrong[0].startswith("-"):
             hint = did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
         raise NotUsable(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
+
+    def _without_optional(self, missing: list[str]) -> list[str]:
+        """Leave out what may be given any number of times: argparse names it beside what it really misses."""
+        free = {action.metavar for action in self._actions if action.nargs == "*"}
+        return [word for word in missing if word not in free]
 
 
 def load_command(name: str) -> Command:

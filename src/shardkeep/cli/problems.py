@@ -25,7 +25,7 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str
     if len(names) > _MANY:
         parts = set(word.split("."))
         names = nlargest(_MANY, names, key=lambda name: len(parts.intersection(name.split("."))))
-    close = get_close_matches(word, names, n=3, cutoff=0.7)
+    close = get_close_matches(word, names, n=3, cutoff=0.6)
     if not close:
         return otherwise
     return f"did you mean {', '.join(close[:-1]) + ' or ' if close[:-1] else ''}{close[-1]}?"
