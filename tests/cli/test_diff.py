@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -247,3 +248,33 @@ def test_pickled_values_are_compared_unopened(shardkeep, tmp_path):
     answer = shardkeep("diff", tmp_path / "a", tmp_path / "c")
     assert answer.code == 1
     assert "v" in answer.out
+
+
+def test_an_export_lines_up_with_its_checkpoint(shardkeep, checkpoint, tmp_path):
+    """
+    --strip-prefix compares names of A without what the export took off; patterns are of A's names.
+    """
+    sk.export(checkpoint, tmp_path / "hf")
+    same = shardkeep("diff", checkpoint, tmp_path / "hf", "--strip-prefix", "model.", "model.layers")
+    assert (same.code, "3 keys equal" in same.out) == (0, True), same.out
+    exported = dict(load_file(tmp_path / "hf" / "model.safetensors"))
+    exported["layers.10.bias"][3] = 1.0
+    save_file(exported, tmp_path / "hf" / "model.safetensors")
+    other = shardkeep("diff", checkpoint, tmp_path / "hf", "--strip-prefix", "model.", "--json")
+    assert [each["key"] for each in other.json["other_elements"]] == ["model.layers.10.bias"]
+    assert [each["key"] for each in other.json["only_in_a"]] == ["model.head.weight"]  # tied: stored once
+    wrong = shardkeep("diff", checkpoint, tmp_path / "hf", "--strip-prefix", "modle.")
+    assert (wrong.code, "begins with 'modle.'" in wrong.err) == (2, True)
+
+
+def test_large_unsigned_numbers_are_compared_exactly(shardkeep, tmp_path):
+    """
+    Two uint64 that float64 cannot tell apart are told apart, with their distance.
+    """
+    large = np.array([2**64 - 1, 5], dtype=np.uint64)
+    a, b = pair(tmp_path, {"n": torch.from_numpy(large)}, {"n": torch.from_numpy(large - np.array([1, 0], np.uint64))})
+    answer = shardkeep("diff", a, b, "--json")
+    [change] = answer.json["other_elements"]
+    assert (answer.code, change["changed"], change["max_abs"]) == (1, 1, 1.0)
+    assert (change["first"]["a"], change["first"]["b"]) == (2**64 - 1, 2**64 - 2)
+    assert "18446744073709551615 → 18446744073709551614" in shardkeep("diff", a, b).out

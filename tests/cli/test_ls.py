@@ -147,7 +147,7 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     """
     assert "did you mean step-30" in shardkeep("ls", run_dir / "step-3O").err
     assert "did you mean model.head.weight" in shardkeep("ls", run_dir / "step-30", "model.haed.weight").err
-    assert "the latest is" in shardkeep("cat", run_dir).err
+    assert "the latest of its checkpoints is" in shardkeep("cat", run_dir).err
     (tmp_path / "empty").mkdir()
     answer = shardkeep("ls", tmp_path / "empty", "--json")
     assert (answer.code, answer.json["checkpoints"]) == (0, [])
@@ -223,3 +223,31 @@ def test_cat_prints_what_is_stored(shardkeep, checkpoint):
     answer = shardkeep("cat", checkpoint)
     assert (answer.code, answer.out) == (2, "")
     assert "checksum" in answer.err
+
+
+def test_long_values_do_not_crop_keys(checkpoint, tmp_path, monkeypatch, shardkeep):
+    """
+    In 80 columns it is the values, in the last column, that give way.
+    """
+    key = "training.schedule.of.the.learning.rate.in.words"
+    sk.save({"w": torch.ones(3), key: "warm up, then decay " * 9}, tmp_path / "ck")
+    monkeypatch.setattr("shardkeep.cli.output.line_width", lambda: 80)
+    answer = shardkeep("ls", tmp_path / "ck")
+    assert key in answer.out
+    assert "warm" in answer.out
+    assert max(map(len, answer.out.splitlines()[2:])) <= 80
+
+
+def test_a_run_is_no_checkpoint(shardkeep, run_dir):
+    """
+    cat, and sk.open, of a run say what it is, and name a checkpoint of it; of a checkpoint's own file, its directory.
+    """
+    answer = shardkeep("cat", run_dir)
+    assert (answer.code, f"it is a run: the latest of its checkpoints is {run_dir}/step-30" in answer.err) == (2, True)
+    for where, hint in ((run_dir, "step-30"), (run_dir / "step-10" / "shardkeep.json", "directory: ")):
+        with pytest.raises(sk.CheckpointNotFound) as raised:
+            sk.open(where)
+        assert hint in raised.value.hint
+    with pytest.raises(sk.CheckpointNotFound) as raised:
+        sk.open(run_dir / "nothing")
+    assert "shardkeep.json" in raised.value.hint

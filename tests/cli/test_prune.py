@@ -53,7 +53,11 @@ def test_rules(shardkeep, run_dir, rules, kept):
     ("words", "said"),
     [
         ([], "needs a rule"),
+        (["--keep-last", "0"], "--keep-last 0"),
         (["--keep-last", "0"], "1 or more"),
+        (["--keep-every", "0"], "--keep-every 0"),
+        (["--keep-best", "loss:0"], "--keep-best 'loss:0'"),
+        (["--keep-hours", "-1"], "--keep-hours -1"),
         (["--keep-best", "los:2"], "did you mean loss"),
         (["--keep-best", "loss:x"], "METRIC:K"),
         (["--keep-best", "loss:1:up"], "METRIC:K"),
@@ -286,3 +290,16 @@ def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
     answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes", "--json")
     assert answer.json["swept"][0]["why"] == "its removal was cut short"
     assert steps(run_dir) == [10, 20, 30]
+
+
+def test_a_checkpoint_is_no_run(shardkeep, run_dir):
+    """
+    prune and latest of a checkpoint say what it is, and what to give.
+    """
+    for words in (["prune", run_dir / "step-30", "--keep-last", "1"], ["latest", run_dir / "step-30"]):
+        answer = shardkeep(*words)
+        assert (answer.code, "is a checkpoint, and no run" in answer.err, f"{run_dir}\n" in answer.err) == (
+            2,
+            True,
+            True,
+        )

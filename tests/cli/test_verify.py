@@ -173,3 +173,11 @@ def test_places_as_urls(shardkeep, run_dir):
     assert shardkeep("verify", f"file://{run_dir}").code == 0
     assert shardkeep("latest", f"file://{run_dir}").out == f"file://{run_dir}/step-30\n"
     assert shardkeep("ls", f"file://{run_dir}/step-30", "step", "--names").out == "step\n"
+
+
+def test_a_quick_look_says_what_it_looked_at(shardkeep, checkpoint):
+    """
+    Without --deep nobody is told more than sizes and headers can tell.
+    """
+    assert "no damage found by sizes and headers; --deep reads every byte" in shardkeep("verify", checkpoint).out
+    assert "--deep" not in shardkeep("verify", checkpoint, "--deep").out

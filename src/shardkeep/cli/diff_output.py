@@ -26,7 +26,7 @@ def print_difference(found: Difference, args: argparse.Namespace) -> None:
     _print_kinds(found, args.limit)
     _print_values(found, args.limit)
     _print_tensors(found, args.limit)
-    unread = f", {found.by_digests:,} of them by their digests alone" if found.by_digests else ""
+    unread = f", {found.by_digests:,} of them by their digests: not read" if found.by_digests else ""
     same = "the same keys, shapes and dtypes" if args.keys_only else f"equal{unread}"
     if not found.count:
         say(styled(f"no difference: {count_text(found.equal, 'key')} {same}", "green"))

@@ -142,7 +142,7 @@ def _add(found: Change, piece: _Piece, tolerance: Tolerance) -> None:
     is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
     # Of whole numbers bits tell, and need no rounding.
     same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
-    distance = _distance(x, y)
+    distance = _distance_unsigned(a, b) if same_type and a.dtype == torch.uint64 else _distance(x, y)
     if any(tolerance):
         # Infinite distances are close to nothing, not even to an infinite tolerance.
         differs = ~same_number & ~(
@@ -177,6 +177,12 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(wrapped, x.to(torch.float64) - y.to(torch.float64), apart.to(torch.float64)).abs()
 
 
+def _distance_unsigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return |a - b| of uint64, which float64 rounds, and int64 does not hold."""
+    one, other = a.numpy(), b.numpy()
+    return torch.from_numpy(np.where(one > other, one - other, other - one).astype(np.float64))
+
+
 def _raw(elements: torch.Tensor) -> torch.Tensor:
     """Return the bytes of elements, a row each."""
     return elements.contiguous().view(torch.uint8).reshape(len(elements), elements.element_size())
@@ -196,4 +202,8 @@ def _note(found: Change, differs: torch.Tensor, x: torch.Tensor, y: torch.Tensor
     if many and found.first is None:
         at = int(differs.nonzero()[0])
         found.first = piece.place_of(at)
-        found.before, found.after = x[at].tolist(), y[at].tolist()
+        found.before, found.after = (
+            # Numbers of this type may be rounded.
+            int(own.numpy()[at]) if own.dtype == torch.uint64 else number[at].tolist()
+            for own, number in ((piece.a, x), (piece.b, y))
+        )

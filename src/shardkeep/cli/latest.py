@@ -7,7 +7,7 @@ import argparse
 from shardkeep.cli.checking import check
 from shardkeep.cli.ls_run import entry_document
 from shardkeep.cli.output import print_json, remark, say, shown
-from shardkeep.cli.places import hint_for
+from shardkeep.cli.places import check_no_checkpoint, hint_for
 from shardkeep.cli.roots import open_run
 from shardkeep.manage.entries import Entry
 
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1, and nothing on stdout, where there is none."""
+    check_no_checkpoint(args.root)
     found = open_run(args.root, args.template)  # one that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None

@@ -67,7 +67,7 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
             size = "tied" if item.tied_to else size_text(item.nbytes)
             table.add(shown(item.key), item.dtype, shape_text(item.shape), size, f"{item.chunks:,}")
         else:
-            table.add(shown(item.key), "value", _value_text(checkpoint, item), "", "")
+            table.add(shown(item.key), "value", tail=_value_text(checkpoint, item))
     table.print()
 
 

@@ -158,12 +158,19 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
     styles: list[Style | None] = field(default_factory=list)
     below: dict[int, str] = field(default_factory=dict)
+    tails: dict[int, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, *cells: str, style: Style | None = None, below: str = "") -> None:
-        """Add a row, and a remark that stands on a line below it."""
+    def add(self, *cells: str, style: Style | None = None, below: str = "", tail: str = "") -> None:
+        """
+        Add a row, and a remark that stands on a line below it.
+
+        A row of fewer cells may have a tail: a text over all columns that are left, whose widths do not depend on it.
+        """
         if below:
             self.below[len(self.rows)] = below
-        self.rows.append(cells)
+        if tail:
+            self.tails[len(self.rows)] = (len(cells), tail)
+        self.rows.append((*cells, *("" for _ in self.headings[len(cells) :])))
         self.styles.append(style)
 
     def print(self) -> None:
@@ -181,9 +188,20 @@ class Table:
             print(styled(self._line(tuple(self.headings), used, widths), "dim"))
         for at, (row, style) in enumerate(zip(self.rows, self.styles, strict=True)):
             line = self._line(row, used, widths)
+            if at in self.tails:
+                line = self._with_tail(row, used, widths, *self.tails[at])
             print(styled(line, style) if style else line)
             if at in self.below:
                 print(folded(self.below[at], self.indent + "  "))
+
+    def _with_tail(
+        self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int], many: int, tail: str
+    ) -> str:
+        before = [at for at in used if at < many]
+        begin = self._line(cells, before, widths).ljust(len(self.indent) + sum(widths[at] + 2 for at in before))
+        room = line_width()
+        most = len(tail) if room is None else max(_NARROWEST, room - len(begin))
+        return begin + (tail if len(tail) <= most else tail[: most - 1] + "…")
 
     def _line(self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int]) -> str:
         right = self.right.split()

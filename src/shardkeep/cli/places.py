@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from shardkeep.cli.problems import NotUsable, did_you_mean
 from shardkeep.cli.roots import Run, open_run
 from shardkeep.errors import CheckpointNotFound
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
 
@@ -31,7 +33,7 @@ def explained(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFound as exc:
-        exc.hint = exc.hint or hint_for(where)
+        exc.hint = hint_for(where) or exc.hint
         raise
 
 
@@ -49,14 +51,22 @@ def open_one_or_root(where: str, template: str | None = None) -> Checkpoint | Ru
         run = open_run(where, template)
         if run.entries() or is_empty(where):
             return run
-        exc.hint = exc.hint or hint_for(where)
+        exc.hint = hint_for(where) or exc.hint
         raise
 
 
 def open_root_only(where: str, template: str | None = None) -> Run:
     """Open a run; one that has no checkpoint yet is a run, too."""
     check_exists(where)
+    check_no_checkpoint(where)
     return open_run(where, template)
+
+
+def check_no_checkpoint(where: str) -> None:
+    """Insist that a place is no checkpoint itself, where a run is wanted."""
+    if "://" not in where and any(os.path.isfile(os.path.join(where, name)) for name in (RECORD_NAME, METADATA_NAME)):
+        above = os.path.dirname(os.path.abspath(where))
+        raise NotUsable(f"{where} is a checkpoint, and no run", hint=f"give the directory it is in: {above}")
 
 
 def check_exists(where: str) -> None:
@@ -77,7 +87,7 @@ def hint_for(where: str) -> str:
         return ""
     if os.path.isdir(where):
         entry = open_run(where).catalog.latest()
-        return f"there are checkpoints below it, the latest is {os.path.join(where, entry.name)}" if entry else ""
+        return f"it is a run: the latest of its checkpoints is {os.path.join(where, entry.name)}" if entry else ""
     above, name = os.path.split(os.path.normpath(where))
     try:
         beside = os.listdir(above or ".")

@@ -113,17 +113,25 @@ def rules_of(args: argparse.Namespace) -> list[Rule]:
     """
     rules = []
     if args.keep_last is not None:
+        _insist(args.keep_last >= 1, f"--keep-last {args.keep_last}", "the newest is always kept: give 1 or more")
         rules.append(Rule(f"last {args.keep_last}", KeepLast(args.keep_last)))
     if args.keep_every is not None:
+        _insist(args.keep_every >= 1, f"--keep-every {args.keep_every}", "give a number of steps, 1 or more")
         rules.append(Rule(f"every {args.keep_every}", KeepEvery(args.keep_every)))
     rules += [Rule(f"best {words}", _best(words)) for words in args.keep_best]
     if args.keep_hours is not None:
+        _insist(args.keep_hours > 0, f"--keep-hours {args.keep_hours:g}", "give a time in hours, more than 0")
         rules.append(Rule(f"last {args.keep_hours:g} hours", KeepYounger(args.keep_hours * 3600)))
     if not rules:
         raise NotUsable(
             "prune needs a rule that says what to keep", hint="for example --keep-last 3, and --dry-run to try it"
         )
     return rules
+
+
+def _insist(right: bool, words: str, hint: str) -> None:
+    if not right:
+        raise NotUsable(words, hint=hint)
 
 
 def _best(words: str) -> KeepBest:
@@ -133,7 +141,9 @@ def _best(words: str) -> KeepBest:
         mode = "max" if rest.pop() == "max" else "min"
     if not metric or len(rest) > 1 or not all(part.isdigit() for part in rest):
         raise NotUsable(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
-    return KeepBest(metric, int(rest[0]) if rest else 1, mode)
+    count = int(rest[0]) if rest else 1
+    _insist(count >= 1, f"--keep-best {words!r}", "give 1 or more after the metric, such as loss:2")
+    return KeepBest(metric, count, mode)
 
 
 def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"\n{sound:,} of {count_text(len(places), 'checkpoint')} sound")
     elif not places:
         say("no checkpoint yet")
+    if not args.json and not args.deep and places and worst == 0:
+        say(styled("no damage found by sizes and headers; --deep reads every byte", "dim"))
     return worst
 
 

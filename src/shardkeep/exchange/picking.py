@@ -111,7 +111,10 @@ def dtype_of(dtype: object) -> DType | None:
     name = re.sub(r"^torch\.", "", str(dtype).lower())
     name = _SHORT.get(name, name)
     if name not in _CAST:
-        raise StateError(f"dtype={dtype!r}", hint=f"give one of {', '.join(_CAST)}")
+        raise StateError(
+            f"dtype={dtype!r}: weights cannot become that",
+            hint="give one of bf16, fp16, fp32, fp64 (or bfloat16, float16 …)",
+        )
     return by_name(name)
 
 

@@ -13,9 +13,11 @@ Every file but the record carries its save's id, so that overwriting never touch
 from __future__ import annotations
 
 import errno
+import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -46,6 +48,7 @@ from shardkeep.format.record import (
     encode_record,
 )
 from shardkeep.format.region import Box
+from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.store.protocol import Gets, Lists, Puts
 
 MAX_INDEX_NBYTES = 4 << 30
@@ -103,8 +106,20 @@ def read_record(store: _Looks) -> Record:
     try:
         data = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
     except BlobNotFound as exc:
-        raise CheckpointNotFound(f"{store.url}: no committed checkpoint here{_leftovers(store)}") from exc
+        below = _checkpoint_below(store.url)
+        what = " itself, only below it" if below else f" here{_leftovers(store)}"
+        hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
+        raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
     return decode_record(data, f"{store.url}/{RECORD_NAME}")
+
+
+def _checkpoint_below(place: str) -> str:
+    """Return one of the checkpoints in a directory of them; nothing where there are none."""
+    with suppress(OSError, ValueError), os.scandir(place) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            if any(os.path.isfile(os.path.join(entry.path, name)) for name in (RECORD_NAME, METADATA_NAME)):
+                return entry.path
+    return ""
 
 
 def _leftovers(store: Lists) -> str:

@@ -16,17 +16,25 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, MalformedFile, WrongSize
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    MalformedFile,
+    WrongSize,
+)
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.columns import IntArray, matrix_of
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
-from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals
+from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.layout import native
 from shardkeep.layout.safetensors_files import SafetensorsFile, read_header
 from shardkeep.layout.safetensors_names import INDEX_NAME, SAVE_ID_KEY, SINGLE_NAME, SUFFIX
 from shardkeep.layout.safetensors_publish import Folder, look
 from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, decode_state, to_bytes
+from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.run.item_files import Files
@@ -143,6 +151,11 @@ def _folder(store: Store) -> tuple[Reads, Folder] | None:
     if isinstance(store, LocalStore):
         if is_single_file(store):
             where, name = os.path.split(os.path.abspath(store.url))
+            if name in (RECORD_NAME, METADATA_NAME):
+                raise CheckpointNotFound(
+                    f"{store.url} is a file of a checkpoint, and not the checkpoint",
+                    hint=f"give its directory: {where}",
+                )
             return _found(LocalStore(where).of_foreign_files(), Folder(where, {name: name}, None))
         try:
             local = look(store.url)
