@@ -203,14 +203,14 @@ def test_what_else_lies_beside_a_checkpoint_is_not_deleted_with_it(shardkeep, ru
     """
     A place that holds other files or folders stays and they are named; --force deletes them, and says so before.
     """
-    (run_dir / "step-10" / "notes.txt").write_text("mine")
+    (run_dir / "step-10" / "my notes.txt").write_text("mine")
     (run_dir / "step-20" / "samples").mkdir()
-    careful = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
+    careful = shardkeep("prune", f"file://{run_dir}", "--keep-last", "1", "--yes")
     assert (careful.code, steps(run_dir)) == (0, [10, 20, 30])
-    assert "it also holds notes.txt" in careful.out
+    assert "it also holds my notes.txt" in careful.out
     assert "it also holds samples/" in careful.out
     tried = shardkeep("prune", run_dir, "--keep-last", "1", "--force", "--dry-run")
-    assert "it also holds notes.txt" in tried.out
+    assert "it also holds my notes.txt" in tried.out
     assert shardkeep("prune", run_dir, "--keep-last", "1", "--force", "--yes").code == 0
     assert steps(run_dir) == [30]
 

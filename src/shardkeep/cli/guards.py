@@ -14,6 +14,8 @@ from shardkeep.layout import leftovers, native
 from shardkeep.layout.torch_files import DATA_SUFFIX, is_data, is_metadata
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.lease import LEASE_NAME, LEASE_S, Holder
+from shardkeep.store.files import storage_errors
+from shardkeep.store.local import LocalStore
 from shardkeep.store.process import host, started
 from shardkeep.store.roots import REMOVING_NAME
 
@@ -32,13 +34,13 @@ def being_written(run: Run, entry: Entry) -> str:
 
 def foreign_things(run: Run, entry: Entry) -> list[str]:
     """Name what lies in a place and is of no checkpoint: files and folders that somebody else has put there."""
-    path = run.path_of(entry)
-    if "://" in path or not os.path.isdir(path):
-        names = [info.name for info in run.catalog.root.place(entry.name).list()]
-        return sorted(name for name in names if not _is_ours(name, entry))
-    if os.path.islink(path):
+    place = run.catalog.root.place(entry.name)
+    if not isinstance(place, LocalStore):
+        return sorted(info.name for info in place.list() if not _is_ours(info.name, entry))
+    if os.path.islink(place.url):
         return []  # only the link goes
-    with os.scandir(path) as there:
+    # Not what the store lists: folders, and files that no blob is called, would go as well.
+    with storage_errors("cannot list", place.url), os.scandir(place.url) as there:
         return sorted(
             f"{each.name}/" if each.is_dir(follow_symlinks=False) else each.name
             for each in there
