@@ -55,7 +55,7 @@ def test_one_process_killed_at_random_moments(place, tmp_path, medium):
         torn += names_in(place) != files_of_checkpoint(place)
         # The checkpoint, the one it replaced, and the one under way: the last of them each time.
         assert bytes_in(place) < 3.1 * one
-    assert torn >= 5, "the kills missed the saves"
+    assert torn >= 2, "the kills missed the saves"
     save_level(place, latest + 1)
     assert names_in(place) == files_of_checkpoint(place)
 

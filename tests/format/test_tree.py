@@ -223,6 +223,8 @@ HOSTILE = {
     "unknown kind": columns([6], [0], []),
     "a container without count": columns([1], [], []),
     "a count without container": columns([0], [0], []),
+    "a container below a leaf": columns([0, 2], [1], []),
+    "a container below a leaf, with a key": columns([0, 1], [1], ["a"]),
     "a child too few": columns([1], [1], ["a"]),
     "a child too many": columns([1, 0, 0], [1], ["a"]),
     "a huge count": columns([1, 0], [2**62], ["a"]),

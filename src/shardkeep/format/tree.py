@@ -148,6 +148,8 @@ def _build(marks: bytes, counts: list[int], parts: list[Part]) -> Node:
         depths.extend([depths[index] + 1] * (count - marks.count(0, child, child + count)))
         child += count
         key += 0 if kind in _INDEXED else count
+    if kinds and len(depths) != len(kinds):
+        raise ValueError(f"{len(kinds)} containers, and room for {len(depths)}")
     if key != len(parts):
         raise ValueError(f"{len(parts)} keys for {key} children")
     # From the last to the first: children stand behind their parents, so each parent finds its own ready.
