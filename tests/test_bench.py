@@ -27,7 +27,6 @@ def run(script, *arguments):
     ("part", "targets"),
     [
         ("large", ["large warm: ours / raw", "large save: shardkeep.dcp / torch DCP"]),
-        ("small", ["small cold: ours / torch DCP"]),
         ("reshard", ["resharded load: shardkeep.dcp / torch DCP", "one row: part of the tensor read"]),
     ],
 )

@@ -108,7 +108,7 @@ def test_ctrl_c_at_any_line(place):
     count = lines_of(files, partial(save_here, place, 1))
     assert count >= 150
     torn = set()
-    for n in range(0, count, 4):
+    for n in range(0, count, 9):
         with no_leaks():
             assert interrupted(partial(lines_of, files, partial(save_here, place, 2 * n + 3), stop_at=n))
         found = checkpoint_at(place)

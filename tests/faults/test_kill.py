@@ -40,7 +40,7 @@ def test_one_process_killed_at_random_moments(place, tmp_path, medium):
     one = bytes_in(place)
     latest = 1
     torn = 0
-    for _ in range(30):
+    for _ in range(16):
         with Fork(save_for_ever, place, latest + 1) as fork:
             assert fork.pipe.recv() == "ready"
             if rng.random() < 0.7:
