@@ -118,12 +118,13 @@ def test_a_terminal_gets_bars(rank_pool, tmp_path, background, verbs):
 
 
 def fail_in_terminal():
-    with terminal() as shown, sk.show_progress(), scene.logged() as lines:
-        for save in (sk.save, sk.async_save):
-            with contextlib.suppress(sk.StorageError):
-                handle = save({"w": torch.ones(4)}, broken())
-                handle.exception()
-        sk.finish_saves()
+    with terminal() as shown, scene.logged() as lines:
+        with sk.show_progress():
+            for save in (sk.save, sk.async_save):
+                with contextlib.suppress(sk.StorageError):
+                    handle = save({"w": torch.ones(4)}, broken())
+                    handle.exception()
+            sk.finish_saves()
         print("afterwards", file=sys.stderr)
     return shown[0], lines
 
