@@ -55,7 +55,7 @@ def foreign_text(names: list[str]) -> str:
 
 
 def _is_ours(name: str, entry: Entry) -> bool:
-    named = [] if entry.record is None else [entry.record.index.name, *(file.name for file in entry.record.files)]
+    named = [] if entry.record is None else entry.record.names
     return (
         name in (RECORD_NAME, REMOVING_NAME, *named)
         or name.startswith(".tmp-")

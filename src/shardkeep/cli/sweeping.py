@@ -46,7 +46,7 @@ def _unnamed(store: Store, found: leftovers.Survey) -> list[str]:
         return found.dead  # what nobody claims may be a checkpoint whose record was lost
     except (DamagedCheckpoint, UnsupportedVersion):
         return []  # it may be mended
-    kept = {record.index.name, *(file.name for file in record.files)}
+    kept = {*record.names}
     return [name for name in found.dead + found.ended if name not in kept]
 
 
@@ -63,5 +63,4 @@ def sweep(run: Run, litter: Litter) -> None:
 
 
 def _goes_last(name: str) -> bool:
-    save_id = native.save_id_of(name)
-    return name == REMOVING_NAME or (save_id is not None and name == native.claim_name(save_id))
+    return name == REMOVING_NAME or native.is_claim(name)

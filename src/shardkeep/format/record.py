@@ -82,6 +82,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexEntry
     files: list[FileEntry]
 
+    @property
+    def names(self) -> list[str]:
+        """The files that make up the checkpoint, but for the record itself."""
+        return [self.index.name, *(file.name for file in self.files)]
+
 
 def checked_step(step: Any) -> int | None:
     """Return a step as the record keeps it; raise `StateError` for one that is no whole number of 64 bits."""

@@ -83,6 +83,12 @@ def claim_name(save_id: str) -> str:
     return f"claim-{save_id}.json"
 
 
+def is_claim(name: str) -> bool:
+    """Tell whether a file says that a save is under way. It goes last: while it is there, the rest is not ownerless."""
+    save_id = save_id_of(name)
+    return save_id is not None and name == claim_name(save_id)
+
+
 def index_name(save_id: str) -> str:
     """Name a save's index."""
     return f"index-{save_id}.skindex"

@@ -20,7 +20,7 @@ from functools import partial
 from shardkeep.errors import CheckpointError
 from shardkeep.events import Pruned, tell
 from shardkeep.layout import leftovers
-from shardkeep.layout.native import claim_name, read_record, save_id_of
+from shardkeep.layout.native import is_claim, read_record, save_id_of
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.in_use import InUse
@@ -165,8 +165,7 @@ class Housekeeping:
             return
         dead = leftovers.survey(store, self._lease.gone).dead
         record = read_record(store)  # only now: what is dead and not named by it never will be
-        kept = {record.index.name, *(file.name for file in record.files)}
-        for each in sorted(set(dead) - kept, key=_is_claim):
+        for each in sorted(set(dead).difference(record.names), key=is_claim):
             store.delete(each)
 
     def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
@@ -191,7 +190,7 @@ class Housekeeping:
             self._root.remove(name)
             return
         # Claims last: while they are there, the rest is not taken for a checkpoint that lost its record.
-        for each in sorted(found.dead, key=_is_claim):
+        for each in sorted(found.dead, key=is_claim):
             store.delete(each)
         if found.dead:
             log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
@@ -201,8 +200,3 @@ class Housekeeping:
         log.warning("%s could not be tidied up: %s", where, error, exc_info=error)
         kind, message = type(error).__name__, str(error)
         tell(PruneFailed, lambda: PruneFailed(rank=0, where=where, step=step, kind=kind, message=message))
-
-
-def _is_claim(name: str) -> bool:
-    save_id = save_id_of(name)
-    return save_id is not None and name == claim_name(save_id)

@@ -134,7 +134,7 @@ class Coordinator:
 
     def _insist_on(self, record: Record) -> None:
         """Look once more whether all of it is there: whoever deletes checkpoints may have taken this place for an old one."""
-        names = [RECORD_NAME, record.index.name, *(file.name for file in record.files)]
+        names = [RECORD_NAME, *record.names]
         try:
             listed = {info.name for info in self.store.list()}
             gone = [name for name in names if name not in listed and self._nbytes(name) is None]
@@ -208,7 +208,7 @@ class Coordinator:
         except (DamagedCheckpoint, UnsupportedVersion) as exc:
             log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
             return
-        kept = {record.index.name, *(file.name for file in record.files)}
+        kept = {*record.names}
         discard(self.store, [name for name in found.dead + found.ended if name not in kept])
 
     def _check_room(self) -> None:
@@ -252,16 +252,11 @@ class Coordinator:
 def discard(store: Store, names: list[str]) -> None:
     """Delete files of a save that is not to be; never raises. Claims go last, and stay while anything else does."""
     stays = False
-    for name in sorted(names, key=_is_claim):
-        if stays and _is_claim(name):  # without it nobody would know that the rest is of a dead save
+    for name in sorted(names, key=native.is_claim):
+        if stays and native.is_claim(name):  # without it nobody would know that the rest is of a dead save
             continue
         try:
             store.delete(name)
         except CheckpointError as exc:
             stays = True
             log.warning("could not remove %s from %s: %s", name, store.url, exc)
-
-
-def _is_claim(name: str) -> bool:
-    save_id = native.save_id_of(name)
-    return save_id is not None and name == native.claim_name(save_id)

@@ -131,7 +131,7 @@ class Commit:
         if is_local(self._fs):
             with suppress(CheckpointError):
                 record = native.read_record(LocalStore(self._path))
-                files = [record.index.name, *(file.name for file in record.files)]
+                files = record.names
         self.remove([RECORD_NAME])  # first: without it, the files mean nothing
         self.remove(files)
 
