@@ -18,7 +18,8 @@ from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
 from tests.soak.rounds import KINDS, SHORT_CALM_EVERY, round_of
 
-SEED = 6
+SEED = 2
+"""Of which the first rounds have every kind of trouble."""
 ROUNDS = 4 * SHORT_CALM_EVERY
 KILLS = 8
 
@@ -33,15 +34,16 @@ def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         with capsys.disabled():
             print(f"\n{soak.summary()}")
         assert sum(soak.kills.values()) >= KILLS
+        assert soak.kills["writer"]
         assert soak.ledger.faults
         assert len(soak.ledger.acked) > 30
 
 
 def test_rounds_are_decided_by_the_seed() -> None:
     """A round can be done again; and every kind of trouble comes up."""
-    rounds = [round_of(SEED, number, short=True) for number in range(2 * ROUNDS)]
-    assert rounds == [round_of(SEED, number, short=True) for number in range(2 * ROUNDS)]
-    assert rounds != [round_of(SEED + 1, number, short=True) for number in range(2 * ROUNDS)]
+    rounds = [round_of(SEED, number, short=True) for number in range(ROUNDS + 1)]
+    assert rounds == [round_of(SEED, number, short=True) for number in range(ROUNDS + 1)]
+    assert rounds != [round_of(SEED + 1, number, short=True) for number in range(ROUNDS + 1)]
     assert {each.chaos for each in rounds} == {*KINDS, "calm"}
 
 
