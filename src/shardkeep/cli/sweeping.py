@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardkeep.cli.roots import Run
-from shardkeep.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
-from shardkeep.layout import leftovers, native
+from shardkeep.errors import DamagedCheckpoint, UnsupportedVersion
+from shardkeep.layout import leftovers
 from shardkeep.manage.entries import Entry
 from shardkeep.store.protocol import Store
 from shardkeep.store.roots import REMOVING_NAME
@@ -37,17 +37,10 @@ def find_litter(run: Run, entry: Entry) -> Litter | None:
 
 
 def _unnamed(store: Store, found: leftovers.Survey) -> list[str]:
-    """Name the files of saves that are over, after which the record is read: what it names stays."""
-    if not found.dead and not found.ended:
-        return []
     try:
-        record = native.read_record(store)
-    except CheckpointNotFound:
-        return found.dead  # what nobody claims may be a checkpoint whose record was lost
+        return leftovers.unnamed(store, found)
     except (DamagedCheckpoint, UnsupportedVersion):
-        return []  # it may be mended
-    kept = {*record.names}
-    return [name for name in found.dead + found.ended if name not in kept]
+        return []  # the record may be mended
 
 
 def sweep(run: Run, litter: Litter) -> None:
@@ -56,11 +49,7 @@ def sweep(run: Run, litter: Litter) -> None:
     if now is None:
         return
     store = run.catalog.root.place(litter.entry.name)
-    # Claims last: while they are there, the rest is not taken for a checkpoint that lost its record.
-    for name in sorted(set(now.names) & set(litter.names), key=_goes_last):
+    going = leftovers.claims_last(set(now.names) & set(litter.names))
+    for name in sorted(going, key=REMOVING_NAME.__eq__):  # the mark goes last of all
         store.delete(name)
     run.catalog.root.drop_empty(litter.entry.name)
-
-
-def _goes_last(name: str) -> bool:
-    return name == REMOVING_NAME or native.is_claim(name)

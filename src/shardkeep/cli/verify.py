@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardkeep.cli.checking import Verdict, check
 from shardkeep.cli.output import count_text, folded, print_json, say, shown, size_text, styled
-from shardkeep.cli.places import is_empty, open_root_only
+from shardkeep.cli.places import is_empty, name_of, open_root_only
 from shardkeep.cli.progress import Progress
 from shardkeep.errors import CheckpointError, CheckpointNotFound
 from shardkeep.manage.entries import Entry
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             documents.append({"path": place.path, "status": "unfinished", "reason": place.entry.reason})
             _say(args, f"{styled('skip', 'yellow')}  {shown(place.path)}  unfinished: {shown(place.entry.reason)}")
             continue
-        with Progress(os.path.basename(os.path.normpath(place.path)), place.nbytes) as progress:
+        with Progress(name_of(place.path), place.nbytes) as progress:
             verdict = check(place.path, deep=args.deep, on_read=progress.add)
         documents.append(_document(place, verdict, deep=args.deep))
         _say(args, _text(place, verdict, deep=args.deep))

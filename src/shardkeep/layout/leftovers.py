@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, DamagedCheckpoint
-from shardkeep.layout.native import claim_name, save_id_of
+from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint
+from shardkeep.layout.native import claim_name, is_claim, read_record, save_id_of
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts
+from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts, Store
 
 STALE_AFTER_S = 24 * 3600.0
 _MAX_CLAIM_NBYTES = 4096
@@ -89,8 +89,8 @@ def survey(store: _Looks, gone: Collection[str] = ()) -> Survey:
     """
     Look at every save in a place; `gone` are hosts of which it is known that they write no more.
 
-    Whoever deletes dead or ended files must read the commit record after this, and spare what it names: a save that
-    had ended by now and is not named then never will be.
+    Whoever deletes dead or ended files must read the commit record after this, and spare what it names (`unnamed`): a
+    save that had ended by now and is not named then never will be.
     """
     saves: dict[str, list[BlobInfo]] = {}
     for info in store.list():
@@ -109,6 +109,30 @@ def survey(store: _Looks, gone: Collection[str] = ()) -> Survey:
         else:
             found.elsewhere.extend(info.name for info in infos)
     return found
+
+
+def unnamed(store: Store, found: Survey) -> list[str]:
+    """
+    Name the files of saves that are over, and that are of no checkpoint, after a survey: they may be deleted.
+
+    Raises:
+        DamagedCheckpoint: the commit record cannot be read; it may be mended, so nothing is to go.
+        UnsupportedVersion: the same, as a newer shardkeep wrote it.
+
+    """
+    if not found.dead and not found.ended:
+        return []
+    try:
+        kept = {*read_record(store).names}
+    except CheckpointNotFound:
+        # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
+        return found.dead
+    return [name for name in found.dead + found.ended if name not in kept]
+
+
+def claims_last(names: Iterable[str]) -> list[str]:
+    """Put names into the order in which they are to be deleted: while a claim is there, the rest is known to be dead."""
+    return sorted(names, key=is_claim)
 
 
 def _read(store: Gets, name: str) -> Claim | None:
