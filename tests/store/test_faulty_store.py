@@ -24,6 +24,7 @@ def work(store: Store) -> None:
     store.get("b", limit=5)
     list(store.list())
     store.delete("b")
+    store.version("b")
 
 
 def test_operations_are_recorded_in_order() -> None:
@@ -34,6 +35,7 @@ def test_operations_are_recorded_in_order() -> None:
 
     assert store.operations == [
         "create a", "write_at a", "finish a", "open a", "read_into a", "put b", "get b", "list", "delete b",
+        "version b",
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import shardkeep as sk
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.store.local import LocalStore
 from shardkeep.store.memory import MemoryStore
-from shardkeep.store.protocol import Store, free_nbytes
+from shardkeep.store.protocol import Store, Version, free_nbytes
 from shardkeep.store.retrying import Patience, RetryingStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import StoreContract
@@ -43,10 +43,10 @@ class _Refusing(MemoryStore):
             self.times -= 1
             raise StorageError(f"injected: {os.strerror(self.code)}", errno=self.code)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         if not self.after:
             self._fail()
-        super().put(name, data, replace=replace)
+        super().put(name, data, replace=replace, over=over)
         if self.after:
             self._fail()
 
@@ -93,6 +93,34 @@ def test_a_put_that_failed_after_it_was_done_is_ours() -> None:
     store, _ = patient(_Refusing(errno.EIO, 1, after=True))
     store.put("a", b"x")
     assert store.get("a", limit=9) == b"x"
+
+
+def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
+    """A lost answer does not make our own success a failure; a swap of somebody else in its place does."""
+    inner = _Refusing(errno.EIO, 0, after=True)
+    inner.put("a", b"old")
+    store, waits = patient(inner)
+    seen = store.version("a")
+    inner.times = 1
+    store.put("a", b"mine", over=seen)
+    assert store.get("a", limit=9) == b"mine"
+    assert len(waits) == 1
+
+    class _Overtaken(_Refusing):
+        def _fail(self) -> None:
+            if self.times:
+                MemoryStore.put(self, "a", b"theirs", replace=True)
+            super()._fail()
+
+    inner = _Overtaken(errno.EIO, 0, after=True)
+    inner.put("a", b"old")
+    store, _ = patient(inner)
+    seen = store.version("a")
+    inner.times = 1
+    with pytest.raises(StorageError) as caught:
+        store.put("a", b"mine", over=seen)
+    assert caught.value.errno == errno.EEXIST
+    assert inner.get("a", limit=9) == b"theirs"
 
 
 def test_a_blob_of_somebody_else_is_never_replaced() -> None:

@@ -54,8 +54,8 @@ class _CountingWriter:
         self._writer.write_at(offset, data)
         self._told(data.nbytes)
 
-    def finish(self) -> None:
-        self._writer.finish()
+    def finish(self, nbytes: int | None = None) -> None:
+        self._writer.finish(nbytes)
 
     def abandon(self) -> None:
         self._writer.abandon()

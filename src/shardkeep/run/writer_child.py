@@ -118,7 +118,7 @@ class _Files:
         if isinstance(request, WriteBytes):
             writer.write_at(request.offset, memoryview(request.data))
         elif isinstance(request, Finish):
-            writer.finish()
+            writer.finish(request.nbytes)
             del self._writers[request.file]
         elif isinstance(request, Abandon):
             writer.abandon()

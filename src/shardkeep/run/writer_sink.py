@@ -96,8 +96,8 @@ class _OutsideFile:
     def write_at(self, offset: int, data: memoryview) -> None:
         self._ask(WriteBytes(self.number, offset, bytes(data)))
 
-    def finish(self) -> None:
-        self._ask(Finish(self.number), nbytes=self._nbytes)
+    def finish(self, nbytes: int | None = None) -> None:
+        self._ask(Finish(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
         self._over = True
 
     def abandon(self) -> None:

@@ -66,6 +66,8 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     """Make a file durable."""
 
     file: int
+    nbytes: int | None = None
+    """Where it ends; None: as it was created."""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):

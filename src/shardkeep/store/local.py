@@ -33,8 +33,17 @@ from shardkeep.store.files import (
     sync_directory,
     write_at,
 )
+from shardkeep.store.local_swap import alone_in, version_of
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobInfo, check_below, check_name, is_name
+from shardkeep.store.protocol import (
+    BlobInfo,
+    Version,
+    check_below,
+    check_name,
+    checked_end,
+    is_name,
+    replaced_meanwhile,
+)
 
 _REQUEST_BYTES = 4 << 20
 """One read from the disk: the bytes are still in the CPU's cache when they are copied out of a scratch buffer."""
@@ -104,11 +113,13 @@ class _LocalWriter:
                 self._direct = None
             return self._write_some(offset, view)
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
+        end = checked_end(self._path, self._name, nbytes, self._nbytes)
         with storage_errors("cannot make durable", self._url, self._name):
             with self._files:
-                if os.fstat(self._files.buffered).st_size != self._nbytes:
-                    os.ftruncate(self._files.buffered, self._nbytes)
+                # What was reserved beyond the end is given back even where the size is right: it may lie behind it.
+                if os.fstat(self._files.buffered).st_size != end or end < self._nbytes:
+                    os.ftruncate(self._files.buffered, end)
                 if self._durable:
                     sync(self._files.buffered)
             self._files.close()
@@ -280,14 +291,17 @@ class LocalStore:
             files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._foreign)
             return _LocalReader(self.url, name, files, self._scratch)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         path = os.path.join(self._path, check_name(name))
         temporary = os.path.join(self._path, _temporary_name())
         with storage_errors("cannot put", self.url, name):
             self._write_whole(name, temporary, data)
             try:
-                if replace:
-                    os.replace(temporary, path)
+                if replace or over is not None:
+                    with alone_in(self._path):
+                        if over is not None and self.version(name) != over:
+                            raise replaced_meanwhile(os.path.join(self.url, name), name)
+                        os.replace(temporary, path)
                 else:
                     self._link(name, temporary, path, data)
             finally:
@@ -338,6 +352,16 @@ class LocalStore:
             data = bytearray(reader.nbytes)
             reader.read_into(0, memoryview(data))
             return bytes(data)
+
+    def version(self, name: str) -> Version | None:
+        path = os.path.join(self._path, check_name(name))
+        with storage_errors("cannot look at", self.url, name):
+            try:
+                files = open_files(path, os.O_RDONLY, direct=False)
+            except FileNotFoundError:
+                return None
+            with closing(files):
+                return version_of(files)
 
     def list(self) -> Iterator[BlobInfo]:
         found = []

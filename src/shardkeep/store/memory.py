@@ -7,13 +7,14 @@ Only the process that made a store sees it, and nothing is durable; every other 
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
 from shardkeep.store.aligned import copy, flat
-from shardkeep.store.protocol import BlobInfo, check_name
+from shardkeep.store.protocol import BlobInfo, Version, check_name, checked_end, replaced_meanwhile
 from shardkeep.store.roots import empty
 
 
@@ -25,6 +26,7 @@ class _MemoryBlob:
         self._name = name
         self.data = bytearray(nbytes)
         self.modified_s = time.time()
+        self.version = store.next_version()
         self._open = True
 
     @property
@@ -38,7 +40,10 @@ class _MemoryBlob:
             raise StorageError(f"{message} of {self.nbytes}", name=self._name, offset=offset, errno=errno.EINVAL)
         copy(memoryview(self.data)[offset : offset + len(view)], view)
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
+        end = checked_end(f"{self._store.url}/{self._name}", self._name, nbytes, self.nbytes)
+        if end < self.nbytes:
+            self.data = self.data[:end]
         self._open = False
 
     def abandon(self) -> None:
@@ -69,17 +74,25 @@ class MemoryStore:
         self.url = url or f"memory://{id(self):x}"
         self._lock = threading.Lock()
         self._blobs: dict[str, _MemoryBlob] = {}
+        self._versions = itertools.count(1)
 
-    def _add(self, blob: _MemoryBlob, name: str, *, replace: bool) -> None:
+    def next_version(self) -> Version:
+        """Name the version of a blob that is made now; no two are called the same."""
+        return Version(str(next(self._versions)))
+
+    def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: Version | None = None) -> None:
         with self._lock:
-            if name in self._blobs and not replace:
+            there = self._blobs.get(name)
+            if over is not None and (there is None or there.version != over):
+                raise replaced_meanwhile(f"{self.url}/{name}", name)
+            if there is not None and over is None and not replace:
                 message = f"{self.url}/{name}: cannot create: File exists (errno EEXIST)"
                 raise StorageError(message, name=name, errno=errno.EEXIST)
             self._blobs[name] = blob
 
     def create(self, name: str, nbytes: int) -> _MemoryBlob:
         blob = _MemoryBlob(self, check_name(name), nbytes)
-        self._add(blob, name, replace=False)
+        self._add(blob, name)
         return blob
 
     def open(self, name: str) -> _MemoryBlob:
@@ -90,17 +103,22 @@ class MemoryStore:
             raise BlobNotFound(message, name=name, errno=errno.ENOENT)
         return blob
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         blob = _MemoryBlob(self, check_name(name), len(data))
         blob.write_at(0, memoryview(data))
         blob.finish()
-        self._add(blob, name, replace=replace)
+        self._add(blob, name, replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         blob = self.open(name)
         if blob.nbytes > limit:
             raise MalformedFile(f"{self.url}/{name}: {blob.nbytes} bytes, expected at most {limit}", name=name)
         return bytes(blob.data)
+
+    def version(self, name: str) -> Version | None:
+        with self._lock:
+            blob = self._blobs.get(check_name(name))
+        return None if blob is None else blob.version
 
     def list(self) -> Iterator[BlobInfo]:
         with self._lock:

@@ -8,12 +8,13 @@ Every failure leaves a store as an error of `shardkeep.errors`, with the name an
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkeep.errors import MalformedFile
+from shardkeep.errors import MalformedFile, StorageError
 
 _NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
 """No separators, nothing that means a directory, and nothing that a store calls what is not a blob yet."""
@@ -54,17 +55,27 @@ class BlobInfo:
     """Seconds since the epoch, by the store's clock."""
 
 
+@dataclass(frozen=True)
+class Version:
+    """Which bytes a blob had when it was asked for them. To be compared and handed back, not to be read."""
+
+    tag: str
+    generation: str = ""
+    """What some stores want besides."""
+
+
 class BlobWriter(Protocol):
     """A new blob of known size, written in parts, in any order, from any thread."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`."""
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         """
         Make the blob durable and close it. Called once, after every part was written.
 
-        A listing may show the blob before; only one that is finished may be trusted.
+        With `nbytes`, at most what `create` was told, the blob ends there, and the rest of its room is given back. A
+        listing may show the blob before; only one that is finished may be trusted.
         """
 
     def abandon(self) -> None:
@@ -98,7 +109,11 @@ class BlobReader(Protocol):
 
 class Creates(Protocol):
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        """Begin a new blob of exactly `nbytes`. One of that name that exists is a `StorageError` with errno EEXIST."""
+        """
+        Begin a new blob of `nbytes`, or less if `finish` says so.
+
+        One of that name that exists is a `StorageError` with errno EEXIST, here or where `finish` makes the blob appear.
+        """
 
 
 class Opens(Protocol):
@@ -107,11 +122,12 @@ class Opens(Protocol):
 
 
 class Puts(Protocol):
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         """
         Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
 
-        Without `replace`, an existing blob of that name is a `StorageError` with errno EEXIST and stays as it is.
+        Without `replace`, an existing blob of that name is a `StorageError` with errno EEXIST and stays as it is. With
+        `over`, the blob is replaced only if it still is of that version; else, also where it is gone, the same error.
         """
 
 
@@ -121,6 +137,15 @@ class Gets(Protocol):
         Read a whole small blob; `BlobNotFound` where there is none.
 
         One of more than `limit` bytes is a `MalformedFile` error, and is not read.
+        """
+
+
+class Versions(Protocol):
+    def version(self, name: str) -> Version | None:
+        """
+        Say which version of a small blob is there; None where there is none.
+
+        Ask before reading: bytes read later are of this version, or a `put` over it fails.
         """
 
 
@@ -134,8 +159,15 @@ class Deletes(Protocol):
         """Remove a blob; one that is not there is no error."""
 
 
-class Store(Creates, Opens, Puts, Gets, Lists, Deletes, Protocol):
-    """A place that can do all of it. It may also say how much more fits, by a method `free_nbytes() -> int | None`."""
+class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
+    """
+    A place that can do all of it. It may also say
+
+    - how much more fits, by a method `free_nbytes() -> int | None`,
+    - by an attribute `sequential` that parts of a blob should come nearly in order of offset, else they are held in
+      memory until it is their turn,
+    - by an attribute `requests` how many reads or writes it likes to have under way at once.
+    """
 
     @property
     def url(self) -> str:
@@ -146,3 +178,29 @@ def free_nbytes(store: object) -> int | None:
     """Ask a store how much more fits in it; None where it cannot say."""
     ask = getattr(store, "free_nbytes", None)
     return None if ask is None else ask()
+
+
+def is_sequential(store: object) -> bool:
+    """Tell whether a store wants the parts of a blob nearly in order of offset."""
+    return bool(getattr(store, "sequential", False))
+
+
+def requests_of(store: object, threads: int) -> int:
+    """Tell how many reads or writes a store likes to have under way at once; `threads` where it does not mind."""
+    return getattr(store, "requests", None) or threads
+
+
+def checked_end(where: str, name: str, nbytes: int | None, room: int) -> int:
+    """Return where a blob for which there is `room` ends, or raise a `StorageError` if it cannot end there."""
+    if nbytes is not None and not 0 <= nbytes <= room:
+        raise StorageError(f"{where}: cannot end after {nbytes} bytes: made for {room}", name=name, errno=errno.EINVAL)
+    return room if nbytes is None else nbytes
+
+
+def replaced_meanwhile(where: str, name: str) -> StorageError:
+    """Make the error of a `put` over a version that is there no more."""
+    return StorageError(
+        f"{where}: cannot put: it was replaced or deleted by another writer meanwhile (errno EEXIST)",
+        name=name,
+        errno=errno.EEXIST,
+    )

@@ -12,10 +12,19 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shardkeep.errors import StorageError
-from shardkeep.store.protocol import BlobInfo, BlobReader, BlobWriter, Store, free_nbytes
+from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
+from shardkeep.store.protocol import (
+    BlobInfo,
+    BlobReader,
+    BlobWriter,
+    Store,
+    Version,
+    free_nbytes,
+    is_sequential,
+    requests_of,
+)
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -105,24 +114,39 @@ class RetryingStore:
         reader = self._again("open", name, lambda: self.inner.open(name))
         return _RetryingReader(reader, f"{self.url}/{name}", self._patience)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+        # Stores of a user's own may know no versions, and are asked for none where none is meant.
+        how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
+
         def work(failed: int) -> None:
             if self._before_put is not None:
                 self._before_put()
             try:
-                self.inner.put(name, data, replace=replace)
+                self.inner.put(name, data, **how)
             except StorageError as error:
-                if not failed or error.errno != errno.EEXIST or self.inner.get(name, limit=len(data)) != data:
+                mine = self._mine(name, data) if failed and error.errno == errno.EEXIST else None
+                if mine is None:
                     raise
             else:
                 return
             # Put there by the attempt that failed, perhaps before it was durable.
-            self.inner.put(name, data, replace=True)
+            self.inner.put(name, data, over=mine)
 
         self._patience.attempt(f"to put {self.url}/{name}", work)
 
+    def _mine(self, name: str, data: bytes) -> Version | None:
+        """Return the version of a blob that has these bytes; None where it has others or is gone."""
+        version = self.inner.version(name)
+        try:
+            return version if self.inner.get(name, limit=len(data)) == data else None
+        except (BlobNotFound, MalformedFile):
+            return None
+
     def get(self, name: str, *, limit: int) -> bytes:
         return self._again("get", name, lambda: self.inner.get(name, limit=limit))
+
+    def version(self, name: str) -> Version | None:
+        return self._again("look at", name, lambda: self.inner.version(name))
 
     def list(self) -> Iterator[BlobInfo]:
         return iter(self._again("list", "", lambda: list(self.inner.list())))
@@ -133,6 +157,16 @@ class RetryingStore:
     def free_nbytes(self) -> int | None:
         """Say what the inner store says."""
         return free_nbytes(self.inner)
+
+    @property
+    def sequential(self) -> bool:
+        """Say what the inner store says."""
+        return is_sequential(self.inner)
+
+    @property
+    def requests(self) -> int:
+        """Say what the inner store says; 0 where it does not mind."""
+        return requests_of(self.inner, 0)
 
     def _again(self, verb: str, name: str, work: Callable[[], T]) -> T:
         return self._patience.attempt(f"to {verb} {self.url}/{name}", lambda _: work())
@@ -147,8 +181,8 @@ class _RetryingWriter:
     def write_at(self, offset: int, data: memoryview) -> None:
         self._patience.attempt(f"to write {self._where} at {offset}", lambda _: self._inner.write_at(offset, data))
 
-    def finish(self) -> None:
-        self._inner.finish()
+    def finish(self, nbytes: int | None = None) -> None:
+        self._inner.finish(nbytes)
 
     def abandon(self) -> None:
         self._inner.abandon()

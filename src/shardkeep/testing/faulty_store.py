@@ -11,11 +11,11 @@ import errno
 import threading
 import time
 from collections.abc import Collection, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.store.aligned import flat
-from shardkeep.store.protocol import BlobInfo, BlobReader, BlobWriter, Store
+from shardkeep.store.protocol import BlobInfo, BlobReader, BlobWriter, Store, Version, is_sequential, requests_of
 
 Fault = Literal["error", "full", "short", "slow", "crash", "truncate", "flip"]
 """
@@ -23,7 +23,7 @@ error: fails with EIO. full: fails with ENOSPC. short: moves half of the data, t
 slow: sleeps `delay_s`, then works. crash: raises `InjectedCrash`, now and in every later operation.
 truncate: drops the second half of what is written, and says all is well. flip: flips one bit, written or read.
 """
-VERBS = ("create", "write_at", "finish", "open", "read_into", "put", "get", "list", "delete")
+VERBS = ("create", "write_at", "finish", "open", "read_into", "put", "get", "list", "delete", "version")
 
 
 class InjectedCrash(BaseException):
@@ -91,14 +91,29 @@ class FaultyStore:
         self.begin("open", name)
         return _FaultyReader(self, self.inner.open(name), name)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    @property
+    def sequential(self) -> bool:
+        """Say what the inner store says."""
+        return is_sequential(self.inner)
+
+    @property
+    def requests(self) -> int:
+        """Say what the inner store says; 0 where it does not mind."""
+        return requests_of(self.inner, 0)
+
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         fault = self.begin("put", name)
-        self.inner.put(name, bytes(_damaged(memoryview(data), fault)), replace=replace)
+        how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
+        self.inner.put(name, bytes(_damaged(memoryview(data), fault)), **how)
 
     def get(self, name: str, *, limit: int) -> bytes:
         fault = self.begin("get", name)
         data = self.inner.get(name, limit=limit)
         return bytes(_damaged(memoryview(data), "flip")) if fault == "flip" else data
+
+    def version(self, name: str) -> Version | None:
+        self.begin("version", name)
+        return self.inner.version(name)
 
     def list(self) -> Iterator[BlobInfo]:
         self.begin("list", "")
@@ -132,9 +147,9 @@ class _FaultyWriter:
         if fault == "short":
             raise self._store.broken("write_at", self._name)
 
-    def finish(self) -> None:
+    def finish(self, nbytes: int | None = None) -> None:
         self._store.begin("finish", self._name)
-        self._inner.finish()
+        self._inner.finish(nbytes)
 
     def abandon(self) -> None:
         if not self._store.crashed:

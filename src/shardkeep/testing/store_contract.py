@@ -13,9 +13,7 @@ from __future__ import annotations
 import errno
 import itertools
 import random
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -25,61 +23,18 @@ import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
 from shardkeep.store.aligned import aligned_buffer
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, is_sequential, requests_of
+from shardkeep.testing.contract_helpers import read_blob, same, sample, winners, write_blob
+from shardkeep.testing.put_contract import PutContract
+
+__all__ = ["StoreContract", "read_blob", "same", "sample", "winners", "write_blob"]
 
 BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
 GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
 
 
-def same(expected: object, actual: object) -> None:
-    """Fail the test unless both are equal; says how they differ without printing megabytes."""
-    if expected != actual:
-        pytest.fail(f"expected {str(expected)[:200]}, got {str(actual)[:200]}")
-
-
-def sample(nbytes: int, seed: int = 0) -> bytes:
-    """Make bytes in which every misplaced piece shows."""
-    return random.Random(seed).randbytes(nbytes)  # noqa: S311 -- test data, no secret
-
-
-def write_blob(store: Store, name: str, data: bytes) -> None:
-    """Write a whole blob in one part."""
-    writer = store.create(name, len(data))
-    writer.write_at(0, memoryview(data))
-    writer.finish()
-
-
-def read_blob(store: Store, name: str) -> bytes:
-    """Read a whole blob in one part."""
-    with closing(store.open(name)) as reader:
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(data))
-        return bytes(data)
-
-
-def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
-    """Run all attempts at once; tell which succeeded. The others must fail with EEXIST."""
-    start = threading.Barrier(attempts)
-
-    def one(i: int) -> bool:
-        start.wait()
-        try:
-            attempt(i)
-        except StorageError as exc:
-            same(errno.EEXIST, exc.errno)
-            return False
-        return True
-
-    with ThreadPoolExecutor(attempts) as pool:
-        return [i for i, won in enumerate(pool.map(one, range(attempts))) if won]
-
-
-class StoreContract:
+class StoreContract(PutContract):
     """The promises of `shardkeep.store.protocol`, one test each."""
-
-    def make_store(self) -> Store:
-        """Make a new, empty store."""
-        raise NotImplementedError
 
     # -- blobs written in parts
 
@@ -168,7 +123,29 @@ class StoreContract:
     def test_one_of_many_creates_wins(self) -> None:
         """Of creates racing for one name, one succeeds and the others fail with EEXIST."""
         store = self.make_store()
-        same(1, len(winners(lambda _: store.create("a", 1).finish(), 8)))
+        same(1, len(winners(lambda i: write_blob(store, "a", bytes([i])), 8)))
+
+    @pytest.mark.parametrize("end", [0, 1, 4097, 2_000_001, 3_000_000])
+    def test_a_blob_may_end_early(self, end: int) -> None:
+        """`finish` says where the blob ends, and no byte that was not written is there."""
+        store, data = self.make_store(), sample(end)
+        writer = store.create("a", 3_000_000)
+        writer.write_at(0, memoryview(data))
+        writer.finish(end)
+        same(data, read_blob(store, "a"))
+        same([("a", end)], [(blob.name, blob.nbytes) for blob in store.list()])
+
+    @pytest.mark.parametrize("end", [-1, 11])
+    def test_a_blob_ends_inside(self, end: int) -> None:
+        """A blob that would end outside of what it was made for is refused, and can be abandoned."""
+        store = self.make_store()
+        writer = store.create("a", 10)
+        writer.write_at(0, memoryview(bytes(10)))
+        with pytest.raises(StorageError, match="cannot end") as caught:
+            writer.finish(end)
+        same(errno.EINVAL, caught.value.errno)
+        writer.abandon()
+        same([], list(store.list()))
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 11), (10, 1), (1 << 40, 1)])
     def test_parts_stay_inside(self, offset: int, nbytes: int) -> None:
@@ -268,64 +245,6 @@ class StoreContract:
         same(True, isinstance(caught.value, FileNotFoundError))
         same(errno.ENOENT, caught.value.errno)
 
-    # -- small blobs in one step
-
-    @pytest.mark.parametrize("data", [b"", b"abc", sample(1_000_001)])
-    def test_put_get(self, data: bytes) -> None:
-        """What was put is what is got, and `open` sees it too."""
-        store = self.make_store()
-        store.put("a", data)
-        same(data, store.get("a", limit=len(data)))
-        same(data, read_blob(store, "a"))
-
-    def test_put_keeps_what_is_there(self) -> None:
-        """Without `replace`, an existing blob is an error and stays."""
-        store = self.make_store()
-        store.put("a", b"old")
-        with pytest.raises(StorageError) as caught:
-            store.put("a", b"new")
-        same(errno.EEXIST, caught.value.errno)
-        same(b"old", store.get("a", limit=10))
-        same(["a"], [blob.name for blob in store.list()])
-
-    def test_put_replaces_when_told(self) -> None:
-        """With `replace`, the new bytes take the old ones' place, or an empty one."""
-        store = self.make_store()
-        store.put("a", b"old, and longer", replace=True)
-        store.put("a", b"new", replace=True)
-        same(b"new", store.get("a", limit=3))
-
-    def test_one_of_many_puts_wins(self) -> None:
-        """Of puts racing for one name, one succeeds, and its bytes are there whole."""
-        store = self.make_store()
-        won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
-        same(1, len(won))
-        same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
-
-    def test_put_is_atomic(self) -> None:
-        """A reader beside a replacing writer sees the old bytes or the new ones, never a part."""
-        store, versions = self.make_store(), [bytes([i]) * (10_000 + i) for i in range(2)]
-        store.put("a", versions[0])
-
-        def replace() -> None:
-            for i in range(30):
-                store.put("a", versions[i % 2], replace=True)
-
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(replace)
-            while not done.done():
-                same(True, store.get("a", limit=20_000) in versions)
-                same(True, read_blob(store, "a") in versions)
-            done.result()
-
-    def test_get_limit(self) -> None:
-        """A blob of exactly the limit is read; one byte more is an error."""
-        store = self.make_store()
-        store.put("a", b"12345")
-        same(b"12345", store.get("a", limit=5))
-        with pytest.raises(MalformedFile, match="a: 5 bytes, expected at most 4"):
-            store.get("a", limit=4)
-
     # -- names
 
     def test_list(self) -> None:
@@ -356,7 +275,7 @@ class StoreContract:
     def test_bad_names(self, name: str) -> None:
         """A name that could reach outside the store is refused by every verb."""
         store = self.make_store()
-        for verb in ("create", "open", "put", "get", "delete"):
+        for verb in ("create", "open", "put", "get", "version", "delete"):
             with pytest.raises(MalformedFile, match="is not a blob name"):
                 _call(store, verb, name)
         same([], list(store.list()))
@@ -370,6 +289,12 @@ class StoreContract:
         store.delete(name)
         write_blob(store, name, b"2")
         same(b"2", store.get(name, limit=1))
+
+    def test_wishes(self) -> None:
+        """A store says whether it wants parts in order, and how many requests it likes; at least one."""
+        store = self.make_store()
+        same(True, is_sequential(store) in {True, False})
+        same(True, requests_of(store, 3) >= 1)
 
     def test_url(self) -> None:
         """The store's url stands in its messages."""
