@@ -38,6 +38,7 @@ from shardkeep.options import Options
 from shardkeep.plan.ranges import every_block
 from shardkeep.run.read import (
     Headers,
+    Source,
     damage_of,
     explain_missing,
     neighbours,
@@ -101,13 +102,14 @@ class Checkpoint(Mapping[str, Any]):
         self._options = options
         found = find(store)
         try:
-            self._source = found.open(options, Headers())
+            self.source: Source = found.open(options, Headers())
+            """What it is read from: for tools that look at files and offsets."""
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
                 raise explain_missing(store, found.record.index.name) from exc
             raise
-        self.record: Record = self._source.record
-        self.index: Index = self._source.index
+        self.record: Record = self.source.record
+        self.index: Index = self.source.index
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class Checkpoint(Mapping[str, Any]):
         """Read the picked part of a tensor; `StoredTensor` is the friendlier way."""
         from shardkeep.run.slicing import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
-        return read_picks(self._source, row, picks, self._options)
+        return read_picks(self.source, row, picks, self._options)
 
     def to_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Read everything into the nesting it was saved from; tied tensors come back tied."""
@@ -182,7 +184,7 @@ class Checkpoint(Mapping[str, Any]):
         from shardkeep.run.slicing import read_whole  # noqa: PLC0415 - only reading a tensor needs torch
 
         owners = self._owners()
-        tensors = dict(zip(owners.tolist(), read_whole(self._source, owners, self._options), strict=True))
+        tensors = dict(zip(owners.tolist(), read_whole(self.source, owners, self._options), strict=True))
         arrays: dict[int, np.ndarray[Any, Any]] = {}
         leaves: dict[str, Any] = {}
         columns = (self.index.tensors.alias.tolist(), self.index.tensors.origin.tolist())
@@ -220,8 +222,8 @@ class Checkpoint(Mapping[str, Any]):
             )
         files = self.record.files
         nbytes = sum(file.nbytes for file in files) + self.record.index.nbytes
-        if isinstance(self._source, SafetensorsSource):
-            nbytes = self._source.nbytes_verified()
+        if isinstance(self.source, SafetensorsSource):
+            nbytes = self.source.nbytes_verified()
         return VerifyReport(
             files=len(files),
             bytes_read=nbytes,
@@ -262,22 +264,22 @@ class Checkpoint(Mapping[str, Any]):
             raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
 
     def _check_index(self) -> None:
-        self._source.check_index(self._owners())
+        self.source.check_index(self._owners())
         self._check_sorted()
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
         threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
-        file, (headers, key_at) = self.record.files[number], self._source.to_verify()
-        if (damage := self._source.undigested(number)) is not None:
+        file, (headers, key_at) = self.record.files[number], self.source.to_verify()
+        if (damage := self.source.undigested(number)) is not None:
             yield from damage
             return
         # The real size first: a plan is as long as the record says the file is.
-        open_checked(self._source.store, file, headers)[0].close()
+        open_checked(self.source.store, file, headers)[0].close()
         plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
         damaged: list[int] = []
         read_files(
-            self._source.store,
+            self.source.store,
             self.record.files,
             [plan],
             {},

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.cli.contents import source_of
 from shardkeep.cli.watching import watched
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.format.record import FileEntry
@@ -77,7 +76,7 @@ def _check(where: str, *, deep: bool, on_read: Callable[[int], None]) -> Verdict
 
 def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Go through what is wrong with an opened checkpoint as far as index, sizes and headers tell."""
-    source = source_of(checkpoint)
+    source = checkpoint.source
     try:
         source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
     except DamagedCheckpoint as exc:

@@ -19,7 +19,6 @@ from shardkeep.format import dtypes
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.region import Box
 from shardkeep.opening import Checkpoint
-from shardkeep.run.read import Source
 from shardkeep.state.names import matcher
 
 VALUE = "value"
@@ -65,11 +64,6 @@ class Item:
     def what(self) -> str:
         """Say what it is: bfloat16 [4096, 1024]."""
         return f"{self.dtype} {shape_text(self.shape)}" if self.is_tensor else VALUE
-
-
-def source_of(checkpoint: Checkpoint) -> Source:
-    """Return the files behind a checkpoint."""
-    return checkpoint._source
 
 
 def items_of(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
@@ -132,7 +126,7 @@ def chunks_of(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
         if record.format == NATIVE:
             offset = file.header_nbytes + int(index.chunks.start[row])
         else:
-            offset = source_of(checkpoint).place_of(row)[1]
+            offset = checkpoint.source.place_of(row)[1]
         found.append(Chunk(box, file.name, offset, box.volume * itemsize))
     return found
 

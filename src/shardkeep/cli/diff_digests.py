@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardkeep.cli.contents import Item, source_of
+from shardkeep.cli.contents import Item
 from shardkeep.errors import StorageError
 from shardkeep.format.checksum import DIGEST_NBYTES
 from shardkeep.format.columns import ITEMSIZES, segment_starts
@@ -26,7 +26,7 @@ class Digests:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._store = source_of(checkpoint).store
+        self._store = checkpoint.source.store
         self._of_file: dict[int, bytes] = {}
         index = checkpoint.index
         ends = np.asarray(index.chunk_ends, np.int64)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardkeep.cli.blocks import PIECE_ELEMENTS, as_numbers, blocks_of, read_block
-from shardkeep.cli.contents import Item, source_of
+from shardkeep.cli.contents import Item
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.region import Box, whole
 from shardkeep.opening import Checkpoint, StoredTensor
@@ -96,7 +96,7 @@ def _read(checkpoint: Checkpoint, items: Sequence[Item]) -> list[torch.Tensor]:
     """Read tensors whole, those that are tied once."""
     owners = checkpoint.index.tensors.alias[[item.row for item in items]].astype(np.int64)
     rows, where = np.unique(owners, return_inverse=True)
-    tensors = read_whole(source_of(checkpoint), rows, Options())
+    tensors = read_whole(checkpoint.source, rows, Options())
     return [tensors[at] for at in where.tolist()]
 
 
