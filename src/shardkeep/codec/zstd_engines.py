@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _ALIKE = ("compression.zstd", "backports.zstd", "pyzstd")
 MODULES = (*_ALIKE, "zstandard")
@@ -18,6 +21,10 @@ MODULES = (*_ALIKE, "zstandard")
 
 _FEED = 2048
 """Most input that `zstandard` is given at a time: it becomes 64 MiB at the very most."""
+
+_LITERALS = 1002
+"""zstd's number for the parameter that has literals coded whatever the others are (its value 1: always)."""
+_SKEWED = bytes((1, 2, 1, 3, 1, 1, 4, 2)) * 512
 
 
 class Compressor(Protocol):
@@ -59,6 +66,14 @@ class Decompressor(Protocol):
         ...
 
 
+class OneFrame(Protocol):
+    """Makes a whole frame at a time, of any number of them. Used by one thread."""
+
+    def __call__(self, data: Buffer, /) -> bytes:
+        """Return a frame that says how many bytes it stands for."""
+        ...
+
+
 class Engine:
     """One of the modules."""
 
@@ -75,6 +90,59 @@ class Engine:
         frame: Decompressor = self._module.ZstdDecompressor()
         return frame
 
+    def frames(self, level: int) -> OneFrame:
+        """Return what compresses frame by frame at a level."""
+        return self._frames(level=level)
+
+    def literal_frames(self) -> OneFrame:
+        """
+        Return what compresses data whose bytes repeat and whose runs of bytes do not: by Huffman coding alone.
+
+        It says so by parameters under which hardly a match is looked for.
+        """
+        names = self._module.CompressionParameter
+        quick = {names.strategy: 1, names.min_match: 7, names.hash_log: 6, names.window_log: 17}
+        try:
+            # A parameter that zstd has had for years and does not promise to keep: without it, steps this long would
+            # store literals as they are.
+            huffman = self._frames(options={**quick, names.target_length: 1 << 17, _LITERALS: 1})
+            if len(huffman(_SKEWED)) < len(_SKEWED) // 2:
+                return huffman
+        except (self.error, ValueError, TypeError):
+            pass
+        return self._frames(options=quick)
+
+    def whole(self, frame: memoryview, most_nbytes: int) -> bytes:
+        """
+        Return what one frame, and nothing behind it, stands for.
+
+        Raises:
+            ValueError: it is more than so many bytes, or no whole frame. So is whatever the module raises (`error`).
+
+        """
+        inner = self.decompressor()
+        pieces, room = [], most_nbytes + 1
+        data: Buffer = frame
+        while room and not inner.eof:
+            pieces.append(inner.decompress(data, room))  # type: ignore[arg-type]
+            room -= len(pieces[-1])
+            data = b""
+            if not pieces[-1] and inner.needs_input:
+                raise ValueError("a zstd frame ends too early")
+        if not room:
+            raise ValueError(f"a zstd frame stands for more than {most_nbytes} bytes")
+        if inner.unused_data:
+            raise ValueError("there is more behind a zstd frame")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _frames(self, **settings: Any) -> OneFrame:
+        inner = self._module.ZstdCompressor(**settings)
+
+        def compress(data: Buffer, /) -> bytes:
+            return bytes(inner.compress(data, inner.FLUSH_FRAME))
+
+        return compress
+
 
 class ZstandardEngine(Engine):
     """The module `zstandard`."""
@@ -86,6 +154,26 @@ class ZstandardEngine(Engine):
     def decompressor(self) -> Decompressor:
         """Return what reads the next frame."""
         return _ZstandardDecompressor(self._module)
+
+    def literal_frames(self) -> OneFrame:
+        """Return what compresses mostly by Huffman coding; this module has no parameter for Huffman coding alone."""
+        params = self._module.ZstdCompressionParameters(strategy=1, min_match=7, hash_log=6, window_log=17)
+        return self._frames(compression_params=params)
+
+    def whole(self, frame: memoryview, most_nbytes: int) -> bytes:
+        """Return what one frame stands for. The module looks at its size before it makes room for it."""
+        says = self._module.frame_content_size(frame)
+        if not 0 <= says <= most_nbytes:
+            raise ValueError(f"a zstd frame stands for {says} bytes, and {most_nbytes} are the most it may")
+        inner = self._module.ZstdDecompressor()
+        data = bytes(inner.decompress(frame, max_output_size=most_nbytes, allow_extra_data=False))
+        if len(data) != says:
+            raise ValueError(f"a zstd frame stands for {len(data)} bytes and not for {says}")
+        return data
+
+    def _frames(self, **settings: Any) -> OneFrame:
+        compress: OneFrame = self._module.ZstdCompressor(**settings).compress
+        return compress
 
 
 @cache

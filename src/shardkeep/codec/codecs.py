@@ -1,0 +1,162 @@
+"""
+What a codec is: bytes of a frame to other bytes, and back.
+
+A file is cut into frames, and each frame is coded by itself, so that a part of a file is read by decoding only the
+frames it touches, on any number of threads. A *config* says what is wanted ("zstd, level 3"). Once for each checkpoint
+it becomes what is *recorded*: its name, version and parameters, as JSON, without secrets. From that every rank, and
+every later reader, opens the *codec* that does the work.
+
+To write one, subclass `CodecConfig` and register it (`shardkeep.codec.known`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from shardkeep.codec.problems import InvalidCodec, UnknownCodec
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self
+
+    from shardkeep.codec.keys import KeySource
+
+FRAME_NBYTES = 1 << 20
+"""Plain bytes of a frame, where nothing speaks for another size: it stays in a core's cache from codec to codec."""
+
+WRAPPED = "wrapped"
+"""The one entry of a codec's record that changes when keys are rotated: a data key, encrypted by the user's key."""
+
+Recorded = dict[str, Any]
+"""What a checkpoint keeps of one codec: "name", "version" and its parameters; JSON values only, no secrets."""
+
+
+class FramePlace(NamedTuple):
+    """Which frame of which file. Codecs that authenticate bind a frame to its place."""
+
+    file: str
+    """Name of the blob. It carries the id of the save, so that no two saves have files of one name."""
+    number: int
+    """The how-manieth frame of the file this is, in the order of writing; no two frames of a file have one number."""
+    offset: int
+    """Where its plain bytes begin in the plain file."""
+    nbytes: int
+    """How many plain bytes it has."""
+
+
+class Codec(Protocol):
+    """Turns frames into other bytes and back. Used by many threads at once; releases the GIL where it works hard."""
+
+    def bound(self, nbytes: int) -> int:
+        """Return the most bytes that `encode` makes of so many."""
+        ...
+
+    def encode(self, data: memoryview, place: FramePlace) -> Buffer:
+        """Return what is stored for these bytes. It may be `data` itself, but nothing that is used again."""
+        ...
+
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
+        """
+        Return the bytes that `encode` was given.
+
+        Never makes more than `most_nbytes` of them, whatever `data` says: what is read may come from an enemy.
+        What it raises other than a `CheckpointError` is taken to mean that `data` is damaged.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodesInto(Protocol):
+    """A codec that can decode straight into memory that is given, which saves a copy."""
+
+    def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
+        """Fill `into` from its beginning, and return how much of it was filled; more than it holds is an error."""
+        ...
+
+
+@runtime_checkable
+class Authenticates(Protocol):
+    """A codec that has a secret, and can prove with it that other data of the checkpoint were not changed."""
+
+    def mac(self, data: bytes) -> bytes:
+        """Return a code that only those who have the key can make for `data`."""
+        ...
+
+
+class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """
+    What a user asks for: a codec and its parameters, as fields.
+
+    A subclass sets `name` and `version`, and says how to `open` it. Where parameters are all there is to it, nothing
+    else is needed.
+    """
+
+    name: ClassVar[str] = ""
+    """As in `codecs=["zstd"]` and in the checkpoint."""
+    version: ClassVar[int] = 1
+    """Of the bytes it makes: to be raised when an older version could not read them."""
+
+    @classmethod
+    def from_text(cls, argument: str) -> Self:
+        """Make the config that "name:argument" stands for, and "name" with an empty argument."""
+        if argument:
+            raise InvalidCodec(f"the codec {cls.name!r} takes nothing after a colon, and was given {argument!r}")
+        return cls()
+
+    @classmethod
+    def from_recorded(cls, recorded: Recorded) -> Self:
+        """
+        Read the parameters back from what was recorded.
+
+        Raises:
+            InvalidCodec: they are not those of this codec.
+
+        """
+        fields = {key: value for key, value in recorded.items() if key not in ("name", "version")}
+        try:
+            return msgspec.convert(fields, cls)
+        except (msgspec.ValidationError, TypeError, ValueError) as exc:
+            raise InvalidCodec(
+                f"the checkpoint's record of its codec {cls.name!r} makes no sense: {exc}",
+                hint="the commit record was edited or damaged: use another checkpoint",
+            ) from exc
+
+    @classmethod
+    def check_version(cls, recorded: Recorded) -> None:
+        """
+        Refuse what another version of this codec recorded. A codec that reads several versions overrides this.
+
+        Raises:
+            UnknownCodec: it cannot be read here.
+
+        """
+        if recorded.get("version") != cls.version:
+            raise UnknownCodec(
+                f"the codec {cls.name!r} was written in version {recorded.get('version')!r}; known here is {cls.version}",
+                hint="install the version of shardkeep, or of the package of this codec, that wrote the checkpoint",
+            )
+
+    def begin(self, keys: KeySource | None) -> Recorded:  # noqa: ARG002 - for codecs that encrypt
+        """Return what a new checkpoint records of this codec. Called on one rank, once for each checkpoint."""
+        fields: Recorded = msgspec.to_builtins(self)
+        return {"name": self.name, "version": self.version, **fields}
+
+    @classmethod
+    def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:
+        """Return what codes and decodes for a checkpoint with this record. Called on every rank."""
+        raise NotImplementedError(f"{cls.__name__} does not say how to open its codec")
+
+    @classmethod
+    def rewrap(cls, recorded: Recorded, keys: KeySource) -> Recorded:  # noqa: ARG003 - for codecs that encrypt
+        """
+        Return the record with its data key wrapped by the key that `keys` wraps with now.
+
+        Nothing but the entry `WRAPPED` may differ: data are not touched. A codec without keys has nothing to do.
+        """
+        return recorded
+
+
+def without_keys(recorded: list[Recorded]) -> list[Recorded]:
+    """Return what is recorded of a chain without what rotation of keys changes: what a MAC of a checkpoint covers."""
+    return [{key: value for key, value in each.items() if key != WRAPPED} for each in recorded]

@@ -1,0 +1,96 @@
+"""Compression of frames with zstd: what shrinks is compressed, what does not is stored as it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from shardkeep.codec.codecs import Codec, CodecConfig, FramePlace, Recorded
+from shardkeep.codec.problems import CodecUnavailable, InvalidCodec
+from shardkeep.codec.raw import bound_of_marked, marked, unmarked
+from shardkeep.codec.zstd_engines import MODULES, Engine, OneFrame, find_engine
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from shardkeep.codec.keys import KeySource
+
+_LEAST, _MOST = -100, 22
+
+
+class Zstd(CodecConfig, frozen=True):
+    """Compresses with zstd. For floating point numbers `float` is smaller and faster."""
+
+    name = "zstd"
+    level: Annotated[int, msgspec.Meta(ge=_LEAST, le=_MOST)] = 1
+    """1 is fast; up to 22 smaller and slower; below 0 faster and hardly smaller."""
+
+    def __post_init__(self) -> None:
+        """Refuse levels that zstd does not have."""
+        if not isinstance(self.level, int) or not _LEAST <= self.level <= _MOST:
+            raise InvalidCodec(f"zstd has the levels {_LEAST} to {_MOST}, and not {self.level!r}")
+
+    @classmethod
+    def from_text(cls, argument: str) -> Zstd:
+        """Read "zstd:3"."""
+        try:
+            return cls(int(argument)) if argument else cls()
+        except ValueError as exc:
+            raise InvalidCodec(f"zstd takes a level, as in 'zstd:3', and was given {argument!r}") from exc
+
+    @classmethod
+    def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
+        """Return the codec."""
+        config = cls.from_recorded(recorded)
+        return _ZstdCodec(need_engine("the codec 'zstd'"), config.level)
+
+
+class _ZstdCodec:
+    def __init__(self, engine: Engine, level: int) -> None:
+        self._engine = engine
+        self._compress = ForThread(lambda: engine.frames(level))
+
+    def bound(self, nbytes: int) -> int:
+        return bound_of_marked(nbytes)
+
+    def encode(self, data: memoryview, place: FramePlace) -> Buffer:  # noqa: ARG002 - the same at any place
+        return marked(data, self._compress.get()(data))
+
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
+        coded, is_raw = unmarked(data, place, most_nbytes)
+        return coded if is_raw else self._engine.whole(coded, most_nbytes)
+
+
+class ForThread:
+    """A compressor for each thread: one has megabytes of memory that are worth keeping, and serves one at a time."""
+
+    def __init__(self, make: Callable[[], OneFrame]) -> None:
+        self._make = make
+        self._mine = threading.local()
+
+    def get(self) -> OneFrame:
+        """Return the one of this thread."""
+        compress: OneFrame | None = getattr(self._mine, "compress", None)
+        if compress is None:
+            compress = self._mine.compress = self._make()
+        return compress
+
+
+def need_engine(wanted_by: str) -> Engine:
+    """
+    Return the module that knows zstd.
+
+    Raises:
+        CodecUnavailable: none is installed.
+
+    """
+    engine = find_engine()
+    if engine is None:
+        raise CodecUnavailable(
+            f"{wanted_by} needs one of the modules {', '.join(MODULES)}, and none is installed",
+            hint="pip install 'shardkeep[zstd]'",
+        )
+    return engine
