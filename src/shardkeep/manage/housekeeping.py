@@ -102,8 +102,10 @@ class Housekeeping:
             return
         self.distrusted.discard(name)  # it was overwritten
         try:
+            # Asked for before the lease: a job that takes the root over later, and points elsewhere, is not undone.
+            seen = self._root.version(LATEST_NAME)
             self._lease.insist()
-            self._root.put(LATEST_NAME, f"{name}\n".encode(), replace=True)
+            self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
             if not isinstance(self._policy, KeepAll):
                 self.sweep(self._prune(name))
         except Exception as error:  # noqa: BLE001 - a save that is committed has not failed because of this

@@ -5,6 +5,9 @@ Whose process is certainly gone (it was on this machine) holds nothing. Of a hol
 still writes: whoever wants the lease watches it, by a clock that does not jump, and is refused as soon as it moves. If it
 was not written for as long as a lease lasts, it is taken over. A job that was taken over finds out before its next
 commit at the latest. Reading needs no lease.
+
+It is only ever written over the version that was seen, so that of two who take it at once, or of one who takes and one
+who renews it, the store lets one through.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import msgspec
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
 from shardkeep.manage.problems import LeaseLost, RootInUse
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, Version
 
 log = logging.getLogger("shardkeep")
 
@@ -169,15 +172,11 @@ class Lease:
 
     def _try(self) -> bool:
         """Take it if it is free, dead or to be taken over; False where things have changed meanwhile."""
-        try:
-            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine))
-        except StorageError as error:
-            if error.errno != errno.EEXIST:
-                raise
-        else:
+        if self._write(None):
             return True
+        version = self._root.version(LEASE_NAME)  # before it is read: what is written over is what was seen, or nothing
         seen = self._read()
-        if seen is None:
+        if seen is None or version is None:
             return False
         if self._is_mine(seen):  # a network may repeat a request that was carried out
             return True
@@ -190,8 +189,9 @@ class Lease:
                 return False
             if holder:
                 self.gone.add(holder.host)
+        if not self._write(version):
+            return False
         log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
-        self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), replace=True)
         return self._is_mine(self._read())
 
     def _outwait(self, seen: bytes, holder: Holder | None) -> bool:
@@ -234,23 +234,32 @@ class Lease:
     def _renew_or_lose(self, *, write: bool) -> None:
         if self._lost or self._thread is None:
             return
+        version = self._root.version(LEASE_NAME) if write else None
         seen = self._read()
-        if seen is not None and not self._is_mine(seen):
-            self._lost = str(_decoded(seen) or "an unreadable lease")
-            log.error("%s: another job saves here now (%s)", self._root.url, self._lost)
+        if self._is_lost(seen):
             return
         if write:
             self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
-        if write or seen is None:  # somebody has tidied up
-            self._put_back(replace=seen is not None)
+        # Where nothing is, somebody has tidied up.
+        if (write or seen is None) and not self._write(version if seen else None):
+            self._is_lost(self._read())
 
-    def _put_back(self, *, replace: bool) -> None:
+    def _is_lost(self, seen: bytes | None) -> bool:
+        if seen is None or self._is_mine(seen):
+            return False
+        self._lost = str(_decoded(seen) or "an unreadable lease")
+        log.error("%s: another job saves here now (%s)", self._root.url, self._lost)
+        return True
+
+    def _write(self, over: Version | None) -> bool:
+        """Write it over a version, or where there is none; False where there is another."""
         try:
-            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), replace=replace)
+            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-            self._lost = str(_decoded(self._read() or b"") or "an unreadable lease")
+            return False
+        return True
 
     def _read(self) -> bytes | None:
         try:
