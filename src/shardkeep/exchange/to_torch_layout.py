@@ -34,7 +34,7 @@ from shardkeep.protocol.metadata import (
 from shardkeep.protocol.stored_items import CURRENT_DCP_VERSION, _StorageInfo
 from shardkeep.run.read import Source
 from shardkeep.storages.commit import Commit
-from shardkeep.storages.file_systems import FileSystem
+from shardkeep.storages.commit_place import place_of
 from shardkeep.storages.file_writer import keep_sums
 from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.native_view import NativeView, StoredObject
@@ -97,9 +97,7 @@ def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Opt
                 store.delete(name)
         raise
     # It takes back its files itself: only it knows whether they were committed.
-    Commit(FileSystem(), to, sync=True).publish(
-        ready, sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s
-    )
+    Commit(place_of(store)).publish(ready, sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s)
     return sum(file.job.nbytes for file in files)
 
 
@@ -109,10 +107,10 @@ def _described(source: Source, to: str, options: Options) -> tuple[Metadata, lis
     seen = view.metadata()
     entries: dict[str, Any] = {}
     items: list[_Item] = []
-    for place_of, place in seen.storage_data.items():
+    for index, place in seen.storage_data.items():
         if isinstance(place, StoredObject):
-            entries[place_of.fqn] = BytesStorageMetadata()
-            items.append(_Item(MetadataIndex(place_of.fqn), view.saved_object(place, options).getvalue()))
+            entries[index.fqn] = BytesStorageMetadata()
+            items.append(_Item(MetadataIndex(index.fqn), view.saved_object(place, options).getvalue()))
     paths = seen.planner_data
     for key, entry in seen.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

@@ -19,7 +19,6 @@ from shardkeep.codec.transforms import _StorageReaderTransforms
 from shardkeep.errors import BlobNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout.torch_files import metadata_name
-from shardkeep.options import Options
 from shardkeep.protocol.file_view import _create_file_view
 from shardkeep.protocol.foreign import in_words_of_caller
 from shardkeep.protocol.metadata import Metadata, StorageMeta
@@ -29,30 +28,30 @@ from shardkeep.protocol.problems import BrokenProtocol
 from shardkeep.protocol.storage import StorageReader
 from shardkeep.protocol.stored_items import _StorageInfo
 from shardkeep.run.sources import latest
-from shardkeep.storages.commit import is_local
+from shardkeep.storages.choosing import file_system_for, is_of_store, pointed, store_of
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
 from shardkeep.storages.metadata_files import read_metadata
 from shardkeep.storages.native_view import NativeView, is_native
 from shardkeep.storages.reading import read_plan
 from shardkeep.storages.stream_store import StreamStore
-from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 
 
 class FileSystemReader(StorageReader):
-    """Reads a checkpoint that is a directory of files."""
+    """Reads a checkpoint that is a directory of files, or a place of a store."""
 
     def __init__(self, path: PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
         """
         Point to a checkpoint.
 
         Args:
-            path: its directory.
+            path: its directory, or the URL of its place: `s3://`, `gs://`, `az://`, `file://`, or what fsspec opens.
             _extension_registry: knows the extensions that items were written through.
 
         """
         super().__init__()
-        self.fs: FileSystemBase = FileSystem()
-        self.path = self.fs.init_path(path)
+        self.fs: FileSystemBase
+        self.fs, self.path = file_system_for(path)
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
         self.transforms = _StorageReaderTransforms(_extension_registry)
@@ -67,19 +66,17 @@ class FileSystemReader(StorageReader):
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.storage_data = {}
         if checkpoint_id:
-            self.path = self.fs.init_path(checkpoint_id)
+            self.fs, self.path = pointed(self.fs, checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
-    def _store(self) -> LocalStore | StreamStore:
-        if is_local(self.fs):
-            return LocalStore(self.path, direct=Options().direct_io, foreign=True)
-        return StreamStore(self.fs, self.path)
+    def _store(self) -> Store | StreamStore:
+        return store_of(self.fs, self.path, foreign=True) or StreamStore(self.fs, self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         name = metadata_name(kwargs.get("rank"))
         store = self._store()
         try:
-            if kwargs.get("rank") is None and isinstance(store, LocalStore) and latest(store) == RECORD_NAME:
+            if kwargs.get("rank") is None and not isinstance(store, StreamStore) and latest(store) == RECORD_NAME:
                 raise BlobNotFound(f"{name}: a native checkpoint was saved here since", name=name)
             metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
             self._native = None
@@ -126,4 +123,4 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)

@@ -107,9 +107,19 @@ class FsspecFileSystem(FileSystemBase):
 
     def __init__(self) -> None:
         self.fs: AbstractFileSystem | None = None
+        self._url: str | None = None
+
+    @classmethod
+    def at(cls, url: str) -> FsspecFileSystem:
+        """Return the file system of a URL, which is opened when it is first used."""
+        made = cls()
+        made._url = url
+        return made
 
     @property
     def _opened(self) -> AbstractFileSystem:
+        if self.fs is None and self._url is not None:
+            self.fs = _url_to_fs(self._url)
         if self.fs is None:
             raise CheckpointError("the file system is not open yet", hint="call init_path with its URL")
         return self.fs

@@ -1,5 +1,5 @@
 """
-`FileSystemWriter`: a save in torch's layout, on any file system.
+`FileSystemWriter`: a save in torch's layout, on any file system or store.
 
 Data files get names that no other file has; the metadata, which name them, are put in place last and in one step. Only
 then are the files of the checkpoint that was replaced removed. A save that fails or dies leaves what was there before.
@@ -35,7 +35,9 @@ from shardkeep.protocol.stored_items import (
 )
 from shardkeep.stage.blocking import BlockingAsyncStager
 from shardkeep.storages.buckets import _split_by_size_and_type
+from shardkeep.storages.choosing import file_system_for, is_of_store, pointed
 from shardkeep.storages.commit import Commit
+from shardkeep.storages.commit_place import place_for
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
 from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.writing import FilePlan, write_plans
@@ -69,7 +71,8 @@ class _FileSystemWriter(StorageWriter):
         Point to a directory.
 
         Args:
-            path: where the checkpoint goes.
+            path: where the checkpoint goes: a directory, or a URL (`s3://`, `gs://`, `az://`, `file://`, or what fsspec
+                opens).
             single_file_per_rank: one file a rank and thread, instead of one for each tensor or object.
             sync_files: make files survive a loss of power before the save ends.
             thread_count: how many files a rank writes at the same time.
@@ -80,8 +83,8 @@ class _FileSystemWriter(StorageWriter):
 
         """
         super().__init__()
-        self.fs: FileSystemBase = FileSystem()
-        self.path = self.fs.init_path(path)
+        self.fs: FileSystemBase
+        self.fs, self.path = file_system_for(path)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -97,7 +100,7 @@ class _FileSystemWriter(StorageWriter):
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id:
-            self.path = self.fs.init_path(checkpoint_id)
+            self.fs, self.path = pointed(self.fs, checkpoint_id)
         self.save_id = _generate_uuid()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -156,13 +159,11 @@ class _FileSystemWriter(StorageWriter):
 
     def _supersede_common(self) -> None:
         """Take away the metadata of all ranks together, once each rank has put its own in their place."""
-        Commit(self.fs, self.path, sync=self.sync_files).supersede_common()
+        self._commit().supersede_common()
 
     def _discard_written(self) -> None:
         """Remove what this rank wrote last; for a save that failed on another rank, and was not committed."""
-        Commit(self.fs, self.path, sync=False).remove(
-            {name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)}
-        )
+        self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
 
     def _split_formats(self, buckets: list[list[WriteItem]]) -> list[list[WriteItem]]:
         """Keep objects apart from tensors where tensors are to be in safetensors files."""
@@ -199,13 +200,16 @@ class _FileSystemWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         keep_sums(metadata, sums)
         rank = None if self.use_collectives else self.rank
-        Commit(self.fs, self.path, sync=self.sync_files).publish(
+        self._commit().publish(
             metadata_files(metadata, metadata_name(rank)),
             sums=sums,
             own=self._written,
             keep=files_of(metadata),
             began_s=self._began_s,
         )
+
+    def _commit(self) -> Commit:
+        return Commit(place_for(self.fs, self.path, sync=self.sync_files))
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -220,7 +224,7 @@ class _FileSystemWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 def keep_sums(metadata: Metadata, sums: dict[str, Sums]) -> None:
@@ -253,7 +257,8 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         Point to a directory.
 
         Args:
-            path: where the checkpoint goes.
+            path: where the checkpoint goes: a directory, or a URL (`s3://`, `gs://`, `az://`, `file://`, or what fsspec
+                opens).
             single_file_per_rank: one file a rank and thread, instead of one for each tensor or object.
             sync_files: make files survive a loss of power before the save ends.
             thread_count: how many files a rank writes at the same time.

@@ -1,4 +1,6 @@
-"""Torch's layout on whatever fsspec opens: object stores, HTTP, memory."""
+"""
+Torch's layout on whatever fsspec opens: object stores, HTTP, memory. Object stores it has nothing for are ours.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardkeep.codec.extensions import StreamTransformExtension
+from shardkeep.errors import CheckpointError
 from shardkeep.protocol.stored_items import SerializationFormat
+from shardkeep.storages.choosing import file_system_for, is_of_store
 from shardkeep.storages.file_reader import FileSystemReader
-from shardkeep.storages.file_systems import FsspecFileSystem, PathLike
+from shardkeep.storages.file_systems import FileSystemBase, FsspecFileSystem, PathLike
 from shardkeep.storages.file_writer import FileSystemWriter
 
 
@@ -52,13 +56,11 @@ class FsspecWriter(FileSystemWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
-        fs = FsspecFileSystem()
-        self.fs = fs
-        self.path = fs.init_path(path, **kwargs)
+        self.fs, self.path = _opened(path, kwargs)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id)
+        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
 
 
 class FsspecReader(FileSystemReader):
@@ -74,10 +76,23 @@ class FsspecReader(FileSystemReader):
 
         """
         super().__init__(path)
-        fs = FsspecFileSystem()
-        self.fs = fs
-        self.path = fs.init_path(path, **kwargs)
+        self.fs, self.path = _opened(path, kwargs)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id)
+        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
+
+
+def _opened(path: PathLike, kwargs: dict[str, Any]) -> tuple[FileSystemBase, PathLike]:
+    """
+    Open a place with fsspec; where it has nothing for an object store that we have a store for, with that.
+
+    What is said in `kwargs` is meant for fsspec, and would not be understood by another.
+    """
+    fs = FsspecFileSystem()
+    try:
+        return fs, fs.init_path(path, **kwargs)
+    except (ImportError, ValueError, CheckpointError):
+        if kwargs or not is_of_store(path):
+            raise
+    return file_system_for(path)

@@ -39,7 +39,7 @@ from shardkeep.run.safetensors_catalog import Chunk, Stored, read_catalog
 from shardkeep.run.torch_fetch import Wanted, fill
 from shardkeep.run.workers import run_workers
 from shardkeep.state.devices import settle
-from shardkeep.storages.commit import is_local
+from shardkeep.storages.choosing import is_local
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
 from shardkeep.storages.safetensors_handle import SafeFile

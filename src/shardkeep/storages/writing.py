@@ -1,8 +1,9 @@
 """
 Data files of a rank: items resolved, written, and what is to be said of each.
 
-Whole tensors of a default planner, written as they are to this machine's disk, go through the engine's pipeline. All
-else is written as a stream, item by item: places of other kinds, transformed items, planners that make what they save.
+Whole tensors of a default planner, written as they are to this machine's disk or to a store, go through the engine's
+pipeline. All else is written as a stream, item by item: file systems of others, transformed items, planners that make
+what they save.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -31,11 +31,10 @@ from shardkeep.run.torch_write import Data, Placed, Stream, lay_out, plain_tenso
 from shardkeep.run.workers import Consequence, run_workers, window_for
 from shardkeep.run.write import FileJob, write_files
 from shardkeep.state.devices import settle
-from shardkeep.storages.commit import is_local
+from shardkeep.storages.choosing import store_of
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
 from shardkeep.storages.safetensors_layout import header_of, in_order
 from shardkeep.storages.stream_store import sync_stream, write_all
-from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import is_name
 
 if TYPE_CHECKING:
@@ -87,17 +86,17 @@ def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: lis
     )
     transforms = writer.transforms
     untouched = type(transforms) is _StorageWriterTransforms and not transforms.extensions
-    here = is_local(writer.fs) and all(
-        is_name(plan.name) and Path(plan.path) == Path(writer.path) / plan.name for plan in plans
+    here = store_of(writer.fs, writer.path) is not None and all(
+        is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
     )
     return gives_what_is_there and untouched and here
 
 
 def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
     options = Options()
-    store = LocalStore(writer.path, direct=options.direct_io, durable=writer.sync_files)
+    store = store_of(writer.fs, writer.path, durable=writer.sync_files)
     held = _held(planner, plans)
-    if held is None:
+    if held is None or store is None:
         return _write_streams(writer, planner, plans)
     settle(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
     laid = [_lay_out(plan, of_file) for plan, of_file in zip(plans, held, strict=True)]
