@@ -19,6 +19,7 @@ GROUP = "shardkeep.codecs"
 _OURS = {
     "zstd": ("shardkeep.codec.zstd_codec", "Zstd"),
     "lz4": ("shardkeep.codec.lz4_codec", "Lz4"),
+    "float": ("shardkeep.codec.float_codec", "Float"),
     "aes": ("shardkeep.codec.aes_codec", "Aes"),
 }
 
