@@ -18,6 +18,7 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
 )
 from shardkeep.errors import CheckpointError
+from shardkeep.layout.safetensors_publish import Names
 from shardkeep.storages import consolidate, consolidate_windows
 from shardkeep.storages.consolidate_windows import OutputFile, write_whole
 from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
@@ -217,13 +218,12 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     shard(tmp_path, 2, {"rows": (full[300:], [300, 0]), "columns": (full[:, halves:], [0, halves])})
     job = consolidate._plan(tmp_path, tmp_path / "out", {"rows": 1, "columns": 1}, 2)
     with memory_used() as used:
-        write_whole(
-            job.output_dir, list(job.files.values()), save_id="s", threads=1, budget_nbytes=2 << 20, direct=False
-        )
+        names = Names("s", renames=True)
+        write_whole(job.output, list(job.files.values()), job.inputs, names=names, threads=1, budget_nbytes=2 << 20)
     python, everything = used
     assert python < 1 << 20
     assert everything < 16 << 20
-    consolidate._publish(job, "s")
+    consolidate._publish(job, names)
     assert seen(by_library(tmp_path / "out")["columns"]) == seen(full)
 
 

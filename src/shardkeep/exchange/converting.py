@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -82,7 +81,7 @@ def convert(
 
     Args:
         where: the checkpoint: native, torch's, or safetensors files.
-        to: where it goes: a path; for "native" also a store.
+        to: where it goes: a path, a URL, or a store.
         layout: "native", "dcp" (torch's), or "safetensors".
         drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
@@ -121,16 +120,14 @@ def convert(
     source = without(find(origin).open(options, Headers()), drop)
     if not options.allow_pickle:
         _refuse_pickles(source)
-    local = target.url if isinstance(target, LocalStore) else None
-    with nullcontext() if local is None else replacing(local, layout, overwrite=overwrite):
+    with replacing(target, layout, overwrite=overwrite):
         if layout == "native":
             nbytes = write_native(target, source, overwrite=overwrite, options=options, progress=progress)
         elif layout == "dcp":
-            to_dir = _directory(target)
-            nbytes = write_torch_layout(to_dir, source, overwrite=overwrite, options=options, progress=progress)
+            nbytes = write_torch_layout(target, source, overwrite=overwrite, options=options, progress=progress)
         else:
             nbytes = write_safetensors(
-                _directory(target),
+                target,
                 source,
                 max_shard_bytes=max_shard_bytes,
                 overwrite=overwrite,
@@ -153,16 +150,13 @@ def convert(
 def _check_apart(origin: Store, target: Store) -> None:
     if isinstance(origin, LocalStore) and isinstance(target, LocalStore):
         source, to = (os.path.realpath(store.url) for store in (origin, target))
-        if to in (source, os.path.dirname(source) if os.path.isfile(source) else source):
-            raise CheckpointError(
-                f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another directory"
-            )
-
-
-def _directory(target: Store) -> str:
-    if not isinstance(target, LocalStore):
-        raise CheckpointError(f"{target.url}: only native checkpoints go to a store", hint="give a path")
-    return target.url
+        same = to in (source, os.path.dirname(source) if os.path.isfile(source) else source)
+    else:
+        same = origin is target or origin.url.rstrip("/") == target.url.rstrip("/")
+    if same:
+        raise CheckpointError(
+            f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another place"
+        )
 
 
 def _refuse_pickles(source: Source) -> None:

@@ -58,7 +58,7 @@ class ExportReport:
 
 def export(
     where: str | os.PathLike[str] | Store,
-    to: str | os.PathLike[str],
+    to: str | os.PathLike[str] | Store,
     *,
     format: Literal["hf", "torch"] = "hf",  # noqa: A002 - the user's word for it
     dtype: str | torch.dtype | None = None,
@@ -76,11 +76,13 @@ def export(
     Write the tensors of a checkpoint as a Hugging Face model, or as one file for `torch.load`; in one process.
 
     Memory is `Options.host_budget_bytes` at most, however large the checkpoint. What is written is read back and
-    compared before it gets its name. If anything fails, what was at `to` is still there, and nothing else is.
+    compared before it counts. If anything fails, what was at `to` is still there, and nothing else is. In a store, where
+    nothing can be renamed, a model that replaces another has files of other names, which its index file tells; a file
+    for `torch.load` is replaced in one request, if it is no larger than a store takes at once.
 
     Args:
         where: the checkpoint: native, torch's, or safetensors files.
-        to: a directory for "hf", a file for "torch".
+        to: a directory for "hf", a file for "torch"; a path or a URL. For "hf" also a store.
         format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
             flat dict, which `torch.load(weights_only=True)` opens.
         dtype: what floating point numbers of 16 to 64 bits become; others stay what they are.
@@ -91,7 +93,7 @@ def export(
             pairs of regular expression and replacement, or a callable (None drops a name).
         prefix: only names that begin so, and without it. None: `model.` where the state has a dict `model` at its top,
             else nothing.
-        config: a directory with `config.json`: all files in it but weights are copied beside the model.
+        config: a directory, or the URL of a place, with `config.json`: all files in it but weights are copied beside the model.
         overwrite: replace what is there.
         options: threads and memory.
         progress: called with the bytes written so far and those to write, from any thread.
@@ -119,8 +121,9 @@ def export(
     options = options or Options()
     source = find(open_store(where, direct=options.direct_io)).open(options, Headers())
     picked = pick(source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=dtype_of(dtype))
-    target = _path(to)
     if format == "hf":
+        target = open_store(to, direct=options.direct_io)
+        shown = target.url
         written = write_model(
             target,
             picked.tensors,
@@ -134,12 +137,13 @@ def export(
         )
         files, nbytes, infinite, left_out = written.files, written.nbytes, written.infinite, list(picked.values)
     else:
+        shown = _path(to)
         nbytes, infinite = write_torch_file(
-            target, picked, source, overwrite=overwrite, options=options, progress=progress
+            shown, picked, source, overwrite=overwrite, options=options, progress=progress
         )
-        files, left_out = [os.path.basename(target)], []
+        files, left_out = [os.path.basename(shown)], []
     report = ExportReport(
-        to=target,
+        to=shown,
         format=format,
         files=files,
         tensors=len(picked.tensors),
@@ -153,10 +157,11 @@ def export(
     return report
 
 
-def _path(to: str | os.PathLike[str]) -> str:
-    path = os.fspath(to)
-    if not isinstance(path, str) or not path or "://" in path:
-        raise CheckpointError(f"{to!r} is no path of this machine", hint="export to a directory, then copy it")
+def _path(to: str | os.PathLike[str] | Store) -> str:
+    """Return the path or URL of a file."""
+    path = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")
     return path
 
 

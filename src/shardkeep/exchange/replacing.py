@@ -1,5 +1,5 @@
 """
-What a conversion takes the place of, in a directory that holds a checkpoint of another layout.
+What a conversion takes the place of, where a checkpoint of another layout is.
 
 What was there stays whole until the new checkpoint is committed. Then it goes: first what says that it exists, then its
 files. Files that are of no checkpoint are left alone.
@@ -13,23 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardkeep.errors import CheckpointError, CheckpointExists
-from shardkeep.exchange.models import model_files
+from shardkeep.exchange.models import model_files, names_in
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layout import leftovers, native
+from shardkeep.layout.safetensors_folder import NOTE, look
 from shardkeep.layout.safetensors_names import INDEX_NAME
-from shardkeep.layout.safetensors_publish import look
 from shardkeep.layout.torch_files import is_data, is_metadata
 from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 
 log = logging.getLogger("shardkeep")
 
 
-def files_of_others(to: str, layout: str) -> list[str]:
-    """Name the files of checkpoints of other layouts in a directory, in the order in which they are to go."""
-    try:
-        names = sorted(os.listdir(to))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def files_of_others(store: Store, layout: str) -> list[str]:
+    """Name the files of checkpoints of other layouts in a place, in the order in which they are to go."""
+    names = names_in(store)
     found: list[str] = []
     if layout != "native" and RECORD_NAME in names:
         found += [RECORD_NAME, *(name for name in names if native.save_id_of(name))]
@@ -37,15 +35,15 @@ def files_of_others(to: str, layout: str) -> list[str]:
     if layout != "dcp" and metadata:
         found += [*metadata, *filter(is_data, names)]
     if layout != "safetensors":
-        found += [name for name in names if name == INDEX_NAME]
-        found += [name for name in model_files(look(to)) if native.save_id_of(name) is None]
+        found += [name for name in names if name in (INDEX_NAME, NOTE)]
+        found += [name for name in model_files(look(store)) if native.save_id_of(name) is None] if names else []
     return found
 
 
 @contextmanager
-def replacing(to: str, layout: str, *, overwrite: bool) -> Iterator[None]:
+def replacing(store: Store, layout: str, *, overwrite: bool) -> Iterator[None]:
     """
-    Convert into a directory, inside; afterwards checkpoints of other layouts that it held are gone.
+    Convert into a place, inside; afterwards checkpoints of other layouts that it held are gone.
 
     If that fails, they are as they were, and directories that were made for it are gone.
 
@@ -53,16 +51,17 @@ def replacing(to: str, layout: str, *, overwrite: bool) -> Iterator[None]:
         CheckpointExists: there is one, and `overwrite` was not given; or somebody is saving there.
 
     """
-    old = files_of_others(to, layout)
+    to = store.url
+    old = files_of_others(store, layout)
     if old and not overwrite:
         raise CheckpointExists(
             f"{to}: a checkpoint of another layout is already there ({old[0]})",
-            hint="pass overwrite=True (--overwrite) to replace it, or give another directory",
+            hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    made = _missing(to)
-    if old and (writer := leftovers.survey(LocalStore(to)).living):
+    made = _missing(to) if isinstance(store, LocalStore) else []
+    if old and (writer := leftovers.survey(store).living):
         raise CheckpointExists(
-            f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another directory"
+            f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"
         )
     try:
         yield
@@ -71,7 +70,6 @@ def replacing(to: str, layout: str, *, overwrite: bool) -> Iterator[None]:
             with suppress(OSError):  # not empty: somebody else's
                 os.rmdir(path)
         raise
-    store = LocalStore(to).of_foreign_files()
     for name in old:
         try:
             store.delete(name)

@@ -16,11 +16,11 @@ from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, encode_stat
 from shardkeep.options import Options
 from shardkeep.run.read import Source
 from shardkeep.run.safetensors_open import find_safetensors
-from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 
 
 def write_safetensors(
-    to: str,
+    store: Store,
     source: Source,
     *,
     max_shard_bytes: float,
@@ -29,7 +29,7 @@ def write_safetensors(
     progress: Progress | None,
 ) -> int:
     """
-    Write all of a checkpoint into a directory, and return the bytes of its files.
+    Write all of a checkpoint into a place, and return the bytes of its files.
 
     Raises:
         UnsupportedLeaf: a tensor is of a dtype that safetensors does not have.
@@ -39,7 +39,7 @@ def write_safetensors(
     tensors = _tensors(source)
     kept = encode_state(_state(source))
     written = write_model(
-        to,
+        store,
         tensors,
         source,
         max_shard_bytes=max_shard_bytes,
@@ -50,13 +50,13 @@ def write_safetensors(
         progress=progress,
         replaces_others=True,
     )
-    _check_opens(to, source, options)
+    _check_opens(store, source, options)
     return written.nbytes
 
 
-def _check_opens(to: str, source: Source, options: Options) -> None:
-    """Insist that the directory, with all that lies in it, is opened as what was converted."""
-    found = find_safetensors(LocalStore(to, direct=options.direct_io))
+def _check_opens(store: Store, source: Source, options: Options) -> None:
+    """Insist that the place, with all that lies in it, is opened as what was converted."""
+    found = find_safetensors(store)
     meant = source.index
     if found is not None:
         index = found.open(options).index
@@ -67,8 +67,8 @@ def _check_opens(to: str, source: Source, options: Options) -> None:
         ):
             return
     raise CheckpointError(
-        f"{to}: the files were written, but other files in the directory keep them from being opened as one checkpoint",
-        hint="convert into an empty directory",
+        f"{store.url}: the files were written, but other files there keep them from being opened as one checkpoint",
+        hint="convert into an empty place",
     )
 
 

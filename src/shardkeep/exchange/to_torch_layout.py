@@ -7,16 +7,16 @@ checkpoint of torch's layout that is saved here; `.metadata` is written last.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from shardkeep.errors import CheckpointError, CheckpointExists
+from shardkeep.exchange.models import names_in
 from shardkeep.exchange.streams import Part, Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.region import whole
@@ -38,7 +38,7 @@ from shardkeep.storages.commit_place import place_of
 from shardkeep.storages.file_writer import keep_sums
 from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.native_view import NativeView, StoredObject
-from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 
 _FILE_NBYTES = 4 << 30
 _ALIGNMENT = 4096
@@ -55,26 +55,28 @@ class _Item(NamedTuple):
         return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
 
 
-def write_torch_layout(to: str, source: Source, *, overwrite: bool, options: Options, progress: Progress | None) -> int:
+def write_torch_layout(
+    store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
+) -> int:
     """
-    Write all of a checkpoint into a directory, and return the bytes of its data files.
+    Write all of a checkpoint into a place, and return the bytes of its data files.
 
     Raises:
         CheckpointExists: one is there, and `overwrite` was not given.
         PickleRefused: a value was pickled, and may not be unpickled here.
 
     """
-    if not overwrite and (found := [n for n in (METADATA_NAME, RECORD_NAME) if os.path.exists(os.path.join(to, n))]):
+    taken = set(names_in(store))
+    if not overwrite and (found := [name for name in (METADATA_NAME, RECORD_NAME) if name in taken]):
         raise CheckpointExists(
-            f"{to}: a checkpoint is already there ({found[0]})",
+            f"{store.url}: a checkpoint is already there ({found[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
     began_s = time.time()
-    metadata, items = _described(source, to, options)
-    store = LocalStore(to, direct=options.direct_io)
+    metadata, items = _described(source, store.url, options)
     files: list[Streamed] = []
     places: dict[MetadataIndex, _StorageInfo] = {}
-    names = _free_names(to)
+    names = _free_names(taken)
     for group in _groups(items):
         name = next(names)
         files.append(_lay_out(name, group, places))
@@ -125,12 +127,12 @@ def _described(source: Source, to: str, options: Options) -> tuple[Metadata, lis
     return Metadata(made, planner_data=paths, storage_meta=meta, version=CURRENT_DCP_VERSION), items
 
 
-def _free_names(to: str) -> Iterator[str]:
+def _free_names(taken: Collection[str]) -> Iterator[str]:
     """Give names of data files that are not taken: by a checkpoint that must stay whole until this one is."""
     number = 0
     while True:
         name = f"__0_{number}{DATA_SUFFIX}"
-        if not os.path.exists(os.path.join(to, name)):
+        if name not in taken:
             yield name
         number += 1
 

@@ -25,3 +25,8 @@ def file_name(index: int, largest_index: int, shard_index: int | None = None) ->
     if shard_index is None:
         return FILE_NAME.format(**numbers) + SUFFIX
     return SHARDED_FILE_NAME.format(shard_idx=f"{shard_index:05}", **numbers) + SUFFIX
+
+
+def marked(name: str, save_id: str) -> str:
+    """Return the name of a file of a save that no file of another save has."""
+    return f"{name.removesuffix(SUFFIX)}-{save_id.replace('-', '')[:8]}{SUFFIX}"

@@ -1,11 +1,12 @@
 """
-From files under temporary names to a model in a directory, in one step.
+From new safetensors files to a model that takes the place of what was there, in one step.
 
-New files are written as `NAME.new-SAVE`. When all of them are durable, a small note says which files make up the
-directory from now on: from then on the new model is what `Folder` sees, and the old one was until then. Renaming to the
-final names follows, data first, the index file last; whoever writes to the directory next completes what an
-interrupted process left. Only files whose header shows that a checkpoint writer made them, and
-those that the caller names, are ever removed.
+In a directory of this machine new files are written as `NAME.new-SAVE`. When all of them are durable, a small note says
+which files make up the directory from now on: from then on the new model is what `Folder` sees, and the old one was
+until then. Renaming to the final names follows, data first, the index file last; whoever writes to the directory next
+completes what an interrupted process left. Stores cannot rename: `safetensors_stored` does the same in other steps.
+
+Only files whose header shows that a checkpoint writer made them, and those that the caller names, are ever removed.
 """
 
 from __future__ import annotations
@@ -13,71 +14,82 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile
+from shardkeep.errors import BlobNotFound, CheckpointError
+from shardkeep.layout import safetensors_stored as stored
 from shardkeep.layout.safetensors_files import read_header
-from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX
+from shardkeep.layout.safetensors_folder import NOTE, Folder, Note, look, read_note, temporary
+from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, marked
 from shardkeep.store.files import make_directory, storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
-from shardkeep.store.paths import PathStore
-from shardkeep.store.protocol import Gets, Opens, is_name
+from shardkeep.store.protocol import Store
 
-NOTE = "shardkeep-publish.json"
-"""There only while files are being renamed."""
-_MOST_NOTE_NBYTES = 256 << 20
-_MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
+_MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
 _TEMPORARY = re.compile(
     r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?)\.new-[0-9a-f-]+"
 )
 
 
-class Reads(Opens, Gets, Protocol):
-    """What reading the files needs."""
-
-
 @dataclass(frozen=True)
-class Folder:
-    """What counts in a directory: files by the names they have, or will have."""
+class Names:
+    """Under which names the files of a save are written, and which they have in the end."""
 
-    path: str
-    files: dict[str, str]
-    """Path of each safetensors file, by name."""
-    index: str | None
-    """Path of the index file."""
-    opens: Reads = field(default_factory=lambda: PathStore(direct=False))
-    """What opens these paths."""
+    save_id: str
+    renames: bool
+    """They are written under temporary names."""
+    marks: bool = False
+    """All names have the save's mark in them: without it, files of what is replaced have them already."""
+
+    def final(self, name: str) -> str:
+        """Return the name that a file has in the end."""
+        return marked(name, self.save_id) if self.marks else name
+
+    def written(self, name: str) -> str:
+        """Return the name that a file is written under."""
+        return temporary(name, self.save_id) if self.renames else self.final(name)
 
 
-def look(path: str | os.PathLike[str]) -> Folder:
-    """Say what a directory holds; writes nothing."""
-    where = os.fspath(path)
-    with storage_errors("cannot list", where):
-        names = sorted(os.listdir(where))
-    files = {name: os.path.join(where, name) for name in names if name.endswith(SUFFIX)}
-    index = os.path.join(where, INDEX_NAME) if INDEX_NAME in names else None
-    note = _read_note(where) if NOTE in names else None
+def renames_in(store: Store) -> bool:
+    """Say whether files of a place can be given other names."""
+    return isinstance(store, LocalStore)
+
+
+def prepare(store: Store) -> Folder:
+    """Make a place ready to be written to: complete what was interrupted, and remove what never will be."""
+    if not isinstance(store, LocalStore):
+        return stored.prepare(store)
+    path = store.url
+    with storage_errors("cannot make", path):
+        make_directory(os.path.abspath(path))
+    note = read_note(store)
+    if note is not None and note.pending:  # somebody wrote here as if it were a store
+        return stored.prepare(store)
     if note is not None:
-        for name in note["files"]:
-            files[name] = _either(where, name, note["save_id"])
-        for name in note["remove"]:
-            files.pop(name, None)
-        index = _either(where, INDEX_NAME, note["save_id"]) if note["index"] else None
-    return Folder(where, files, index)
+        _carry_out(path, note)
+    _clear(path)
+    return look(store)
 
 
-def temporary(name: str, save_id: str) -> str:
-    """Return the name that a file has until it is published."""
-    return f"{name}.new-{save_id}"
+def begin(store: Store, save_id: str, folder: Folder, files: Collection[str] | None = None) -> Names:
+    """
+    Begin to write files beside what `prepare` found: until `publish`, only that counts.
+
+    Without `files`, nobody knows yet what they will be called.
+    """
+    if renames_in(store):
+        return Names(save_id, renames=True)
+    stored.pin(store, save_id, folder)
+    taken = set(folder.files) if files is None else folder.files.keys() & set(files)
+    return Names(save_id, renames=False, marks=bool(taken))
 
 
 def publish(
-    path: str,
-    save_id: str,
-    names: Sequence[str],
+    store: Store,
+    names: Names,
+    files: Sequence[str],
     *,
     weights: Mapping[str, str] | None,
     total_nbytes: int = 0,
@@ -85,41 +97,48 @@ def publish(
     removes: Sequence[str] = (),
 ) -> None:
     """
-    Make files that are complete, under their temporary names, the contents of a directory.
+    Make files that are complete the contents of a place.
 
     Args:
-        path: the directory.
-        save_id: the save they are of.
-        names: their final names.
-        weights: the file of each tensor, for the index file; None for a directory without one.
+        store: the place.
+        names: what they are called.
+        files: all of them, without marks.
+        weights: the file of each tensor, for the index file; None for a place without one.
         total_nbytes: the bytes of all tensors, for the index file.
-        replaces_saves: whether files of earlier saves in the directory are to go.
+        replaces_saves: whether files of earlier saves are to go.
         removes: other safetensors files that are to go.
 
     Raises:
-        BlobNotFound: a file is not there; what was in the directory is as it was.
+        BlobNotFound: a file is not there; what was in the place is as it was.
 
     """
-    store = LocalStore(path, direct=False)
-    for name in names:
-        _check_written(path, name, save_id)
-    stale = [name for name in removes if name not in set(names)]
+    final = list(map(names.final, files))
+    folder = look(store)
+    if renames_in(store):
+        for name in files:
+            _check_written(store, name, names.save_id)
+    else:
+        stored.check_written(store, final)
+    stale = [name for name in removes if name not in set(final)]
     if replaces_saves:
-        present = look(path).files.items()
-        stale += [name for name, file in present if name not in set(names) and made_by_writer(file, name)]
+        stale += [name for name in folder.files if name not in set(final) and made_by_writer(folder, name)]
     if weights is not None:
-        index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weights)}
-        store.put(temporary(INDEX_NAME, save_id), json.dumps(index, indent=2).encode(), replace=True)
-    note = {"save_id": save_id, "files": list(names), "remove": stale, "index": weights is not None}
-    store.put(NOTE, json.dumps(note).encode(), replace=True)
-    _carry_out(path, note)
+        by_tensor = {key: names.final(name) for key, name in weights.items()}
+        index = {"metadata": {"total_size": total_nbytes}, "weight_map": by_tensor}
+        store.put(temporary(INDEX_NAME, names.save_id), json.dumps(index, indent=2).encode(), replace=True)
+    note = Note(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
+    store.put(NOTE, note.encode(), replace=True)
+    if isinstance(store, LocalStore):
+        _carry_out(store.url, note)
+    else:
+        stored.carry_out(store, note)
 
 
-def _check_written(path: str, name: str, save_id: str) -> None:
+def _check_written(store: Store, name: str, save_id: str) -> None:
     """Make sure that a file of this save is there: under its temporary name, or in place already."""
-    if os.path.exists(os.path.join(path, temporary(name, save_id))):
+    if os.path.exists(os.path.join(store.url, temporary(name, save_id))):
         return
-    final = os.path.join(path, name)
+    final = os.path.join(store.url, name)
     if not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
         raise BlobNotFound(
             f"{final}: a rank says that it wrote this file, but it is not there",
@@ -128,36 +147,30 @@ def _check_written(path: str, name: str, save_id: str) -> None:
         )
 
 
-def made_by_writer(path: str, name: str) -> bool:
+def made_by_writer(folder: Folder, name: str) -> bool:
     """Say whether a file is a part of a checkpoint that was saved, and no model that came from elsewhere."""
     if not _MADE_BY_WRITERS.fullmatch(name):
         return False
     try:
-        return CUSTOM_METADATA_KEY in read_header(path).metadata
+        return CUSTOM_METADATA_KEY in read_header(folder.files[name], folder.opens).metadata
     except CheckpointError:
         return False  # what cannot be read is left for its owner to look at
 
 
-def prepare(path: str) -> Folder:
-    """Make a directory ready to be written to: complete what was interrupted, and remove what never will be."""
-    with storage_errors("cannot make", path):
-        make_directory(os.path.abspath(path))
-    note = _read_note(path)
-    if note is not None:
-        _carry_out(path, note)
-    _clear(path)
-    return look(path)
-
-
-def discard(path: str, save_id: str) -> bool:
+def discard(store: Store, save_id: str, *, last: bool = True) -> bool:
     """
     Remove the files of a save that nobody will publish, and say whether that was so: those of one that a note says is
     there stay.
+
+    `last`: nobody writes files of it any more.
     """
-    note = _read_note(path)
-    if note is not None and note["save_id"] == save_id:
+    note = read_note(store)
+    if note is not None and note.save_id == save_id and not note.pending:
         return False
-    _clear(path, save_id)
+    if isinstance(store, LocalStore):
+        _clear(store.url, save_id)
+    elif note is not None and note.save_id == save_id:
+        stored.take_back(store, note, last=last)
     return True
 
 
@@ -170,48 +183,15 @@ def _clear(path: str, save_id: str | None = None) -> None:
                     os.unlink(os.path.join(path, name))
 
 
-def _carry_out(path: str, note: Mapping[str, Any]) -> None:
+def _carry_out(path: str, note: Note) -> None:
     with storage_errors("cannot publish in", path):
-        for name in [*note["files"], *([INDEX_NAME] if note["index"] else [])]:
+        for name in [*note.files, *([INDEX_NAME] if note.index else [])]:
             # Missing: renamed already, by whoever was interrupted.
             with suppress(FileNotFoundError):
-                os.replace(os.path.join(path, temporary(name, note["save_id"])), os.path.join(path, name))
-        for name in [*note["remove"], *([] if note["index"] else [INDEX_NAME])]:
+                os.replace(os.path.join(path, temporary(name, note.save_id)), os.path.join(path, name))
+        for name in [*note.remove, *([] if note.index else [INDEX_NAME])]:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, name))
         sync_directory(path)
         os.unlink(os.path.join(path, NOTE))
         sync_directory(path)
-
-
-def _read_note(path: str) -> dict[str, Any] | None:
-    where = os.path.join(path, NOTE)
-    try:
-        raw = LocalStore(path, direct=False).get(NOTE, limit=_MOST_NOTE_NBYTES)
-    except BlobNotFound:
-        return None
-    checks: dict[str, Callable[[Any], bool]] = {
-        "save_id": lambda value: isinstance(value, str) and is_name(value),
-        "files": _names,
-        "remove": _names,
-        "index": lambda value: isinstance(value, bool),
-    }
-    try:
-        note = json.loads(raw)
-    except (ValueError, RecursionError):
-        note = None
-    if not isinstance(note, dict) or not all(key in note and check(note[key]) for key, check in checks.items()):
-        raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
-    return note
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(name, str) and is_name(name) and name.endswith(SUFFIX) for name in value
-    )
-
-
-def _either(path: str, name: str, save_id: str) -> str:
-    """Return where a file of a noted save is: under its temporary name, or its final one."""
-    new = os.path.join(path, temporary(name, save_id))
-    return new if os.path.exists(new) else os.path.join(path, name)

@@ -21,8 +21,8 @@ from shardkeep.format.columns import Boxes, matrix_of
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.region import Box
 from shardkeep.layout.safetensors_files import Part, SafetensorsFile, read_header
+from shardkeep.layout.safetensors_folder import Folder
 from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY, SAVED_OFFSETS_KEY
-from shardkeep.layout.safetensors_publish import Folder
 from shardkeep.plan.tiling import explain, tiled
 from shardkeep.run.workers import run_workers
 from shardkeep.store.paths import PathStore

@@ -9,9 +9,9 @@ is read is checked against the headers alone: sizes, ranges, whether all shards 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 import numpy as np
@@ -31,8 +31,8 @@ from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, 
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.layout import native
 from shardkeep.layout.safetensors_files import SafetensorsFile, read_header
+from shardkeep.layout.safetensors_folder import Folder, look
 from shardkeep.layout.safetensors_names import INDEX_NAME, SAVE_ID_KEY, SINGLE_NAME, SUFFIX
-from shardkeep.layout.safetensors_publish import Folder, look
 from shardkeep.layout.safetensors_state import STATE_KEY, KeptState, decode_state, to_bytes
 from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.layout.torch_metadata import Place
@@ -42,7 +42,8 @@ from shardkeep.run.read import Headers, Reads
 from shardkeep.run.safetensors_catalog import Stored, catalog_of, read_headers, read_weight_map
 from shardkeep.run.torch_open import TorchSource
 from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import Store
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import BlobInfo, Store
 
 FORMAT = "safetensors"
 
@@ -111,10 +112,9 @@ def find_safetensors(store: Store) -> FoundSafetensors | None:
         DamagedCheckpoint: the files are not one whole checkpoint.
 
     """
-    found = _folder(store)
-    if found is None:
+    folder = _folder(store)
+    if folder is None:
         return None
-    opens, folder = found
     weight_map = read_weight_map(folder.index, folder.opens) if folder.index is not None else None
     homes = None if weight_map is None else {key: _path(folder, name) for key, name in weight_map.items()}
     paths = folder.files.values() if homes is None else homes.values()
@@ -122,7 +122,8 @@ def find_safetensors(store: Store) -> FoundSafetensors | None:
     catalog = catalog_of(headers, homes=homes)
     _check_homes(folder, homes, headers)
     kept = _kept_state(headers)
-    return FoundSafetensors(opens, _record(store, folder, headers, catalog, kept), _by_path(headers), catalog, kept)
+    record = _record(folder, headers, catalog, kept)
+    return FoundSafetensors(folder.opens, record, _by_path(headers), catalog, kept)
 
 
 def open_safetensors(store: Store, record: Record, options: Options) -> SafetensorsSource:
@@ -146,8 +147,21 @@ def is_single_file(store: object) -> bool:
     return isinstance(store, LocalStore) and os.path.isfile(store.url)
 
 
-def _folder(store: Store) -> tuple[Reads, Folder] | None:
-    """Return what opens files by name, and which files count."""
+def _single_blob(store: Store) -> tuple[Store, str] | None:
+    """Return the store that a place is a blob of, and its name, if it is called like a safetensors file."""
+    above, _, name = store.url.rpartition("/")
+    if not name.endswith(SUFFIX) or "://" not in above:
+        return None
+    found = open_store(above, direct=False)
+    try:
+        found.open(name).close()
+    except BlobNotFound:
+        return None
+    return found, name
+
+
+def _folder(store: Store) -> Folder | None:
+    """Return which files count, and what opens them by name."""
     if isinstance(store, LocalStore):
         if is_single_file(store):
             where, name = os.path.split(os.path.abspath(store.url))
@@ -156,27 +170,30 @@ def _folder(store: Store) -> tuple[Reads, Folder] | None:
                     f"{store.url} is a file of a checkpoint, and not the checkpoint",
                     hint=f"give its directory: {where}",
                 )
-            return _found(LocalStore(where).of_foreign_files(), Folder(where, {name: name}, None))
+            there = LocalStore(where).of_foreign_files()
+            return _found(Folder(where, {name: name}, None, there))
         try:
-            local = look(store.url)
+            local = look(store)
         except BlobNotFound:
             return None
         # By their names in the directory, which may still be temporary ones.
         files = {name: os.path.basename(path) for name, path in local.files.items()}
         index = None if local.index is None else os.path.basename(local.index)
-        return _found(store.of_foreign_files(), Folder(local.path, files, index))
-    names = [info.name for info in store.list()]
-    files = {name: name for name in names if name.endswith(SUFFIX)}
-    return _found(store, Folder(store.url, files, INDEX_NAME if INDEX_NAME in names else None))
+        return _found(Folder(local.path, files, index, store.of_foreign_files()))
+    seen = _found(look(store))
+    if seen is None and (single := _single_blob(store)):
+        above, name = single
+        return Folder(above.url, {name: name}, None, above)
+    return seen
 
 
-def _found(opens: Reads, folder: Folder) -> tuple[Reads, Folder] | None:
+def _found(folder: Folder) -> Folder | None:
     files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
     if not files and folder.index is None:
         return None
     if folder.index is None and SINGLE_NAME in files:
         files = {SINGLE_NAME: files[SINGLE_NAME]}
-    return opens, Folder(folder.path, files, folder.index, opens)
+    return replace(folder, files=files)
 
 
 def _path(folder: Folder, name: str) -> str:
@@ -215,7 +232,7 @@ def _kept_state(headers: list[SafetensorsFile]) -> KeptState | None:
 
 
 def _record(
-    store: Store, folder: Folder, headers: list[SafetensorsFile], catalog: Mapping[str, Stored], kept: KeptState | None
+    folder: Folder, headers: list[SafetensorsFile], catalog: Mapping[str, Stored], kept: KeptState | None
 ) -> Record:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
     ids = {file.metadata.get(SAVE_ID_KEY) for file in headers}
@@ -229,7 +246,7 @@ def _record(
         format=FORMAT,
         save_id=save_id or text_of(together)[-20:],
         step=kept.step if kept else None,
-        saved_at=_when(store, [file.path for file in headers]),
+        saved_at=_when(folder, [file.path for file in headers]),
         writer="shardkeep" if kept else "unknown",
         world_size=1,
         meta=kept.meta if kept else {},
@@ -247,13 +264,13 @@ def _record(
     )
 
 
-def _when(store: Store, names: list[str]) -> str:
+def _when(folder: Folder, names: list[str]) -> str:
     """Return when the last of the files was written."""
-    if isinstance(store, LocalStore):
-        where = os.path.dirname(os.path.abspath(store.url)) if is_single_file(store) else store.url
-        times = [os.stat(os.path.join(where, name)).st_mtime for name in names]
+    if isinstance(folder.opens, LocalStore):
+        times = [os.stat(os.path.join(folder.path, name)).st_mtime for name in names]
     else:
-        times = [info.modified_s for info in store.list() if info.name in set(names)]
+        infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
+        times = [info.modified_s for info in infos if info.name in set(names)]
     return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 

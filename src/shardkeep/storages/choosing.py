@@ -67,6 +67,14 @@ def pointed(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLik
     return fs, fs.init_path(path)
 
 
+def by_store(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLike]:
+    """Return stores instead of fsspec, for what only stores can do; one that was opened already stays."""
+    if type(fs) is FsspecFileSystem and fs.fs is None:
+        fs = StoreFileSystem()
+        return fs, fs.init_path(path)
+    return fs, path
+
+
 def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreign: bool = False) -> Store | None:
     """
     Return the store that a place of a file system is; None where only the file system knows how to open its files.

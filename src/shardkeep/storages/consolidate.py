@@ -7,25 +7,30 @@ files are written beside what is there and take its place when all of them are d
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError
 from shardkeep.layout.safetensors_files import SafetensorsFile
+from shardkeep.layout.safetensors_folder import Reads, look
 from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY
-from shardkeep.layout.safetensors_publish import look, prepare, publish
+from shardkeep.layout.safetensors_publish import Names, begin, discard, prepare, publish
 from shardkeep.options import Options
 from shardkeep.ranks.agree import meet
 from shardkeep.ranks.world import current_world
 from shardkeep.run.safetensors_catalog import Catalog, catalog_of, read_headers
 from shardkeep.storages.consolidate_windows import OutputFile, output_file, write_whole
 from shardkeep.storages.hugging_face_names import _gen_file_name
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,6 +41,10 @@ SLOWEST_BYTES_PER_S = 50 << 20
 """A rank that writes this fast is waited for, however much it has to write."""
 
 
+_REPLACED = re.compile(r"model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
+"""What this makes."""
+
+
 class BadMapping(StateError, ValueError, KeyError):
     """A mapping from tensors to files that does not fit the tensors."""
 
@@ -44,11 +53,18 @@ class BadMapping(StateError, ValueError, KeyError):
 class _Job:
     """What is to be made."""
 
-    output_dir: str
+    inputs: Reads
+    """Opens the shards."""
+    output: Store
     files: dict[int, OutputFile]
     """By their number."""
     weights: dict[str, str]
     total_nbytes: int
+
+    @property
+    def names(self) -> list[str]:
+        """What the files are called."""
+        return [file.name for file in self.files.values()]
 
 
 def consolidate_safetensors_files(
@@ -61,8 +77,8 @@ def consolidate_safetensors_files(
     Make whole tensors of sharded ones: files `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.
 
     Args:
-        input_dir: holds the shards, as `HuggingFaceStorageWriter` of ours or torch's writes them.
-        output_dir: where the model goes. One that is there stays as it is until the new one is complete.
+        input_dir: holds the shards, as `HuggingFaceStorageWriter` of ours or torch's writes them: a path or a URL.
+        output_dir: where the model goes: a path or a URL. One that is there stays as it is until the new one is complete.
         fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; None for one file.
         num_threads: how many threads to use at least.
 
@@ -73,23 +89,21 @@ def consolidate_safetensors_files(
     """
     begun = time.monotonic()
     save_id = str(uuid.uuid4())
-    job = _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads)
-    prepare(job.output_dir)
-    _write(job, list(job.files), save_id, num_threads)
-    _publish(job, save_id)
+    _make(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), save_id, num_threads)
     logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
 
 
 def consolidate_files(
-    paths: Sequence[str], output_dir: str, fqn_to_index_mapping: Mapping[str, int] | None, num_threads: int
+    store: Store,
+    names: Sequence[str],
+    output_dir: str,
+    fqn_to_index_mapping: Mapping[str, int] | None,
+    num_threads: int,
 ) -> None:
-    """Do the same for shards that are known by their paths."""
-    save_id = str(uuid.uuid4())
-    headers = read_headers(paths, threads=_threads(num_threads))
-    job = _plan_of(catalog_of(headers), output_dir, fqn_to_index_mapping)
-    prepare(job.output_dir)
-    _write(job, list(job.files), save_id, num_threads)
-    _publish(job, save_id)
+    """Do the same for shards that are known by their names in a store."""
+    headers = read_headers(names, threads=_threads(num_threads), opens=store)
+    job = _plan_of(store, catalog_of(headers), _place(output_dir), fqn_to_index_mapping)
+    _make(job, str(uuid.uuid4()), num_threads)
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -123,21 +137,22 @@ def consolidate_safetensors_files_on_every_rank(
         jobs.append(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
         return b""
 
-    def begin(_: list[bytes]) -> list[bytes]:
-        prepare(output_dir)
-        return [str(uuid.uuid4()).encode()] * world.size
+    def begin_all(_: list[bytes]) -> list[bytes]:
+        [job] = jobs
+        names = begin(job.output, str(uuid.uuid4()), prepare(job.output), job.names)
+        return [json.dumps(asdict(names)).encode()] * world.size
 
     with meet(world, "consolidate safetensors files") as meeting:
-        save_id = meeting.agree("plan", plan, begin).decode()
+        names = Names(**json.loads(meeting.agree("plan", plan, begin_all)))
     [job] = jobs
     mine = [number for number in job.files if number % world.size == world.rank]
 
     def write() -> bytes:
-        _write(job, mine, save_id, num_threads)
+        _write(job, mine, names, num_threads)
         return b""
 
     def complete(_: list[bytes]) -> list[bytes]:
-        _publish(job, save_id)
+        _publish(job, names)
         return [b""] * world.size
 
     patient = replace(world, timeout_s=world.timeout_s + job.total_nbytes / SLOWEST_BYTES_PER_S)
@@ -148,7 +163,7 @@ def consolidate_safetensors_files_on_every_rank(
         if world.rank == 0:
             # Ranks that did not fail leave their files: only here is it known that nobody will publish them.
             with suppress(CheckpointError):
-                prepare(output_dir)
+                prepare(job.output)
         raise
 
 
@@ -156,11 +171,12 @@ def consolidate_safetensors_files_on_every_rank(
 
 
 def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Job:
-    folder = look(input_dir)
+    output = _place(output_dir)
+    folder = look(_place(input_dir))
     if not folder.files:
-        raise MalformedFile(f"{os.fspath(input_dir)}: there are no safetensors files", file=os.fspath(input_dir))
-    headers = read_headers(folder.files.values(), threads=_threads(num_threads))
-    if os.path.realpath(input_dir) == os.path.realpath(output_dir):
+        raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+    headers = read_headers(folder.files.values(), threads=_threads(num_threads), opens=folder.opens)
+    if _same(folder.path, output.url):
         # What an earlier call made of earlier shards.
         headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
     for file in headers:
@@ -170,14 +186,24 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
                 hint="only what a distributed checkpoint wrote can be consolidated; move other files elsewhere",
                 file=file.path,
             )
-    return _plan_of(catalog_of(headers), output_dir, mapping)
+    return _plan_of(folder.opens, catalog_of(headers), output, mapping)
+
+
+def _place(directory: str | os.PathLike[str]) -> Store:
+    return open_store(directory, direct=Options().direct_io)
+
+
+def _same(one: str, other: str) -> bool:
+    if "://" in one or "://" in other:
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _is_shard(file: SafetensorsFile) -> bool:
     return bool(file.metadata.get(CUSTOM_METADATA_KEY))
 
 
-def _plan_of(catalog: Catalog, output_dir: str, mapping: Mapping[str, int] | None) -> _Job:
+def _plan_of(inputs: Reads, catalog: Catalog, output: Store, mapping: Mapping[str, int] | None) -> _Job:
     numbers = dict.fromkeys(catalog, 1) if mapping is None else mapping
     check_mapping(numbers)
     if missing := sorted(numbers.keys() - catalog.keys()):
@@ -194,7 +220,7 @@ def _plan_of(catalog: Catalog, output_dir: str, mapping: Mapping[str, int] | Non
         groups.setdefault(number, {})[key] = catalog[key]
     files = {number: output_file(_gen_file_name(number, last), group) for number, group in sorted(groups.items())}
     weights = {key: _gen_file_name(number, last) for key, number in numbers.items()}
-    return _Job(os.fspath(output_dir), files, weights, sum(catalog[key].nbytes for key in numbers))
+    return _Job(inputs, output, files, weights, sum(catalog[key].nbytes for key in numbers))
 
 
 def check_mapping(mapping: Mapping[str, int]) -> None:
@@ -208,21 +234,40 @@ def check_mapping(mapping: Mapping[str, int]) -> None:
             )
 
 
-def _write(job: _Job, numbers: Sequence[int], save_id: str, num_threads: int) -> None:
-    options = Options()
+def _make(job: _Job, save_id: str, num_threads: int) -> None:
+    names = begin(job.output, save_id, prepare(job.output), job.names)
+    try:
+        _write(job, list(job.files), names, num_threads)
+        _publish(job, names)
+    except BaseException:
+        with suppress(CheckpointError):
+            discard(job.output, save_id)
+        raise
+
+
+def _write(job: _Job, numbers: Sequence[int], names: Names, num_threads: int) -> None:
     write_whole(
-        job.output_dir,
+        job.output,
         [job.files[number] for number in numbers],
-        save_id=save_id,
+        job.inputs,
+        names=names,
         threads=_threads(num_threads),
-        budget_nbytes=options.host_budget_bytes,
-        direct=options.direct_io,
+        budget_nbytes=Options().host_budget_bytes,
     )
 
 
-def _publish(job: _Job, save_id: str) -> None:
-    names = [file.name for file in job.files.values()]
-    publish(job.output_dir, save_id, names, weights=job.weights, total_nbytes=job.total_nbytes, replaces_saves=False)
+def _publish(job: _Job, names: Names) -> None:
+    # Where files are not called as those that they replace, these have to go.
+    old = [name for name in look(job.output).files if names.marks and _REPLACED.fullmatch(name)]
+    publish(
+        job.output,
+        names,
+        job.names,
+        weights=job.weights,
+        total_nbytes=job.total_nbytes,
+        replaces_saves=False,
+        removes=old,
+    )
 
 
 def _threads(asked: int) -> int:

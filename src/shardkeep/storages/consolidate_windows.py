@@ -3,8 +3,7 @@ Whole tensors from their shards: each output file in windows, filled from the sh
 
 A window is a run of elements in the order of the output file. What a shard has of it is a run of the shard as well, so
 every read is in one piece, whatever axis the tensor was cut along. Memory is two windows a thread, however large the
-tensors; several threads work on one file. Files are written under temporary names, durable on return; if anything
-fails, all of them are removed.
+tensors; several threads work on one file. Files are durable on return; if anything fails, all of them are removed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from shardkeep.format.columns import IntArray
 from shardkeep.format.region import Box, Ints, contiguous_run, flat_range_to_boxes, intersect, relative, slices
 from shardkeep.layout.safetensors_files import alignment_of, build_header
 from shardkeep.layout.safetensors_names import FORMAT_KEY, FORMAT_VALUE
+from shardkeep.layout.safetensors_publish import Names
 from shardkeep.run.safetensors_catalog import Chunk, Stored
 from shardkeep.run.workers import run_workers, window_for
 from shardkeep.storages.safetensors_output import NewFile
-from shardkeep.store.local import LocalStore
-from shardkeep.store.paths import PathStore
-from shardkeep.store.protocol import BlobReader
+from shardkeep.store.protocol import BlobReader, Opens, Store
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes are moved as these, whatever they mean."""
@@ -74,10 +72,10 @@ class _Shards:
 
 
 class _Inputs:
-    """Files by path, opened when first read and kept open as long as there is room. Close it when done."""
+    """Files, opened when first read and kept open as long as there is room. Close it when done."""
 
-    def __init__(self, *, direct: bool) -> None:
-        self._store = PathStore(direct=direct)
+    def __init__(self, store: Opens) -> None:
+        self._store = store
         self._lock = threading.Lock()
         self._open: OrderedDict[str, BlobReader] = OrderedDict()
         self._users: dict[str, int] = {}
@@ -127,15 +125,14 @@ class _Window(NamedTuple):
 
 
 def write_whole(
-    directory: str, files: Sequence[OutputFile], *, save_id: str, threads: int, budget_nbytes: int, direct: bool
+    store: Store, files: Sequence[OutputFile], shards: Opens, *, names: Names, threads: int, budget_nbytes: int
 ) -> None:
-    """Write files of whole tensors, under temporary names; durable on return."""
+    """Write files of whole tensors, from shards that `shards` opens; durable on return."""
     if not files:
         return
     threads, both = window_for(threads, budget_nbytes)
     window = both // 2
-    store = LocalStore(directory, direct=direct)
-    with closing(_Inputs(direct=direct)) as inputs, ExitStack() as undo:
+    with closing(_Inputs(shards)) as inputs, ExitStack() as undo:
 
         def work(task: _Window, buffer: memoryview) -> bool:
             at = 0
@@ -144,16 +141,16 @@ def write_whole(
             task.file.write(task.start, buffer[:at])
             return True
 
-        run_workers(_windows(store, files, save_id, window, undo), work, threads=threads, buffer_nbytes=both)
+        run_workers(_windows(store, files, names, window, undo), work, threads=threads, buffer_nbytes=both)
         undo.pop_all()
 
 
 def _windows(
-    store: LocalStore, files: Sequence[OutputFile], save_id: str, window: int, undo: ExitStack
+    store: Store, files: Sequence[OutputFile], names: Names, window: int, undo: ExitStack
 ) -> Iterator[_Window]:
     """Open the files, one after the other, and cut their data into windows of whole elements."""
     for file in files:
-        output = NewFile(store, file.name, save_id, file.header, file.data_nbytes, undo)
+        output = NewFile(store, names.written(file.name), file.header, file.data_nbytes, undo)
         if not file.data_nbytes:
             yield _Window(output, 0, [])
         start = nbytes = 0

@@ -1,8 +1,8 @@
 """
 The storage writer for Hugging Face models: safetensors files, whole or one set a rank, and their index.
 
-All files of a save are written under temporary names, by all ranks, and take the place of what was in the directory
-when the last one is durable: until then an older model is as it was.
+All files of a save are written beside what is there, by all ranks, and take its place when the last one is durable: until
+then an older model is as it was.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ from torch.futures import Future
 
 from shardkeep.errors import CheckpointError
 from shardkeep.layout.safetensors_files import read_header
-from shardkeep.layout.safetensors_publish import (
-    Folder,
-    discard,
-    look,
-    made_by_writer,
-    prepare,
-    publish,
-    temporary,
-)
+from shardkeep.layout.safetensors_folder import Folder, look
+from shardkeep.layout.safetensors_publish import Names, begin, discard, made_by_writer, prepare, publish, renames_in
 from shardkeep.options import Options
 from shardkeep.protocol.metadata import Metadata, is_tensor_entry
 from shardkeep.protocol.planners import SavePlanner
@@ -36,6 +29,7 @@ from shardkeep.protocol.storage import WriteResult
 from shardkeep.protocol.stored_items import SerializationFormat, _StorageInfo
 from shardkeep.run.safetensors_catalog import read_weight_map
 from shardkeep.run.workers import window_for
+from shardkeep.storages.choosing import by_store
 from shardkeep.storages.consolidate import SLOWEST_BYTES_PER_S, consolidate_files
 from shardkeep.storages.file_writer import CheckpointThere, FileSystemWriter
 from shardkeep.storages.hugging_face_files import (
@@ -47,9 +41,8 @@ from shardkeep.storages.hugging_face_files import (
     split,
 )
 from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
-from shardkeep.storages.hugging_face_reader import check_local
+from shardkeep.storages.hugging_face_reader import place_of
 from shardkeep.storages.safetensors_writes import no_tensor, write_files
-from shardkeep.store.local import LocalStore
 
 _OURS = "shardkeep"
 """Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
@@ -75,7 +68,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         Point to a directory.
 
         Args:
-            path: where the model goes.
+            path: where the model goes: a directory, or the URL of a place.
             fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; one file by default.
             thread_count: how many threads to write with, at least.
             save_distributed: every rank writes its own shards; otherwise tensors must be whole.
@@ -91,6 +84,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
         self._keys_known = True
+        self._names: Names | None = None
+        self.fs, self.path = by_store(self.fs, self.path)
         self._point_to(self.path)
 
     def _point_to(self, path: str | os.PathLike[str]) -> None:
@@ -103,12 +98,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
         super().reset(checkpoint_id)
         if checkpoint_id:
+            self.fs, self.path = by_store(self.fs, self.path)
             self._point_to(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._new_save = None
+        self._new_save = self._names = None
         if not self.use_collectives and self.rank:
             raise BrokenProtocol(
                 "a Hugging Face model is one for all ranks, and cannot be saved by each rank on its own",
@@ -123,7 +119,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             UnsupportedLeaf: (a TypeError) it has something else; names it.
 
         """
-        check_local(self)
+        place_of(self)
         for item in plan.items:
             if item.tensor_data is None:
                 raise no_tensor(item)
@@ -148,7 +144,10 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 for plan, numbers in zip(plans, numbered, strict=True)
                 if plan.items
             )
-        self._check_place(prepare(str(self.path)), {item.index.fqn for plan in plans for item in plan.items})
+        store = place_of(self)
+        folder = prepare(store)
+        self._check_place(folder, {item.index.fqn for plan in plans for item in plan.items})
+        self._names = begin(store, self.save_id, folder)
         new_plans = []
         for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
             storage_data: dict[str, Any] = {}
@@ -156,7 +155,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 storage_data["fqn_to_index_mapping"] = mapping
             if self.save_distributed:
                 storage_data["shard_index"] = place
-            storage_data[_OURS] = {"save_id": self.save_id, "files": count, "numbers": numbers}
+            decided = {"save_id": self.save_id, "marks": self._names.marks, "files": count, "numbers": numbers}
+            storage_data[_OURS] = decided
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
 
@@ -164,9 +164,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """Refuse to put shards beside a model that they do not replace: readers take it for the one, or for both."""
         if not self.save_distributed:
             return
-        named = set() if folder.index is None else set(read_weight_map(folder.index).values())
-        for name, path in folder.files.items():
-            if made_by_writer(path, name):
+        named = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
+        for name in folder.files:
+            if made_by_writer(folder, name):
                 continue
             if name in named:
                 raise CheckpointThere(
@@ -174,7 +174,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                     hint="save to another directory, or delete the model",
                     file=name,
                 )
-            if twice := sorted(keys.intersection(_keys_in(path))):
+            if twice := sorted(keys.intersection(_keys_in(folder, name))):
                 raise CheckpointThere(
                     f"{folder.path}: {name}, which no save made, holds {len(twice)} of the tensors to save: {twice[:4]}; "
                     "with shards beside it they would be there twice",
@@ -185,7 +185,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
-        check_local(self)
+        place_of(self)
         results: list[WriteResult] = []
         if plan.items:
             results = self._write(plan, planner)
@@ -200,24 +200,28 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             # A plan that somebody else made, as torch's `prepare_global_plan` does: there is nobody to wait for.
             mapping = said.get("fqn_to_index_mapping")
             numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
-            decided = {"save_id": self.save_id, "files": None, "numbers": numbers}
-        save_id, numbers = decided["save_id"], decided["numbers"]
-        self._new_save = save_id
+            decided = {"save_id": self.save_id, "marks": False, "files": None, "numbers": numbers}
+        numbers, store = decided["numbers"], place_of(self)
+        names = Names(decided["save_id"], renames=renames_in(store), marks=decided["marks"])
+        self._new_save = names.save_id
         files = files_of(plan.items, numbers, self._split_by_storage_plan)
         options = Options()
         threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
+        if _OURS not in said and not names.renames:
+            for file in files:
+                store.delete(file.name)
         sizes = write_files(
-            LocalStore(self.path, direct=options.direct_io),
+            store,
             files,
             lambda item: _tensor(planner, item),
-            save_id=save_id,
+            names=names,
             file_count=decided["files"],
             threads=threads,
             window_nbytes=window,
         )
-        if _OURS not in said:
+        if _OURS not in said and names.renames:
             for file in files:
-                new = os.path.join(str(self.path), temporary(file.name, save_id))
+                new = os.path.join(str(self.path), names.written(file.name))
                 os.replace(new, os.path.join(str(self.path), file.name))
         return [
             WriteResult(item.index, sizes[id(item)], _StorageInfo(file.name, 0, sizes[id(item)]))
@@ -236,28 +240,30 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def _discard_written(self) -> None:
         """Remove what all ranks wrote last, unless it is being published; for a save that will not be."""
         if self._new_save is not None:
-            discard(str(self.path), self._new_save)
+            discard(place_of(self), self._new_save, last=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""
         written = [result for each in results for result in each]
-        path = str(self.path)
+        store = place_of(self)
         weights, total = None, 0
         if not self.save_distributed:  # otherwise tensors are in several files, and no index can say where each one is
             weights = {result.index.fqn: result.storage_data.relative_path for result in written}
             total = sum(result.storage_data.length for result in written)
-        names = list(dict.fromkeys(result.storage_data.relative_path for result in written))
+        files = list(dict.fromkeys(result.storage_data.relative_path for result in written))
+        names = self._names or Names(self.save_id, renames=renames_in(store))
         try:
             if not self._keys_known:
-                self._check_place(look(path), {result.index.fqn for result in written})
-            publish(path, self.save_id, names, weights=weights, total_nbytes=total, replaces_saves=True)
+                self._check_place(look(store), {result.index.fqn for result in written})
+            publish(store, names, files, weights=weights, total_nbytes=total, replaces_saves=True)
         except Exception:
             with suppress(CheckpointError):
-                discard(path, self.save_id)
+                discard(store, self.save_id)
             raise
-        if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and names:
+        if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and files:
             consolidate_files(
-                [os.path.join(path, name) for name in names],
+                store,
+                list(map(names.final, files)),
                 self.consolidated_output_path,
                 self.fqn_to_index_mapping,
                 self.thread_count_consolidation,
@@ -274,9 +280,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         return _metadata_fn
 
 
-def _keys_in(path: str) -> Iterable[str]:
+def _keys_in(folder: Folder, name: str) -> Iterable[str]:
     try:
-        return read_header(path).tensors
+        return read_header(folder.files[name], folder.opens).tensors
     except CheckpointError:
         return ()  # readers will name it
 

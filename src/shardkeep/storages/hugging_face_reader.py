@@ -16,7 +16,7 @@ from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.format.region import Box
 from shardkeep.layout.safetensors_files import SafetensorsFile, read_header
-from shardkeep.layout.safetensors_publish import look
+from shardkeep.layout.safetensors_folder import look
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.protocol.foreign import in_words_of_caller
@@ -35,15 +35,17 @@ from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
 from shardkeep.protocol.problems import BrokenProtocol, NoSuchValue
 from shardkeep.run.item_files import Files, batches
+from shardkeep.run.read import Reads
 from shardkeep.run.safetensors_catalog import Chunk, Stored, read_catalog
 from shardkeep.run.torch_fetch import Wanted, fill
 from shardkeep.run.workers import run_workers
 from shardkeep.state.devices import settle
-from shardkeep.storages.choosing import is_local
+from shardkeep.storages.choosing import by_store, is_local, store_of
 from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
 from shardkeep.storages.safetensors_handle import SafeFile
 from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import Store
 
 _LARGEST_NBYTES = 8
 """Of an element, in whatever a planner makes for it."""
@@ -59,11 +61,12 @@ class HuggingFaceStorageReader(FileSystemReader):
         Point to a directory.
 
         Args:
-            path: holds the model.
+            path: holds the model: a directory, or the URL of a place.
             thread_count: how many threads to read with, at least.
 
         """
         super().__init__(path=path)
+        self.fs, self.path = by_store(self.fs, self.path)
         self.thread_count = thread_count
         self._catalog: Mapping[str, Stored] = {}
         self._chunks: dict[str, dict[Ints, tuple[DType, Chunk]]] = {}
@@ -72,6 +75,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the previous load; the next one is from `checkpoint_id`, if given."""
         super().reset(checkpoint_id)
+        self.fs, self.path = by_store(self.fs, self.path)
         self._catalog, self._chunks, self._headers = {}, {}, {}
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -84,9 +88,9 @@ class HuggingFaceStorageReader(FileSystemReader):
             MalformedFile: the files are not one whole checkpoint.
 
         """
-        check_local(self)
+        place = place_of(self)
         self._chunks = {}
-        self._catalog = read_catalog(look(self.path), threads=self._threads())
+        self._catalog = read_catalog(look(place), threads=self._threads())
         metadata = Metadata(
             LazyItems.of(_Entries(self._catalog)),
             storage_data=LazyItems.of(_Places(self._catalog)),
@@ -122,14 +126,14 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def _header(self, path: str) -> SafetensorsFile:
         if path not in self._headers:
-            self._headers[path] = read_header(path)
+            self._headers[path] = read_header(path, self._opens())
         return self._headers[path]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the planner asks for, straight into its tensors where they allow it."""
-        check_local(self)
+        place_of(self)
         for req in plan.items:
             if req.type == LoadItemType.BYTE_IO:
                 raise UnsupportedLeaf(
@@ -152,9 +156,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         """Say whether the class of this reader overrides one of these methods."""
         return any(getattr(type(self), name) is not getattr(own, name) for name in names)
 
+    def _opens(self) -> Reads:
+        """Return what opens files as the catalog calls them: by their paths, or by their names in a store."""
+        return PathStore(direct=Options().direct_io) if is_local(self.fs) else place_of(self)
+
     def open_files(self) -> Files:
-        """Return the files to read from, which are named by their paths and have no digests."""
-        return Files(PathStore(direct=Options().direct_io), {})
+        """Return the files to read from, which have no digests."""
+        return Files(self._opens(), {})
 
     def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Read items as they are stored, cast to the dtype of what they fill."""
@@ -226,7 +234,8 @@ class HuggingFaceStorageReader(FileSystemReader):
                 path, requests = file_queue.get_nowait()
             except queue.Empty:
                 return
-            handle = SafeFile(read_header(path))
+            opens = self._opens()
+            handle = SafeFile(read_header(path, opens), opens)
             for req in requests:
                 self._process_read_request(handle, req, planner)
             result_queue.put(True)
@@ -297,20 +306,22 @@ def _place_of(stored: Stored, chunk: Chunk) -> _HFStorageInfo:
     return _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
 
 
-def check_local(storage: Any) -> None:
+def place_of(storage: Any) -> Store:
     """
-    Make sure that nobody gave a storage another file system than this machine's.
+    Return the store that a storage reads from or writes to.
 
     Raises:
-        BrokenProtocol: somebody did.
+        BrokenProtocol: somebody gave it a file system of their own, which is none.
 
     """
-    if not is_local(storage.fs):
+    store = store_of(storage.fs, storage.path)
+    if store is None:
         raise BrokenProtocol(
             f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be asked: "
-            "safetensors files are read and written as files of this machine",
-            hint="mount the place as a directory, or use FsspecWriter and FsspecReader",
+            "safetensors files are read and written as files of this machine, or as blobs of a store",
+            hint="give the URL of the place, or use FsspecWriter and FsspecReader",
         )
+    return store
 
 
 def target_of(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from shardkeep.errors import MalformedFile
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.region import Box, intersect, relative, slices, whole
+from shardkeep.layout.safetensors_folder import look
 from shardkeep.options import Options
 from shardkeep.protocol.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from shardkeep.protocol.planners import LoadPlanner
@@ -26,8 +27,8 @@ from shardkeep.run.item_files import Files
 from shardkeep.run.safetensors_catalog import Stored, read_weight_map
 from shardkeep.run.torch_read import ChunkRead, read_chunks
 from shardkeep.run.workers import run_workers
-from shardkeep.storages.hugging_face_names import _HFStorageInfo, _metadata_fn
-from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, in_batches, target_of
+from shardkeep.storages.hugging_face_names import _HFStorageInfo
+from shardkeep.storages.hugging_face_reader import HuggingFaceStorageReader, in_batches, place_of, target_of
 from shardkeep.storages.quantized_numbers import block_ranges, expand_groups, groups_of, scale_blocks, strips
 from shardkeep.storages.safetensors_handle import chunk_read
 
@@ -126,9 +127,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _load_quantization_metadata(self) -> None:
         """Find out which tensors are quantized, from the index file or, where there is none, from the files."""
-        index = os.path.join(self.path, _metadata_fn)
-        if os.path.exists(index):
-            self._build_weight_scale_mapping(read_weight_map(index))
+        folder = look(place_of(self))
+        if folder.index is not None:
+            self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens))
         else:
             homes = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
             self._build_weight_scale_mapping(homes)

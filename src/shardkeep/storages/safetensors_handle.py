@@ -15,17 +15,18 @@ from shardkeep.format.region import Box, whole
 from shardkeep.layout.safetensors_files import Part, SafetensorsFile
 from shardkeep.options import Options
 from shardkeep.run.item_files import Files, Item
+from shardkeep.run.read import Reads
 from shardkeep.run.safetensors_catalog import Chunk
 from shardkeep.run.torch_read import ChunkRead, read_chunks
 from shardkeep.run.workers import WINDOW_NBYTES
-from shardkeep.store.paths import PathStore
 
 
 class SafeFile:
     """An open file; what `safetensors.safe_open` returns has these methods."""
 
-    def __init__(self, file: SafetensorsFile) -> None:
+    def __init__(self, file: SafetensorsFile, opens: Reads) -> None:
         self._file = file
+        self._opens = opens
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -39,7 +40,7 @@ class SafeFile:
         """Return a tensor to take slices of."""
         if name not in self._file.tensors:
             raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
-        return SafeSlice(self._file.path, name, self._file.tensors[name])
+        return SafeSlice(self._opens, self._file.path, name, self._file.tensors[name])
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
@@ -50,7 +51,8 @@ class SafeFile:
 class SafeSlice:
     """A stored tensor of which only what is asked for is read."""
 
-    def __init__(self, path: str, key: str, part: Part) -> None:
+    def __init__(self, opens: Reads, path: str, key: str, part: Part) -> None:
+        self._opens = opens
         self.path = path
         self.key = key
         self.part = part
@@ -85,7 +87,7 @@ class SafeSlice:
         """Read a box."""
         options, part = Options(), self.part
         found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
-        files = Files(PathStore(direct=options.direct_io), {})
+        files = Files(self._opens, {})
         read = chunk_read(files, self.key, part.dtype, Chunk(self.path, part.start, whole(part.shape)), box, found)
         threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
         read_chunks(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)

@@ -1,7 +1,7 @@
 """
 Tensors written to safetensors files, straight from their memory, on several threads.
 
-Files are written under their temporary names and are durable on return; if anything fails, all of them are removed.
+Files are written beside what is there and are durable on return; if anything fails, all of them are removed.
 A tensor is asked for when its turn comes and let go when it is written, so that tensors made for the purpose are never
 all alive. Tensors are laid in an order that aligns each to the largest power of two that divides its size.
 """
@@ -27,6 +27,7 @@ from shardkeep.layout.safetensors_names import (
     SAVE_ID_KEY,
     SAVED_OFFSETS_KEY,
 )
+from shardkeep.layout.safetensors_publish import Names
 from shardkeep.protocol.plans import WriteItem
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory, view_memory
@@ -34,7 +35,7 @@ from shardkeep.stage.tensors import host_address, scattered
 from shardkeep.storages.hugging_face_names import DCP_VERSION_KEY, HF_DCP_VERSION
 from shardkeep.storages.safetensors_output import NewFile
 from shardkeep.store.aligned import address_of
-from shardkeep.store.local import LocalStore
+from shardkeep.store.protocol import Store
 
 Resolve = Callable[[WriteItem], torch.Tensor]
 
@@ -77,23 +78,23 @@ class _Piece:
 
 
 def write_files(
-    store: LocalStore,
+    store: Store,
     files: Sequence[FileToWrite],
     resolve: Resolve,
     *,
-    save_id: str,
+    names: Names,
     file_count: int | None,
     threads: int,
     window_nbytes: int,
 ) -> dict[int, int]:
     """
-    Write files whole and durable, under temporary names; return the bytes of each item, by its identity.
+    Write files whole and durable, under the names they are written under; return the bytes of each item, by its identity.
 
     Args:
         store: where they go.
         files: what is written.
         resolve: gives the tensor of an item.
-        save_id: the save they are of.
+        names: under which names they are written, and the save they are of.
         file_count: how many files this save has, of all ranks; None if that is not known.
         threads: how many to use.
         window_nbytes: memory that each may use.
@@ -104,15 +105,15 @@ def write_files(
     """
 
     def lay_out(measure: Callable[[WriteItem], tuple[DType, Ints]]) -> list[_Layout]:
-        return [_lay_out(file, measure, save_id=save_id, file_count=file_count) for file in files]
+        return [_lay_out(file, measure, save_id=names.save_id, file_count=file_count) for file in files]
 
     layouts = lay_out(_planned)
     try:
-        _write(store, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
+        _write(store, layouts, resolve, names=names, threads=threads, window_nbytes=window_nbytes)
     except _Unplanned:
         # A planner that stores something else than what it planned: its tensors must be made once to be measured.
         layouts = lay_out(lambda item: _described(item, _checked(item, resolve(item))))
-        _write(store, layouts, resolve, save_id=save_id, threads=threads, window_nbytes=window_nbytes)
+        _write(store, layouts, resolve, names=names, threads=threads, window_nbytes=window_nbytes)
     return {
         id(item): _nbytes(part) for layout in layouts for item, part in zip(layout.items, layout.parts, strict=True)
     }
@@ -194,7 +195,7 @@ def _lay_out(
 
 
 def _write(
-    store: LocalStore, layouts: Sequence[_Layout], resolve: Resolve, *, save_id: str, threads: int, window_nbytes: int
+    store: Store, layouts: Sequence[_Layout], resolve: Resolve, *, names: Names, threads: int, window_nbytes: int
 ) -> None:
     with ExitStack() as undo:
 
@@ -203,22 +204,22 @@ def _write(
             file.write(pieces[0].at if pieces else 0, _gathered(pieces, buffer))
             return True
 
-        tasks = _tasks(store, layouts, resolve, save_id, window_nbytes, undo)
+        tasks = _tasks(store, layouts, resolve, names, window_nbytes, undo)
         run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
         undo.pop_all()
 
 
 def _tasks(
-    store: LocalStore,
+    store: Store,
     layouts: Sequence[_Layout],
     resolve: Resolve,
-    save_id: str,
+    names: Names,
     window_nbytes: int,
     undo: ExitStack,
 ) -> Iterator[tuple[NewFile, list[_Piece]]]:
     """Open the files, one after the other, and cut what goes into them into windows."""
     for layout in layouts:
-        file = NewFile(store, layout.name, save_id, layout.header, layout.data_nbytes, undo)
+        file = NewFile(store, names.written(layout.name), layout.header, layout.data_nbytes, undo)
         if not layout.data_nbytes:
             yield file, []
         together: list[_Piece] = []
