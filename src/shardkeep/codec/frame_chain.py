@@ -103,7 +103,7 @@ class Chain:
         _check_place(data, place)
         stored: Buffer = data
         for codec, name in zip(self._codecs, self.names, strict=True):
-            view = memoryview(stored).cast("B")
+            view = _bytes_of(stored)
             try:
                 stored = codec.encode(view, place)
                 size = memoryview(stored).nbytes
@@ -130,14 +130,14 @@ class Chain:
         bounds = [place.nbytes]
         for codec in self._codecs[:-1]:
             bounds.append(codec.bound(bounds[-1]))
-        data, filled = stored.cast("B"), False
+        data, filled = _bytes_of(stored), False
         for at in reversed(range(len(self._codecs))):
             codec, name = self._codecs[at], self.recorded[at]["name"]
             try:
                 if at == 0 and isinstance(codec, DecodesInto):
                     size, filled = codec.decode_into(data, place, into), True
                 else:
-                    data = memoryview(codec.decode(data, place, bounds[at])).cast("B")
+                    data = _bytes_of(codec.decode(data, place, bounds[at]))
                     size = data.nbytes
             except (CheckpointError, MemoryError):
                 raise
@@ -196,6 +196,12 @@ def _opened(recorded: Recorded, keys: KeySource | None) -> Codec:
 def _check_place(data: memoryview, place: FramePlace) -> None:
     if data.nbytes != place.nbytes:
         raise CodecFailed(f"{data.nbytes} bytes were given for {_named(place)}, which has {place.nbytes}")
+
+
+def _bytes_of(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    # What is empty cannot be cast, and need not be.
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _named(place: FramePlace) -> str:

@@ -164,7 +164,7 @@ class RememberedKeys:
         return f"RememberedKeys({self._source!r}, {len(self.known)} known)"
 
 
-Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", None]
+Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", str, None]
 """What a user may give: an object that wraps and unwraps, a function that returns key text, or the path of a file."""
 
 
@@ -181,7 +181,10 @@ def key_source(keys: Keys) -> KeySource | None:
     """
     if keys is None or isinstance(keys, KeySource):
         return keys
-    if isinstance(keys, os.PathLike):
+    if isinstance(keys, str) and _is_key(keys):
+        # Taken for a path, it would be shown in an error.
+        raise InvalidKey("a key was given where the path of a key file belongs", hint="give KeyRing.from_text(text)")
+    if isinstance(keys, (str, os.PathLike)):
         return KeyRing.from_file(keys)
     if callable(keys):
         given = keys()
@@ -203,18 +206,25 @@ def _id_of(key: bytes) -> str:
 
 
 def _key_of(line: str, where: str) -> bytes:
-    if _HEX.fullmatch(line):
-        return bytes.fromhex(line)
-    try:
-        key = base64.b64decode(line.replace("-", "+").replace("_", "/"), validate=True)
-    except (binascii.Error, ValueError):
-        key = b""
+    key = bytes.fromhex(line) if _HEX.fullmatch(line) else _from_base64(line)
     if len(key) != KEY_NBYTES:
         raise InvalidKey(
             f"{where} is no key: {KEY_NBYTES} bytes in hex or base64",
             hint="make one with shardkeep.codec.keys.new_key()",
         )
     return key
+
+
+def _from_base64(line: str) -> bytes:
+    try:
+        return base64.b64decode(line.replace("-", "+").replace("_", "/"), validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _is_key(text: str) -> bool:
+    first = text.strip().partition("\n")[0].strip()
+    return bool(_HEX.fullmatch(first)) or len(_from_base64(first)) == KEY_NBYTES
 
 
 def _keywrap() -> Any:

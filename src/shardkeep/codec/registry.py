@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardkeep.codec.codec_stream import CodecStream
 from shardkeep.codec.extensions import Extension
 from shardkeep.codec.problems import UnknownExtension
 from shardkeep.codec.zstd import ZStandard
@@ -13,7 +14,7 @@ class ExtensionRegistry:
     """The extensions that a reader knows: the ones that come with shardkeep, and those registered."""
 
     def __init__(self) -> None:
-        self.extensions: dict[str, type[Extension]] = {ZStandard.registry_name(): ZStandard}
+        self.extensions: dict[str, type[Extension]] = {each.registry_name(): each for each in (ZStandard, CodecStream)}
 
     def register(self, cls: type[Extension]) -> None:
         """Make an extension known, in place of another one of its name."""

@@ -37,9 +37,10 @@ class Zstd(CodecConfig, frozen=True):
     def from_text(cls, argument: str) -> Zstd:
         """Read "zstd:3"."""
         try:
-            return cls(int(argument)) if argument else cls()
+            level = int(argument or cls().level)
         except ValueError as exc:
             raise InvalidCodec(f"zstd takes a level, as in 'zstd:3', and was given {argument!r}") from exc
+        return cls(level)
 
     @classmethod
     def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none

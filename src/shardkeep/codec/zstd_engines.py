@@ -22,8 +22,12 @@ MODULES = (*_ALIKE, "zstandard")
 _FEED = 2048
 """Most input that `zstandard` is given at a time: it becomes 64 MiB at the very most."""
 
+# zstd's numbers for its parameters.
+_LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _STEP, _STRATEGY = 100, 101, 102, 105, 106, 107
 _LITERALS = 1002
-"""zstd's number for the parameter that has literals coded whatever the others are (its value 1: always)."""
+"""Whether literals are coded: 0 as the strategy would, 1 always."""
+_QUICK = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17}
+"""Parameters under which hardly a match is found, or looked for."""
 _SKEWED = bytes((1, 2, 1, 3, 1, 1, 4, 2)) * 512
 
 
@@ -92,25 +96,23 @@ class Engine:
 
     def frames(self, level: int) -> OneFrame:
         """Return what compresses frame by frame at a level."""
-        return self._frames(level=level)
+        return self._frames({_LEVEL: level})
 
     def literal_frames(self) -> OneFrame:
         """
         Return what compresses data whose bytes repeat and whose runs of bytes do not: by Huffman coding alone.
 
-        It says so by parameters under which hardly a match is looked for.
+        Where the module allows it: otherwise with the few matches that are found in passing.
         """
-        names = self._module.CompressionParameter
-        quick = {names.strategy: 1, names.min_match: 7, names.hash_log: 6, names.window_log: 17}
         try:
             # A parameter that zstd has had for years and does not promise to keep: without it, steps this long would
             # store literals as they are.
-            huffman = self._frames(options={**quick, names.target_length: 1 << 17, _LITERALS: 1})
+            huffman = self._frames({**_QUICK, _STEP: 1 << 17, _LITERALS: 1})
             if len(huffman(_SKEWED)) < len(_SKEWED) // 2:
                 return huffman
         except (self.error, ValueError, TypeError):
             pass
-        return self._frames(options=quick)
+        return self._frames(_QUICK)
 
     def whole(self, frame: memoryview, most_nbytes: int) -> bytes:
         """
@@ -135,13 +137,23 @@ class Engine:
             raise ValueError("there is more behind a zstd frame")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _frames(self, **settings: Any) -> OneFrame:
-        inner = self._module.ZstdCompressor(**settings)
+    def _frames(self, settings: dict[int, int]) -> OneFrame:
+        inner = self._opened(settings)
 
         def compress(data: Buffer, /) -> bytes:
             return bytes(inner.compress(data, inner.FLUSH_FRAME))
 
         return compress
+
+    def _opened(self, settings: dict[int, int]) -> Any:
+        return self._module.ZstdCompressor(options=settings)
+
+
+class PyzstdEngine(Engine):
+    """The module `pyzstd`, from which the others have their interface, but for a name."""
+
+    def _opened(self, settings: dict[int, int]) -> Any:
+        return self._module.ZstdCompressor(settings)
 
 
 class ZstandardEngine(Engine):
@@ -158,7 +170,8 @@ class ZstandardEngine(Engine):
     def literal_frames(self) -> OneFrame:
         """Return what compresses mostly by Huffman coding; this module has no parameter for Huffman coding alone."""
         params = self._module.ZstdCompressionParameters(strategy=1, min_match=7, hash_log=6, window_log=17)
-        return self._frames(compression_params=params)
+        compress: OneFrame = self._module.ZstdCompressor(compression_params=params).compress
+        return compress
 
     def whole(self, frame: memoryview, most_nbytes: int) -> bytes:
         """Return what one frame stands for. The module looks at its size before it makes room for it."""
@@ -171,8 +184,8 @@ class ZstandardEngine(Engine):
             raise ValueError(f"a zstd frame stands for {len(data)} bytes and not for {says}")
         return data
 
-    def _frames(self, **settings: Any) -> OneFrame:
-        compress: OneFrame = self._module.ZstdCompressor(**settings).compress
+    def _frames(self, settings: dict[int, int]) -> OneFrame:
+        compress: OneFrame = self._module.ZstdCompressor(level=settings[_LEVEL]).compress
         return compress
 
 
@@ -184,7 +197,7 @@ def find_engine(names: tuple[str, ...] = MODULES) -> Engine | None:
             module = importlib.import_module(name)
         except ImportError:
             continue
-        return Engine(module) if name in _ALIKE else ZstandardEngine(module)
+        return {"pyzstd": PyzstdEngine, "zstandard": ZstandardEngine}.get(name, Engine)(module)
     return None
 
 
