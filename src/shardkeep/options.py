@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 1 << 20
 
@@ -78,6 +79,11 @@ class Options:
     """
     Let ranks that load the same bytes each read a part of them, and send it to the others over gloo. Pays where storage
     is slower than the network, from about four replicas up.
+    """
+    keys: Any = field(default=None, repr=False)
+    """
+    For encrypted checkpoints: a `KeyRing`, the path of a key file, a function that returns a key, or any object with
+    `wrap` and `unwrap` (a KMS). None: what SHARDKEEP_KEY_FILE names, or the text in SHARDKEEP_KEY.
     """
 
 

@@ -20,10 +20,12 @@ from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
 from shardkeep.ranks.world import World, current_world
 from shardkeep.run.background import Background
+from shardkeep.run.coding import Codecs
 from shardkeep.run.coordinating import Outcome
 from shardkeep.run.counting import counted
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.in_flight import flights
+from shardkeep.run.key_choice import keys_for
 from shardkeep.run.opened import opened
 from shardkeep.run.orders import make_jobs
 from shardkeep.run.phases import WORK_OF_SAVES, Phases, find_slowest
@@ -31,13 +33,13 @@ from shardkeep.run.reports import SaveReport
 from shardkeep.run.save_call import Label, SaveCall
 from shardkeep.run.telling import SaveTelling
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import entry_of, write_files
+from shardkeep.run.write import write_files
 from shardkeep.run.writer_hold import writer_hold
 from shardkeep.stage.pieces import take_pieces
 from shardkeep.stage.pinned import staging_memory
 from shardkeep.stage.step_gates import step_gates
 from shardkeep.state.devices import settle
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, requests_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,6 +57,7 @@ def save(
     overwrite: bool = False,
     allow_pickle: bool = False,
     check_replicas: bool = False,
+    codecs: Codecs = None,
     group: ProcessGroup | World | None = None,
     options: Options | None = None,
 ) -> SaveReport:
@@ -74,11 +77,14 @@ def save(
         overwrite: replace a committed checkpoint; without it, one that is there is an error.
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
         check_replicas: hash replicated tensors on every rank and insist that they are equal.
+        codecs: what files go through: names or configs, in order, such as `["float", "aes"]`; or a mapping from top-level
+            keys of the state to such lists, and what it does not name is stored as it is. Rank 0's are taken. Keys for
+            encryption are in `options`, or in the environment (SHARDKEEP_KEY_FILE), on every rank.
         group: the ranks that take part.
         options: threads, memory and deadlines.
 
     Raises:
-        StateError: `step` or `meta` cannot be kept in the commit record.
+        StateError: `step` or `meta` cannot be kept in the commit record, or `codecs` names what the state has not.
         UnsupportedLeaf: a leaf cannot be stored; names its key.
         InvalidShards: the ranks' shards do not make up their tensors.
         CheckpointExists: a checkpoint is there, and `overwrite` was not given.
@@ -106,17 +112,21 @@ def save(
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
+        codecs=codecs,
+        keys=keys_for(options),
     )
     telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
 
     def write() -> list[FileEntry]:
         settle(call.description.pieces)
+        coding = call.coding(orders)
         jobs = make_jobs(call.description, orders)
-        threads, window = window_for(options.io_threads, options.host_budget_bytes)
+        threads, window = window_for(requests_of(call.store, options.io_threads), options.host_budget_bytes)
         nbytes = sum(job.nbytes for job in jobs)
-        write_files(counted(call.store, telling, nbytes), jobs, threads=threads, window_nbytes=window)
+        store = counted(coding.over(call.store), telling, nbytes)
+        write_files(store, jobs, threads=threads, window_nbytes=window)
         telling.written(nbytes)
-        return [entry_of(job) for job in jobs]
+        return [coding.entry_of(job) for job in jobs]
 
     with telling.made(background=False), call.made():
         orders = call.plan(call.describer(state))
@@ -138,6 +148,7 @@ def async_save(
     overwrite: bool = False,
     allow_pickle: bool = False,
     check_replicas: bool = False,
+    codecs: Codecs = None,
     group: ProcessGroup | World | None = None,
     options: Options | None = None,
     staging: Literal["auto", "overlap", "device", "host"] = "auto",
@@ -159,6 +170,7 @@ def async_save(
         overwrite: as for `save`.
         allow_pickle: as for `save`.
         check_replicas: as for `save`.
+        codecs: as for `save`.
         group: as for `save`.
         options: as for `save`; also how much memory is staged through.
         staging: How tensors on an accelerator are copied; those in host memory are copied in the call. "overlap": while
@@ -203,6 +215,8 @@ def async_save(
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
+        codecs=codecs,
+        keys=keys_for(options),
     )
     handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
     telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
@@ -313,6 +327,7 @@ def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: floa
         save_id=outcome.save_id,
         step=outcome.step,
         bytes_written=sum(entry.nbytes for entry in call.written),
+        bytes_stored=sum(nbytes for entry in call.written for _, nbytes in entry.at_rest),
         bytes_total=outcome.bytes_total,
         tensors=outcome.tensors,
         seconds=seconds,

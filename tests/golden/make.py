@@ -1,5 +1,5 @@
 """
-Writes the golden checkpoint of the present format version. Run it once for each version, and never again.
+Writes the golden checkpoints of the present format version. Run it once for each version, and never again.
 
     python -m tests.golden.make
 """
@@ -10,10 +10,20 @@ import numpy as np
 import torch
 
 import shardkeep as sk
+from shardkeep.codec.keys import KeyRing
 from shardkeep.format.record import VERSION
 from shardkeep.testing.thread_ranks import run_thread_ranks
 
 HERE = Path(__file__).parent
+KEYS = KeyRing([bytes(range(32))])
+"""No secret: it opens what lies beside it for everybody to read."""
+CODECS = {"model": ["float", "zstd", "aes"], "optim": ["lz4"], "array": ["zstd:3"]}
+
+
+class InOrder(sk.LocalStore):
+    """A directory that says of itself what object stores do."""
+
+    sequential = True
 
 
 def full_state():
@@ -47,9 +57,20 @@ def rank_state(rank):
     return state
 
 
-if __name__ == "__main__":
-    where = HERE / f"v{VERSION}"
+def write(where, **how):
+    """Save it from two ranks."""
+    options = sk.Options(keys=KEYS)
     run_thread_ranks(
-        2, lambda world: sk.save(rank_state(world.rank), where, step=7, meta={"golden": True}, group=world)
+        2,
+        lambda world: sk.save(
+            rank_state(world.rank), where, step=7, meta={"golden": True}, group=world, options=options, **how
+        ),
     )
     print(f"wrote {where}")
+
+
+if __name__ == "__main__":
+    if VERSION != 2:
+        raise SystemExit("say here what the new version can hold")
+    write(HERE / "v2-coded", codecs=CODECS)
+    write(InOrder(HERE / "v2-apart"))

@@ -5,9 +5,10 @@ import torch
 
 import shardkeep as sk
 from tests.engine.samples import bits
-from tests.golden.make import HERE, full_state
+from tests.golden.make import CODECS, HERE, KEYS, full_state
 
-VERSIONS = sorted(path.name for path in HERE.glob("v*"))
+GOLDEN = sorted(path.name for path in HERE.glob("v*"))
+OPTIONS = sk.Options(keys=KEYS)
 
 
 def test_there_is_one_for_every_version():
@@ -16,15 +17,15 @@ def test_there_is_one_for_every_version():
     """
     from shardkeep.format.record import VERSION
 
-    assert [f"v{number}" for number in range(1, VERSION + 1)] == VERSIONS
+    assert {sk.open(HERE / name, options=OPTIONS).record.version for name in GOLDEN} == {*range(1, VERSION + 1)}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_golden_checkpoints_read_as_they_were_written(version):
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_checkpoints_read_as_they_were_written(name):
     """
     Whole tree, tied tensors, per-rank values, record and checksums.
     """
-    ck = sk.open(HERE / version)
+    ck = sk.open(HERE / name, options=OPTIONS)
     tree = ck.to_dict()
 
     assert tree.pop("rng") == {0: 0, 1: 10}
@@ -35,11 +36,30 @@ def test_golden_checkpoints_read_as_they_were_written(version):
     ck.verify()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_golden_checkpoints_load_in_place(version):
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_checkpoints_load_in_place(name):
     """
     A template of another layout is filled.
     """
     weight = torch.zeros(7, 5)
-    sk.load({"model": {"weight": weight}}, HERE / version, include="model.weight")
+    sk.load({"model": {"weight": weight}}, HERE / name, include="model.weight", options=OPTIONS)
     assert torch.equal(weight, full_state()["model"]["weight"])
+
+
+def test_what_the_second_version_is_for_is_in_its_golden_checkpoints():
+    """
+    One went through every codec, the other has its digests beside its data, which any reader of safetensors takes.
+    """
+    from safetensors.torch import load_file
+
+    coded = sk.open(HERE / "v2-coded", options=OPTIONS).record
+    assert {tuple(each["name"] for each in chain) for chain in coded.chains} == {
+        tuple(name.partition(":")[0] for name in names) for names in CODECS.values()
+    }
+    assert coded.mac
+    apart = sk.open(HERE / "v2-apart").record
+    assert all(file.blocks for file in apart.files)
+    [model] = [file.name for file in apart.files if file.name.startswith("model-00000")]
+    assert torch.equal(
+        load_file(HERE / "v2-apart" / model)["model.weight[0:4,0:5]"], full_state()["model"]["weight"][:4]
+    )

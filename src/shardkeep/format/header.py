@@ -4,6 +4,9 @@ The header of a data file: a valid safetensors header that also carries the dige
 Tensor names, dtypes and offsets are known before a byte is written, so the header is built first with room for the
 digests, which are filled in when the last block has been hashed. The header is padded with spaces, as the format
 allows, so that data begins on a page and direct I/O works.
+
+A store that takes bytes only in order has no place for digests that are known last: there they are kept apart, in a small
+file beside the data file.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardkeep.errors import MalformedFile, StateError
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES
+from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 
 ALIGNMENT = 4096
 MIN_BLOCK_NBYTES = 64 << 10
@@ -26,6 +29,7 @@ MAX_HEADER_NBYTES = 100_000_000
 """The limit every safetensors reader has."""
 
 _MARK = b'"shardkeep.blocks":"'
+_APART_MAGIC = b"SKBLOCK1"
 
 
 class HeaderEntry(NamedTuple):
@@ -52,13 +56,16 @@ def count_blocks(data_nbytes: int, block_nbytes: int) -> int:
     return -(-data_nbytes // block_nbytes)
 
 
-def build_header(entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int) -> bytearray:
-    """Write the header with zero digests; `seal_header` fills them in."""
+def build_header(
+    entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, apart: bool = False
+) -> bytearray:
+    """Write the header with zero digests, which `seal_header` fills in; or without, where they are kept apart."""
     quote = json.encoder.encode_basestring_ascii
     room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
+    digests = "" if apart else f',{_MARK.decode()}{room}"'
     metadata = (
         f'{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
-        f'"shardkeep.block_nbytes":"{block_nbytes}",{_MARK.decode()}{room}"}}'
+        f'"shardkeep.block_nbytes":"{block_nbytes}"{digests}}}'
     )
     parts = [f'{{"__metadata__":{metadata}']
     names: set[str] = set()
@@ -101,3 +108,21 @@ def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, w
     if at < 0 or end < 0 or len(digests) != blocks * DIGEST_NBYTES:
         raise MalformedFile(f"{where}: the header holds no digests for its {blocks} blocks", file=where)
     return digests
+
+
+def apart_nbytes(blocks: int) -> int:
+    """Return how large the file is that holds the digests of so many blocks, and the header's."""
+    return len(_APART_MAGIC) + DIGEST_NBYTES * (1 + blocks)
+
+
+def encode_apart(header: bytes | bytearray, digests: bytes | bytearray) -> bytes:
+    """Write the file that holds a data file's digests: the header's, then those of all blocks."""
+    return _APART_MAGIC + digest(header) + digests
+
+
+def decode_apart(data: bytes, *, blocks: int, where: str) -> tuple[bytes, bytes]:
+    """Take the digest of the header, and those of all blocks, out of a file whose own checksum was already checked."""
+    if len(data) != apart_nbytes(blocks) or not data.startswith(_APART_MAGIC):
+        raise MalformedFile(f"{where}: it holds no digests for {blocks} blocks", file=where)
+    at = len(_APART_MAGIC) + DIGEST_NBYTES
+    return data[len(_APART_MAGIC) : at], data[at:]

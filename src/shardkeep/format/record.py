@@ -17,11 +17,14 @@ import msgspec
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
 from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.header import ALIGNMENT, MAX_BLOCK_NBYTES, MAX_HEADER_NBYTES
+from shardkeep.format.header import ALIGNMENT, MAX_BLOCK_NBYTES, MAX_HEADER_NBYTES, apart_nbytes, count_blocks
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
-VERSION = 1
+VERSION = 2
+"""The newest that is read, and written where the first cannot say it."""
+FIRST_VERSION = 1
+"""Of checkpoints without codecs, whose data files hold their own digests: any reader takes them."""
 MAX_RECORD_NBYTES = 256 << 20
 _MAX_BLOB_NBYTES = 1 << 62
 """Offsets and sizes stay numbers of 63 bits."""
@@ -34,28 +37,61 @@ _META_HINT = (
 BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 """What a file of a checkpoint may be called: no separators, no dot first."""
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
+_MAC = re.compile(r"hmac_sha256:[0-9a-f]{64}")
+
+Recorded = list[dict[str, Any]]
+"""What is recorded of a chain of codecs (`codec.frame_chain`)."""
 
 
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One data file."""
+class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file of a checkpoint. One that went through codecs has all of the last three members, others have none."""
 
     name: str
     nbytes: int
+    """Before codecs, if any."""
+    checksum: str
+    """Of what stands for all of it. Where its chain has a secret, of a MAC of that: else whoever guesses what is in the
+    file could find out without the key that the guess is right."""
+    chain: int | None = None
+    """Which of the record's chains it went through."""
+    stored_nbytes: int | None = None
+    """How large it is in the store."""
+    table_checksum: str | None = None
+    """Of its table of frames and the footer behind it (`format.frames`)."""
+
+    @property
+    def at_rest(self) -> list[tuple[str, int]]:
+        """Name and size of what lies in the store."""
+        return [(self.name, self.nbytes if self.stored_nbytes is None else self.stored_nbytes)]
+
+
+class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
+    """
+    One data file.
+
+    Its checksum is that of its header, which holds the digest of every block: so of every byte of the file. Where digests
+    are kept apart, it is that of the file that holds them, and the header's.
+    """
+
     header_nbytes: int
     """Where tensor data begins."""
     block_nbytes: int
-    """Tensor data is checksummed in blocks of this size; the digests are in the file's header. 0 for a file of another
-    program that took none; never in a commit record."""
-    checksum: str
-    """Of the header, which holds the digest of every block: so of every byte of the file."""
+    """Tensor data is checksummed in blocks of this size. 0 for a file of another program that took no digests; never in a
+    commit record."""
+    blocks: str | None = None
+    """The file that holds its digests, where its header does not."""
+
+    @property
+    def at_rest(self) -> list[tuple[str, int]]:
+        """Name and size of what lies in the store: itself, and the file that holds its digests."""
+        if self.blocks is None:
+            return super().at_rest
+        blocks = count_blocks(self.nbytes - self.header_nbytes, self.block_nbytes)
+        return [*super().at_rest, (self.blocks, apart_nbytes(blocks))]
 
 
-class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The index file."""
-
-    name: str
-    nbytes: int
-    checksum: str
+class IndexEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
+    """The index file. Its checksum is of all of it."""
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +107,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the commit record says."""
 
     format: str = FORMAT
-    version: int = VERSION
+    version: int = FIRST_VERSION
     save_id: str
     step: int | None = None
     saved_at: str
@@ -81,11 +117,25 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     totals: Totals
     index: IndexEntry
     files: list[FileEntry]
+    chains: list[Recorded] = []
+    """The chains of codecs that files went through."""
+    mac: str | None = None
+    """Proves, where a chain has a secret, that nobody changed this record who has not the key."""
+
+    @property
+    def at_rest(self) -> dict[str, int]:
+        """The sizes of the files that make up the checkpoint, but for the record itself, by name."""
+        return dict(each for entry in (self.index, *self.files) for each in entry.at_rest)
 
     @property
     def names(self) -> list[str]:
         """The files that make up the checkpoint, but for the record itself."""
-        return [self.index.name, *(file.name for file in self.files)]
+        return list(self.at_rest)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """What they take in the store."""
+        return sum(self.at_rest.values())
 
 
 def checked_step(step: Any) -> int | None:
@@ -139,11 +189,22 @@ def _plain(value: Any, path: str) -> Any:
 def encode_record(record: Record) -> bytes:
     """Write a record as JSON that ends in its own checksum."""
     try:
-        body = msgspec.json.format(msgspec.json.encode(record), indent=2)
+        body = msgspec.json.format(msgspec.json.encode(_members(record)), indent=2)
     except (TypeError, ValueError, RecursionError) as exc:
         raise StateError(f"meta cannot be written as JSON: {exc}", hint=_META_HINT) from exc
     head = body.rstrip().removesuffix(b"}").rstrip()
     return head + _tail(head)
+
+
+def authenticated_bytes(record: Record, chains: list[Recorded]) -> bytes:
+    """Return what a record's MAC is of: all it says but the MAC itself, with its chains as they are given here."""
+    return msgspec.json.encode(_members(msgspec.structs.replace(record, mac=None, chains=chains)), order="sorted")
+
+
+def _members(record: Record) -> dict[str, Any]:
+    """Return what is written: what only newer records have is left out where it says nothing."""
+    members: dict[str, Any] = msgspec.to_builtins(record)
+    return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
 
 def decode_record(data: bytes, where: str) -> Record:
@@ -181,20 +242,46 @@ def _tail(head: bytes) -> bytes:
 
 
 def _check(record: Record, where: str) -> None:
-    blobs: list[IndexEntry | FileEntry] = [record.index, *record.files]
-    names = [blob.name for blob in blobs]
+    blobs: list[Blob] = [record.index, *record.files]
     sound = (
-        all(BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in names)
-        and len(set(names)) == len(names)
-        and all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
+        all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
+        and all(_is_sound(blob, len(record.chains)) for blob in blobs)
         and all(
-            8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES) and file.block_nbytes in _BLOCK_SIZES
+            8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES)
+            and file.block_nbytes in _BLOCK_SIZES
+            and (file.blocks is None or file.chain is None)
             for file in record.files
         )
+        and (record.mac is None or _MAC.fullmatch(record.mac))
+        and (record.version > FIRST_VERSION or not _needs_second(record))
     )
+    if sound:
+        named = [record.index.name, *(name for file in record.files for name, _ in file.at_rest)]
+        sound = all(BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in named)
+        sound = sound and len(set(named)) == len(named)
     if not sound:
         raise MalformedFile(
             f"{where}: the commit record names files in a way no writer does (path tricks, duplicates or sizes)",
             hint="do not trust this checkpoint",
             file=RECORD_NAME,
         )
+
+
+def _is_sound(blob: Blob, chains: int) -> bool:
+    members = (blob.chain, blob.stored_nbytes, blob.table_checksum)
+    if blob.chain is None or blob.stored_nbytes is None or blob.table_checksum is None:
+        return members == (None, None, None)
+    return (
+        0 <= blob.chain < chains
+        and 0 <= blob.stored_nbytes < _MAX_BLOB_NBYTES
+        and _CHECKSUM.fullmatch(blob.table_checksum) is not None
+    )
+
+
+def _needs_second(record: Record) -> bool:
+    return bool(record.chains or record.mac or any(file.blocks for file in record.files))
+
+
+def versioned(record: Record) -> Record:
+    """Return the record with the oldest version that can say what it says."""
+    return msgspec.structs.replace(record, version=VERSION if _needs_second(record) else FIRST_VERSION)

@@ -7,6 +7,9 @@ The native layout: which files a checkpoint is made of, what they are called, an
     <group>-<rank>-of-<ranks>-part<n>-<save id>.safetensors
     claim-<save id>.json                            only while the save is under way
 
+Files that went through codecs end in .skframes instead. Where a store takes bytes only in order, the digests of a data
+file that did not are beside it, in a file of the same name that ends in .blocks.
+
 Every file but the record carries its save's id, so that overwriting never touches a file of the committed checkpoint.
 """
 
@@ -17,15 +20,19 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from shardkeep._version import __version__
+from shardkeep.codec.frame_chain import Chain
 from shardkeep.errors import (
     BlobNotFound,
+    CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
     ChecksumMismatch,
@@ -34,7 +41,6 @@ from shardkeep.errors import (
     StorageError,
     WrongSize,
 )
-from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.columns import IntArray
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
 from shardkeep.format.record import (
@@ -46,17 +52,22 @@ from shardkeep.format.record import (
     Totals,
     decode_record,
     encode_record,
+    versioned,
 )
 from shardkeep.format.region import Box
+from shardkeep.layout.coded_store import checksum_of, put_coded
+from shardkeep.layout.signing import signed
 from shardkeep.layout.torch_files import METADATA_NAME
-from shardkeep.store.protocol import Gets, Lists, Puts
+from shardkeep.store.protocol import Creates, Deletes, Gets, Lists, Puts, Version
 
 MAX_INDEX_NBYTES = 4 << 30
 """A hundred million chunks. An index is held in memory, and a forged one of this size costs its writer nothing."""
-_SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skindex|json)$")
+_CODED_SUFFIX = "skframes"
+"""So that nobody takes them for safetensors files."""
+_SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|skindex|json)$")
 
 
-class _Commits(Gets, Puts, Protocol):
+class _Commits(Creates, Deletes, Gets, Puts, Protocol):
     """What publishing needs of a store."""
 
 
@@ -89,15 +100,21 @@ def is_claim(name: str) -> bool:
     return save_id is not None and name == claim_name(save_id)
 
 
-def index_name(save_id: str) -> str:
+def index_name(save_id: str, *, coded: bool = False) -> str:
     """Name a save's index."""
-    return f"index-{save_id}.skindex"
+    return f"index-{save_id}.{_CODED_SUFFIX if coded else 'skindex'}"
 
 
-def data_name(group: str, rank: int, world_size: int, save_id: str, *, part: int = 0) -> str:
+def data_name(group: str, rank: int, world_size: int, save_id: str, *, part: int = 0, coded: bool = False) -> str:
     """Name a rank's data file; `part` is which of several it is, from 1, or 0 for the only one."""
     of_several = f"-part{part}" if part else ""
-    return f"{group}-{rank:05d}-of-{world_size:05d}{of_several}-{save_id}.safetensors"
+    suffix = _CODED_SUFFIX if coded else "safetensors"
+    return f"{group}-{rank:05d}-of-{world_size:05d}{of_several}-{save_id}.{suffix}"
+
+
+def blocks_name(data_file: str) -> str:
+    """Name the file that holds the digests of a data file, where that does not hold them itself."""
+    return data_file.removesuffix(".safetensors") + ".blocks"
 
 
 def chunk_name(key: str, box: Box | None) -> str:
@@ -135,16 +152,22 @@ def _leftovers(store: Lists) -> str:
     return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
 
 
-def read_index(store: Gets, record: Record) -> Index:
-    """Read and check the index a record names."""
+def read_index(store: Gets, record: Record, chain: Chain | None = None) -> Index:
+    """
+    Read and check the index a record names.
+
+    `chain` is what it went through, if it did; `store` then is one that undoes that.
+    """
     entry = record.index
+    if entry.chain is not None and chain is None:
+        raise CheckpointError(f"{entry.name}: the index went through codecs, which were not opened", file=entry.name)
     try:
         data = store.get(entry.name, limit=min(entry.nbytes, MAX_INDEX_NBYTES))
     except BlobNotFound as exc:
         raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
     if len(data) != entry.nbytes:
         raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
-    if text_of(digest(data)) != entry.checksum:
+    if checksum_of(data, chain) != entry.checksum:
         raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
     return decode_index(data, where=entry.name)
 
@@ -169,10 +192,20 @@ def publish(
     world_size: int,
     step: int | None,
     meta: dict[str, Any],
-    overwrite: bool,
+    over: Version | None = None,
+    chains: Sequence[Chain] = (),
+    index_chain: int | None = None,
 ) -> Record:
-    """Write the index, then the commit record; the checkpoint exists when this returns, and not before."""
+    """
+    Write the index, then the commit record; the checkpoint exists when this returns, and not before.
+
+    `over` is the version of the record that is replaced; without, there must be none. `index_chain` says which of the
+    chains the index goes through; it is one that has a secret, if any has.
+    """
     index = encode_index(keys=keys, tensors=tensors, chunk_ends=chunk_ends, chunks=chunks, values=values, tree=tree)
+    _check_size("index", index, MAX_INDEX_NBYTES)
+    chain = None if index_chain is None else chains[index_chain]
+    name = index_name(save_id, coded=chain is not None)
     record = Record(
         save_id=save_id,
         step=step,
@@ -181,33 +214,62 @@ def publish(
         world_size=world_size,
         meta=meta,
         totals=Totals(tensors=len(keys), chunks=len(chunks), values=len(values), tensor_bytes=tensor_bytes),
-        index=IndexEntry(name=index_name(save_id), nbytes=len(index), checksum=text_of(digest(index))),
+        index=IndexEntry(name=name, nbytes=len(index), checksum=checksum_of(index, chain)),
         files=files,
+        chains=[each.recorded for each in chains],
     )
-    encoded = encode_record(record)
-    for what, data, limit in (("index", index, MAX_INDEX_NBYTES), ("commit record", encoded, MAX_RECORD_NBYTES)):
-        if len(data) > limit:
-            raise StateError(
-                f"the {what} would have {len(data):,} bytes, more than a reader takes ({limit:,})",
-                hint="store large values as tensors, and little in meta",
-            )
-    _check_readable(index, encoded)
-    store.put(record.index.name, index)
-    try:
-        # Record last: a reader that sees it may trust every file it names.
-        store.put(RECORD_NAME, encoded, replace=overwrite)
-    except StorageError as exc:
-        if exc.errno != errno.EEXIST:
-            raise
-        raise CheckpointExists("a checkpoint was committed here by another save meanwhile") from exc
+    _check_readable(lambda: decode_index(index, where="the index"))
+    if chain is None:
+        store.put(name, index)
+    else:
+        seal = put_coded(store, name, index, chain)
+        coded = replace(
+            record.index, chain=index_chain, stored_nbytes=seal.stored_nbytes, table_checksum=seal.table_checksum
+        )
+        record = replace(record, index=coded)
+    record = signed(versioned(record), chain)
+    _commit(store, record, over)
     return record
 
 
-def _check_readable(index: bytes, record: bytes) -> None:
-    """Read back what is about to be committed: nothing may replace a checkpoint that no reader takes."""
+def _commit(store: _Commits, record: Record, over: Version | None) -> None:
+    encoded = encode_record(record)
+    _check_size("commit record", encoded, MAX_RECORD_NBYTES)
+    _check_readable(lambda: decode_record(encoded, "the commit record"))
     try:
-        decode_index(index, where="the index")
-        decode_record(record, "the commit record")
+        # Record last: a reader that sees it may trust every file it names.
+        store.put(RECORD_NAME, encoded, over=over)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        raise CheckpointExists(
+            f"a checkpoint was committed here by another save meanwhile{_winner(store)}",
+            hint="it stands, and this one was not committed; save to another place, or once more with overwrite=True",
+        ) from exc
+
+
+def _winner(store: Gets) -> str:
+    """Say whose record is in place of ours, as far as that can be found out."""
+    try:
+        record = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
+    except CheckpointError:
+        return ""
+    step = "" if record.step is None else f"step {record.step}, "
+    return f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
+
+
+def _check_size(what: str, data: bytes, limit: int) -> None:
+    if len(data) > limit:
+        raise StateError(
+            f"the {what} would have {len(data):,} bytes, more than a reader takes ({limit:,})",
+            hint="store large values as tensors, and little in meta",
+        )
+
+
+def _check_readable(read: Callable[[], object]) -> None:
+    """Read back what is about to be written: nothing may replace a checkpoint that no reader takes."""
+    try:
+        read()
     except DamagedCheckpoint as exc:
         raise StateError(
             f"this state would make a checkpoint that cannot be read: {exc.message}",

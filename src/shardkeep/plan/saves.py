@@ -7,7 +7,8 @@ Pure functions on columns. Half a million shards take about a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,9 +71,15 @@ class FilePlan:
 
     rank: int
     group: str
+    chain: int | None
+    """Which chain of codecs it goes through."""
     part: int
     """From 1 where the rank's data of this group are in several files; else 0."""
     data_nbytes: int
+
+
+ChainOf = Callable[[str, str], "int | None"]
+"""Says which chain of codecs a tensor goes through, by its key and its group."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,16 @@ class _Merged:
     shards: Shards
 
 
-def plan_save(drafts: Sequence[Draft]) -> SavePlan:
-    """Decide which rank writes which part of which tensor into which file."""
+def plan_save(drafts: Sequence[Draft], chain_of: ChainOf = lambda _key, _group: None) -> SavePlan:
+    """Decide which rank writes which part of which tensor into which file; a file goes through one chain."""
     _check_arguments(drafts)
     merged = _merge(drafts)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
     pieces = _share_out(merged, merged.shards.take(own), len(drafts))
     _check_tiling(merged, pieces, merged.shards.take(~own))
-    files, pieces = _place(merged, pieces, len(drafts))
+    chain = [chain_of(key, group) for key, group in zip(merged.keys, merged.groups, strict=True)]
+    files, pieces = _place(merged, pieces, len(drafts), chain)
     return SavePlan(merged.keys, merged.tensors, pieces, files)
 
 
@@ -340,22 +348,24 @@ def _check_tiling(merged: _Merged, pieces: Pieces, tied: Shards) -> None:
     )
 
 
-def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FilePlan], Pieces]:
+def _place(merged: _Merged, pieces: Pieces, world_size: int, chain: list[int | None]) -> tuple[list[FilePlan], Pieces]:
     """
-    Lay pieces end to end in files, one for each rank and group, or several where there is much.
+    Lay pieces end to end in files, one for each rank and group, or several where there is much, or several chains.
 
     safetensors allows no gaps, so alignment comes from order: pieces whose size has the larger power of two as a
     divisor go first, and so each begins on a multiple of its own.
     """
     safe = {group: re.sub(r"[^A-Za-z0-9_]+", "_", group)[:60].strip("_") or "state" for group in set(merged.groups)}
-    names = sorted(set(safe.values()))
-    if len(names) > MOST_GROUPS:
-        safe, names = dict.fromkeys(safe, "state"), ["state"]
-    group_row = {name: row for row, name in enumerate(names)}
-    group = np.array([group_row[safe[name]] for name in merged.groups], np.int64)
-    slots, slot = np.unique(pieces.rank * len(names) + group[pieces.tensor], return_inverse=True)
+    if len(set(safe.values())) > MOST_GROUPS:
+        safe = dict.fromkeys(safe, "state")
+    kind_of = [(safe[name], -1 if each is None else each) for name, each in zip(merged.groups, chain, strict=True)]
+    kinds = sorted(set(kind_of))
+    labels, chains = _labels(kinds), [None if chain < 0 else chain for _, chain in kinds]
+    row_of = {kind: row for row, kind in enumerate(kinds)}
+    group = np.array([row_of[kind] for kind in kind_of], np.int64)
+    slots, slot = np.unique(pieces.rank * len(kinds) + group[pieces.tensor], return_inverse=True)
     slot = slot.reshape(-1)
-    rank_of_slot = slots // max(1, len(names))
+    rank_of_slot = slots // max(1, len(kinds))
     part = parts.share_out(slot, rank_of_slot, pieces.tensor, pieces.nbytes, world_size)
     made, file = np.unique(slot * parts.MOST_PARTS + part, return_inverse=True)
     file = file.reshape(-1)
@@ -369,7 +379,7 @@ def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FileP
     slot_of_file = made // parts.MOST_PARTS
     alone = np.bincount(slot_of_file)[slot_of_file] == 1
     files = [
-        FilePlan(rank, names[row % len(names)], 0 if lone else number + 1, total)
+        FilePlan(rank, labels[row % len(kinds)], chains[row % len(kinds)], 0 if lone else number + 1, total)
         for rank, row, number, lone, total in zip(
             rank_of_slot[slot_of_file].tolist(),
             slots[slot_of_file].tolist(),
@@ -380,3 +390,9 @@ def _place(merged: _Merged, pieces: Pieces, world_size: int) -> tuple[list[FileP
         )
     ]
     return files, pieces
+
+
+def _labels(kinds: list[tuple[str, int]]) -> list[str]:
+    """Return what files of each group and chain are called; of a group that goes through several, the chain is told."""
+    counts = Counter(name for name, _ in kinds)
+    return [f"{name}-c{chain + 1}" if counts[name] > 1 else name for name, chain in kinds]

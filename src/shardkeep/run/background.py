@@ -18,6 +18,7 @@ from typing import Any
 
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, cores, local_ranks
+from shardkeep.run.coding import FileCoding
 from shardkeep.run.coordinating import Outcome
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.orders import make_jobs
@@ -25,13 +26,13 @@ from shardkeep.run.save_call import SaveCall
 from shardkeep.run.staging import Staging
 from shardkeep.run.telling import SaveTelling
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, Hashing, Sink, Window, entry_of, windows_in_turn, write_files
+from shardkeep.run.write import FileJob, Hashing, Sink, Window, windows_in_turn, write_files
 from shardkeep.run.writer_hold import Outside
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
 from shardkeep.store.process import free_memory
-from shardkeep.store.protocol import BlobWriter
+from shardkeep.store.protocol import BlobWriter, requests_of
 
 log = logging.getLogger("shardkeep")
 
@@ -126,15 +127,17 @@ class Background:
         del call.description, call.objects
         self._pieces.tensors.clear()
         try:
-            call.write(lambda: self._write(jobs))
+            call.write(lambda: self._write(jobs, call.coding(orders)))
         finally:
             jobs.clear()  # frames of an error that is kept know the list: not the tensors with it
         handle.tell("committing", staged=self._total, written=self._written, total=self._total)
         return call.commit()
 
-    def _write(self, jobs: list[FileJob]) -> list[FileEntry]:
-        # No more than there are cores for: training needs them, and the interpreter's lock.
+    def _write(self, jobs: list[FileJob], coding: FileCoding) -> list[FileEntry]:
+        # No more than there are cores for: training needs them, and the interpreter's lock. A store that likes many
+        # requests under way keeps threads waiting, and not cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
+        threads = requests_of(self._call.store, threads)
         threads, window = window_for(threads, self._options.host_budget_bytes)
         outside = self._outside
         if self._pieces.events or outside:
@@ -164,14 +167,14 @@ class Background:
             staged = self._total if copied else staging.nbytes_copied
             self._telling.progressed(staged=staged, written=self._written, total=self._total)
 
-        sink = outside.sink(staging) if outside else Hashing(self._call.store, staging.take)
+        sink = outside.sink(staging, coding) if outside else Hashing(coding.over(self._call.store), staging.take)
         with staging.running():
             write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
         if staging.count:
             self._telling.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._tell_staged()
         self._handle.insist()
-        entries = [entry_of(job) for job in jobs]
+        entries = [coding.entry_of(job) for job in jobs]
         self._telling.written(sum(entry.nbytes for entry in entries))
         return entries
 

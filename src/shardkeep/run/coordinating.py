@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardkeep.codec.keys import KeySource
 from shardkeep.errors import (
     BlobNotFound,
     CheckpointError,
@@ -29,10 +30,11 @@ from shardkeep.format.record import RECORD_NAME, FileEntry, Record, checked_meta
 from shardkeep.layout import leftovers, native, torch_files
 from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import SavePlan, plan_save
+from shardkeep.run.coding import Begun, Codecs, begin_codecs, top_keys
 from shardkeep.run.drafting import merge_skeletons, merge_values
 from shardkeep.run.orders import cut_orders, file_names
 from shardkeep.run.sources import read_record
-from shardkeep.store.protocol import Store, free_nbytes
+from shardkeep.store.protocol import Store, Version, free_nbytes, is_sequential
 
 log = logging.getLogger("shardkeep")
 
@@ -51,10 +53,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Coordinator:
     """Rank 0's part of a save: what it decides, and what it takes back."""
 
-    def __init__(self, store: Store, *, overwrite: bool) -> None:
+    def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
         self.store = store
         self.overwrite = overwrite
         self.save_id = native.new_save_id()
+        self._codecs = codecs
+        self._keys = keys
         # Known after `label`.
         self.step: int | None
         self.meta: dict[str, Any]
@@ -62,6 +66,8 @@ class Coordinator:
         self.saved: SavePlan
         self.values: list[tuple[str, bytes]]
         self.tree: bytes
+        self.begun: Begun
+        self._over: Version | None = None
         # Known after `collect`, in the order of the plan's files.
         self.files: list[FileEntry]
         self.committed: Record | None = None
@@ -76,12 +82,15 @@ class Coordinator:
         """Check that the place is free, claim it, and share out the work."""
         self._check_place()
         drafts = [decode_draft(payload) for payload in payloads]
-        self.saved = plan_save(drafts)
-        self.values = merge_values(drafts, self.saved.keys)
         self.tree = merge_skeletons(drafts)
+        self.begun = begin_codecs(self._codecs, tops=lambda: top_keys(self.tree), keys=self._keys)
+        self.saved = plan_save(drafts, self.begun.chain_of)
+        self.values = merge_values(drafts, self.saved.keys)
         self._check_room()
         leftovers.make_claim(self.store, self.save_id)
-        return [encode(orders) for orders in cut_orders(self.saved, self.save_id, len(drafts))]
+        chains = [chain.recorded for chain in self.begun.chains]
+        orders = cut_orders(self.saved, self.save_id, len(drafts), chains=chains, apart=is_sequential(self.store))
+        return [encode(each) for each in orders]
 
     def collect(self, by_rank: list[list[FileEntry]]) -> list[bytes]:
         """Note what all ranks wrote, and insist that it is here."""
@@ -89,14 +98,15 @@ class Coordinator:
         self.files = [written[name] for name in file_names(self.saved, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
         for entry, plan in zip(self.files, self.saved.files, strict=True):
-            # A network file system may list what was there a while ago; asked for by name it looks again.
-            if listed.get(entry.name) != entry.nbytes and self._nbytes(entry.name) != entry.nbytes:
-                raise StorageError(
-                    f"{self.store.url}: rank {plan.rank} wrote {entry.name} of {entry.nbytes} bytes, which rank 0"
-                    " does not find there",
-                    hint="all ranks must see one file system",
-                    name=entry.name,
-                )
+            for name, nbytes in entry.at_rest:
+                # A network file system may list what was there a while ago; asked for by name it looks again.
+                if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
+                    raise StorageError(
+                        f"{self.store.url}: rank {plan.rank} wrote {name} of {nbytes} bytes, which rank 0 does not find"
+                        " there",
+                        hint="all ranks must see one file system",
+                        name=name,
+                    )
         return [b""] * len(by_rank)
 
     def _nbytes(self, name: str) -> int | None:
@@ -124,7 +134,9 @@ class Coordinator:
             world_size=len(payloads),
             step=self.step,
             meta=self.meta,
-            overwrite=self.overwrite,
+            over=self._over,
+            chains=self.begun.chains,
+            index_chain=self.begun.of_index,
         )
         self._insist_on(record)
         self.committed = record
@@ -212,7 +224,13 @@ class Coordinator:
         discard(self.store, [name for name in found.dead + found.ended if name not in kept])
 
     def _check_room(self) -> None:
-        """Find out before the first file is made whether all of them fit; what is replaced stays until the commit."""
+        """
+        Find out before the first file is made whether all of them fit; what is replaced stays until the commit.
+
+        Nobody knows beforehand what codecs make of them.
+        """
+        if self.begun.chains:
+            return
         wanted = sum(file.data_nbytes for file in self.saved.files) + sum(len(data) for _, data in self.values)
         free = free_nbytes(self.store)
         if free is not None and free < wanted:
@@ -225,7 +243,10 @@ class Coordinator:
             )
 
     def _check_place(self) -> None:
-        if not self.overwrite:
+        if self.overwrite:
+            # What is replaced is what is there now: a save that commits meanwhile has won, and this one is refused.
+            self._over = self.store.version(RECORD_NAME)
+        else:
             try:
                 read_record(self.store)
             except CheckpointNotFound:

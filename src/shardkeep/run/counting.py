@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from shardkeep.events import SaveProgressed, heard
 from shardkeep.run.telling import SaveTelling
-from shardkeep.store.protocol import BlobWriter, Creates, Deletes
-
-
-class Writes(Creates, Deletes, Protocol):
-    """What writing needs of a store."""
+from shardkeep.run.write import Writes
+from shardkeep.store.protocol import BlobWriter
 
 
 def counted(store: Writes, telling: SaveTelling, total: int) -> Writes:
@@ -27,7 +23,7 @@ def counted(store: Writes, telling: SaveTelling, total: int) -> Writes:
     def told(nbytes: int) -> None:
         nonlocal so_far
         with lock:
-            so_far += nbytes
+            so_far = min(so_far + nbytes, total)  # digests beside a file are more than was reckoned with
         telling.progressed(staged=total, written=so_far, total=total)
 
     return _Counting(store, told)

@@ -5,7 +5,7 @@ What rank 0 tells each rank to write, and how a rank turns that into files: head
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +14,7 @@ import numpy as np
 from shardkeep.format.columns import Boxes, IntArray
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.header import HeaderEntry, block_nbytes_for, build_header
+from shardkeep.format.record import Recorded
 from shardkeep.format.region import Box, relative, slices
 from shardkeep.layout import native
 from shardkeep.plan.draft import ints
@@ -39,14 +40,24 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     axes: int
     offsets: bytes
     sizes: bytes
+    chain: list[int | None]
+    """Which chain of codecs each file goes through."""
+    chains: list[Recorded]
+    apart: bool
+    """The store takes bytes only in order: digests of files that go through no chain are kept beside them."""
 
 
 def file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
     """Name every data file of a save."""
-    return [native.data_name(file.group, file.rank, world_size, save_id, part=file.part) for file in plan.files]
+    return [
+        native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
+        for file in plan.files
+    ]
 
 
-def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
+def cut_orders(
+    plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), apart: bool = False
+) -> list[Orders]:
     """Cut the plan, which is sorted by file and so by rank, into each rank's part."""
     names = file_names(plan, save_id, world_size)
     ranks = np.array([file.rank for file in plan.files], np.int64)
@@ -67,6 +78,9 @@ def cut_orders(plan: SavePlan, save_id: str, world_size: int) -> list[Orders]:
                 axes=pieces.boxes.axes,
                 offsets=pieces.offsets.tobytes(),
                 sizes=pieces.sizes.tobytes(),
+                chain=[file.chain for file in plan.files[low:high]],
+                chains=list(chains),
+                apart=apart,
             )
         )
     return orders
@@ -89,11 +103,15 @@ def make_jobs(description: Description, orders: Orders) -> list[FileJob]:
     for at, (name, data_nbytes, block) in enumerate(orders.files):
         mine = np.flatnonzero(file == at)
         chunks = _Chunks(description, row[mine], Boxes(offsets[mine], sizes[mine]), start[mine])
-        header = build_header(chunks.entries(), save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block)
+        apart = orders.apart and orders.chain[at] is None
+        header = build_header(
+            chunks.entries(), save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block, apart=apart
+        )
         tensors = chunks.tensors()
         addresses = [host_address(tensor) for tensor in tensors]
         others = {i: scattered(tensors[i], tensors[i].dtype) for i, address in enumerate(addresses) if not address}
-        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], np.array(addresses, np.int64), others))
+        begins = np.array(addresses, np.int64)
+        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], begins, others, apart=apart))
     return jobs
 
 

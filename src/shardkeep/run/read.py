@@ -20,6 +20,9 @@ from shardkeep.format.columns import ITEMSIZES, Boxes, IntArray, concat_ranges, 
 from shardkeep.format.header import MAX_BLOCK_NBYTES, count_blocks, read_block_digests
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
+from shardkeep.layout.coded_store import checksum_of
+from shardkeep.layout.digest_files import read_apart
+from shardkeep.layout.frame_reader import FrameReader
 from shardkeep.layout.native import data_sizes, save_id_of
 from shardkeep.plan.loads import check_tensors, chunk_rows
 from shardkeep.plan.ranges import FileReads, Read
@@ -143,24 +146,34 @@ def open_checked(store: Opens, entry: FileEntry, headers: Headers | None = None)
             return reader, b""
         if headers and (known := headers.get(entry)) is not None:
             return reader, known
-        header = bytearray(entry.header_nbytes)
-        reader.read_into(0, memoryview(header))
-        found = text_of(digest(header))
-        if found != entry.checksum:
-            raise ChecksumMismatch(
-                f"{entry.name}: the header has checksum {found}, the commit record says {entry.checksum}",
-                hint="the file was damaged after the save",
-                file=entry.name,
-                offset=0,
-            )
-        blocks = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
-        digests = read_block_digests(header, blocks=blocks, where=entry.name)
+        digests = _digests_of(store, entry, reader)
     except BaseException:
         reader.close()
         raise
     if headers:
         headers.keep(entry, digests)
     return reader, digests
+
+
+def _digests_of(store: Opens, entry: FileEntry, reader: BlobReader) -> bytes:
+    """Return the digests of all blocks of a file, from its header or from the file beside it, once these are checked."""
+    header = bytearray(entry.header_nbytes)
+    reader.read_into(0, memoryview(header))
+    blocks = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
+    if entry.blocks is not None:
+        of_header, digests = read_apart(store, entry, blocks)
+        found, expected = text_of(digest(header)), text_of(of_header)
+    else:
+        chain = reader.chain if isinstance(reader, FrameReader) else None
+        found, expected = checksum_of(header, chain), entry.checksum
+    if found != expected:
+        raise ChecksumMismatch(
+            f"{entry.name}: the header has checksum {found}, the commit record says {expected}",
+            hint="the file was damaged after the save",
+            file=entry.name,
+            offset=0,
+        )
+    return digests if entry.blocks is not None else read_block_digests(header, blocks=blocks, where=entry.name)
 
 
 def _open_explained(store: Reads, entry: FileEntry, headers: Headers | None) -> tuple[BlobReader, bytes]:

@@ -18,7 +18,9 @@ class SaveReport:
     save_id: str
     step: int | None
     bytes_written: int
-    """By this rank, headers included."""
+    """By this rank, headers included, before codecs."""
+    bytes_stored: int = 0
+    """What that takes in the store: less where codecs shrink it."""
     bytes_total: int
     """Tensor bytes of the whole checkpoint."""
     tensors: int

@@ -19,12 +19,14 @@ from typing import Any
 
 import msgspec
 
+from shardkeep.codec.keys import RememberedKeys
 from shardkeep.errors import CheckpointError
 from shardkeep.format.record import FileEntry
 from shardkeep.layout import leftovers
 from shardkeep.plan.draft import encode
 from shardkeep.ranks.agree import Meeting, meet
 from shardkeep.ranks.world import World
+from shardkeep.run.coding import Codecs, FileCoding
 from shardkeep.run.coordinating import Coordinator, Outcome, discard
 from shardkeep.run.deciding import differing_state
 from shardkeep.run.drafting import make_draft
@@ -63,6 +65,8 @@ class SaveCall:
         overwrite: bool,
         allow_pickle: bool,
         check_replicas: bool,
+        codecs: Codecs = None,
+        keys: RememberedKeys | None = None,
     ) -> None:
         self.store = store
         self.world = world
@@ -70,7 +74,8 @@ class SaveCall:
         self._label = label
         self._allow_pickle = allow_pickle
         self._check_replicas = check_replicas
-        self._coordinator = Coordinator(store, overwrite=overwrite)
+        self._keys = keys
+        self._coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
         self._given = False
         # Known inside `made`.
         self._meeting: Meeting
@@ -91,7 +96,7 @@ class SaveCall:
                 yield
             except BaseException:
                 if not self._given:
-                    discard(self.store, [entry.name for entry in self.written])
+                    discard(self.store, [name for entry in self.written for name, _ in entry.at_rest])
                 if self.world.rank == 0:
                     self._coordinator.withdraw()
                 raise
@@ -151,6 +156,10 @@ class SaveCall:
         told = self._meeting.agree("plan", drafting, self._coordinator.plan)
         self.phases.add("plan", began_s, self.phases.meet())
         return msgspec.msgpack.decode(told, type=Orders)
+
+    def coding(self, orders: Orders) -> FileCoding:
+        """Open the codecs that this rank's files go through."""
+        return FileCoding(orders, self._keys)
 
     def write(self, work: Callable[[], list[FileEntry]]) -> None:
         """Write this rank's files, and wait for the others to have written theirs."""

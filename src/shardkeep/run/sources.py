@@ -11,14 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardkeep.codec.frame_chain import Chain
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layout import native
+from shardkeep.layout.coded_store import DecodingStore
+from shardkeep.layout.signing import check_signature
 from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.run import safetensors_open, torch_open
-from shardkeep.run.read import Headers, Source
+from shardkeep.run.key_choice import keys_for
+from shardkeep.run.read import Headers, Reads, Source
 from shardkeep.store.protocol import Lists, Opens, Store
 
 
@@ -75,9 +79,9 @@ class _FoundNative:
     store: Store
     record: Record
 
-    def open(self, _: Options, headers: Headers | None = None) -> Source:
+    def open(self, options: Options, headers: Headers | None = None) -> Source:
         """Read its index."""
-        return Source(self.store, self.record, native.read_index(self.store, self.record), headers)
+        return open_native(self.store, self.record, options, headers)
 
 
 Found = _FoundNative | torch_open.FoundTorch | safetensors_open.FoundSafetensors
@@ -93,6 +97,26 @@ def latest(store: _Looks) -> str | None:
             return None
     when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
     return max(when, key=lambda name: when[name], default=None)
+
+
+def open_native(store: Reads, record: Record, options: Options, headers: Headers | None = None) -> Source:
+    """
+    Open the native checkpoint that a record is of, through its codecs, with the keys of the options.
+
+    Raises:
+        KeyMissing: it is encrypted, and there is no key.
+        WrongKey: it is encrypted with another key.
+        NotAuthentic: the record was changed by somebody who has not the key.
+
+    """
+    if not record.chains:
+        return Source(store, record, native.read_index(store, record), headers)
+    keys = keys_for(options)
+    chains = [Chain.opened(each, keys=keys) for each in record.chains]
+    check_signature(record, chains)
+    plain = DecodingStore(store, [record.index, *record.files], chains)
+    chain = None if record.index.chain is None else chains[record.index.chain]
+    return Source(plain, record, native.read_index(plain, record, chain), headers)
 
 
 def open_source(store: Store, record: Record, options: Options, headers: Headers | None = None) -> Source:

@@ -3,7 +3,8 @@ The write pipeline: windows of a file are gathered from tensors, hashed while in
 
 Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
 On any failure every file of this call is removed again. Both layouts are written here: in the native one a header with
-the digests goes before the data, in torch's one they are kept elsewhere.
+the digests goes before the data, and is written last; or, where a store takes bytes only in order, first, and the digests
+go into a file of their own. In torch's layout they are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import numpy as np
 from shardkeep.errors import CheckpointError
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, digest, text_of
 from shardkeep.format.columns import IntArray
-from shardkeep.format.header import count_blocks, seal_header
+from shardkeep.format.header import count_blocks, encode_apart, seal_header
 from shardkeep.format.record import FileEntry
+from shardkeep.layout import native
 from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.stage.windows import windows_for
@@ -34,7 +36,7 @@ MOST_FILES = 8
 """Files written at a time: a kernel lets one thread write to a file at a time, and the others wait for it."""
 
 
-class _Writes(Creates, Deletes, Protocol):
+class Writes(Creates, Deletes, Protocol):
     """What writing needs of a store."""
 
 
@@ -54,6 +56,10 @@ class FileJob:
     scattered: dict[int, Scattered]
     owners: Sequence[object] = ()
     """What must live as long as the addresses are used."""
+    apart: bool = False
+    """The header has no room for the digests: it is written first, and they go into a file beside this one."""
+    digests: bytearray = field(default_factory=bytearray)
+    """Of its blocks, when it is written."""
 
     @property
     def nbytes(self) -> int:
@@ -133,12 +139,11 @@ class _OpenFile:
     job: FileJob
     writer: BlobWriter
     windows_left: int
-    digests: bytearray
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def write_files(
-    store: _Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
+    store: Writes, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
 ) -> list[bytes]:
     """
     Write all files, durable on return; the digests of each one's blocks go into what is committed.
@@ -148,7 +153,6 @@ def write_files(
     # Elsewhere than in host memory, and gathered here.
     gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or Hashing(store)
-    digests: dict[str, bytes] = {}
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
         tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
 
@@ -156,17 +160,17 @@ def write_files(
             file, window = task
             found = sink.put(window, file.writer, buffer)
             at = window.start // file.job.block_nbytes * DIGEST_NBYTES
-            file.digests[at : at + len(found)] = found
+            file.job.digests[at : at + len(found)] = found
             with file.lock:
                 file.windows_left -= 1
                 last = file.windows_left == 0
             if last:
-                digests[file.job.name] = _finish(file)
+                _finish(store, file)
             return True
 
         run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
         undo.pop_all()
-    return [digests[job.name] for job in jobs]
+    return [bytes(job.digests) for job in jobs]
 
 
 def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -> Iterator[Window]:
@@ -188,7 +192,7 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    store: Deletes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
+    store: Writes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
 ) -> Iterator[tuple[_OpenFile, Window]]:
     """Begin each file with the first of its windows."""
     opened: dict[str, _OpenFile] = {}
@@ -197,17 +201,23 @@ def _tasks(
         if job.name not in opened:
             writer = sink.begin(job)
             undo.callback(take_back, store, job.name, writer)
-            blocks = count_blocks(job.data_nbytes, job.block_nbytes)
-            count = count_blocks(job.data_nbytes, window_nbytes)
-            opened[job.name] = _OpenFile(job, writer, count, bytearray(blocks * DIGEST_NBYTES))
+            if job.apart:
+                undo.callback(_remove, store, native.blocks_name(job.name))
+                writer.write_at(0, memoryview(job.header))
+            job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
+            opened[job.name] = _OpenFile(job, writer, count_blocks(job.data_nbytes, window_nbytes))
         yield opened[job.name], window
 
 
 def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
     """Remove a blob that is not to be, whether it was finished or not."""
     writer.abandon()
+    _remove(store, name)  # one that was finished outlives its writer's abandon
+
+
+def _remove(store: Deletes, name: str) -> None:
     with contextlib.suppress(CheckpointError):
-        store.delete(name)  # one that was finished outlives its writer's abandon
+        store.delete(name)
 
 
 @contextlib.contextmanager
@@ -240,20 +250,30 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
             job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
 
 
-def _finish(file: _OpenFile) -> bytes:
-    if file.job.header:
-        seal_header(file.job.header, file.digests)
-        file.writer.write_at(0, memoryview(file.job.header))
+def _finish(store: Creates, file: _OpenFile) -> None:
+    job = file.job
+    if job.header and not job.apart:
+        seal_header(job.header, job.digests)
+        file.writer.write_at(0, memoryview(job.header))
     file.writer.finish()
-    return bytes(file.digests)
+    if job.apart:
+        digests = encode_apart(job.header, job.digests)
+        beside = store.create(native.blocks_name(job.name), len(digests))
+        try:
+            beside.write_at(0, memoryview(digests))
+            beside.finish()
+        except BaseException:
+            beside.abandon()
+            raise
 
 
 def entry_of(job: FileJob) -> FileEntry:
-    """Say what the commit record says of a file that was written."""
+    """Say what the commit record says of a file that was written, and went through no codecs."""
     return FileEntry(
         name=job.name,
         nbytes=job.nbytes,
         header_nbytes=len(job.header),
         block_nbytes=job.block_nbytes,
-        checksum=text_of(digest(job.header)),
+        checksum=text_of(digest(encode_apart(job.header, job.digests) if job.apart else job.header)),
+        blocks=native.blocks_name(job.name) if job.apart else None,
     )

@@ -22,6 +22,8 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
+from shardkeep.layout.coded_store import EncodingStore
+from shardkeep.layout.frame_writer import Seal
 from shardkeep.ranks.verdict import describe
 from shardkeep.run.write import hash_and_write
 from shardkeep.run.writer_mapping import map_shared
@@ -104,12 +106,16 @@ class _Files:
         self._mapped: dict[tuple[int, int], memoryview] = {}
         self._numbers = itertools.count(1)
         self._writers: dict[int, BlobWriter] = {}
+        self._seals: dict[int, dict[str, Seal]] = {}
 
     def answer(self, request: Request, own: _Own) -> Reply:
         """Carry out a request."""
         if isinstance(request, Create):
             number = next(self._numbers)
-            self._writers[number] = request.place.opened().create(request.name, request.nbytes)
+            chains = {} if request.coded is None else {request.name: request.coded.opened()}
+            store = EncodingStore(request.place.opened(), chains)
+            self._writers[number] = store.create(request.name, request.nbytes)
+            self._seals[number] = store.seals
             return Reply(file=number)
         writer = self._writers[request.file]
         if isinstance(request, WriteRuns):
@@ -120,9 +126,10 @@ class _Files:
         elif isinstance(request, Finish):
             writer.finish(request.nbytes)
             del self._writers[request.file]
+            return Reply(seal=next(iter(self._seals.pop(request.file).values()), None))
         elif isinstance(request, Abandon):
             writer.abandon()
-            del self._writers[request.file]
+            del self._writers[request.file], self._seals[request.file]
         return Reply()
 
     def _bytes_of(self, request: WriteRuns, own: _Own) -> memoryview:

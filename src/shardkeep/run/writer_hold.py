@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardkeep.errors import SaveCancelled, WriterDied
+from shardkeep.run.coding import FileCoding
 from shardkeep.run.staging import Staging
 from shardkeep.run.write import Sink, Window
 from shardkeep.run.writer_memory import SharedMemory
@@ -63,9 +64,9 @@ class Outside:
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
 
-    def sink(self, staging: Staging) -> Sink:
-        """Return where windows go."""
-        return OutsideSink(self.ask, self.shared, self.place, staging)
+    def sink(self, staging: Staging, coding: FileCoding) -> Sink:
+        """Return where windows go, and through which codecs."""
+        return OutsideSink(self.ask, self.shared, self.place, staging, coding)
 
     def filled_ahead(self, window: Window) -> bool:
         """Say whether a window must be filled before the other process sees its bytes."""

@@ -12,12 +12,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shardkeep.codec.problems import UnknownCodec
 from shardkeep.errors import CheckpointError
 from shardkeep.format.columns import IntArray
+from shardkeep.run.coding import FileCoding
 from shardkeep.run.staging import Staging
 from shardkeep.run.write import FileJob, Window
 from shardkeep.run.writer_memory import Region, SharedMemory
-from shardkeep.run.writer_wire import Abandon, Create, Finish, Place, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.run.writer_wire import Abandon, Coded, Create, Finish, Place, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
 from shardkeep.store.protocol import BlobWriter
 
@@ -40,7 +42,8 @@ class Runs(NamedTuple):
 class OutsideSink:
     """A sink: another process hashes and writes."""
 
-    def __init__(self, ask: Ask, memory: SharedMemory, place: Place, staging: Staging) -> None:
+    def __init__(self, ask: Ask, memory: SharedMemory, place: Place, staging: Staging, coding: FileCoding) -> None:
+        self._coding = coding
         self._ask = ask
         self._memory = memory
         self._place = place
@@ -49,7 +52,7 @@ class OutsideSink:
     def begin(self, job: FileJob) -> BlobWriter:
         """Begin a file."""
         try:
-            return _OutsideFile(self._ask, self._place, job)
+            return _OutsideFile(self._ask, self._place, job, self._coding)
         except BaseException:
             # Nobody knows how far it came, and nobody else knows of the file.
             with contextlib.suppress(CheckpointError):
@@ -87,18 +90,30 @@ class OutsideSink:
 class _OutsideFile:
     """A file that another process writes."""
 
-    def __init__(self, ask: Ask, place: Place, job: FileJob) -> None:
+    def __init__(self, ask: Ask, place: Place, job: FileJob, coding: FileCoding) -> None:
         self._ask = ask
         self._nbytes = job.nbytes
-        self.number = ask(Create(place, job.name, job.nbytes)).file
+        self._name = job.name
+        self._coding = coding
+        told = coding.told(job.name)
+        try:
+            self.number = ask(Create(place, job.name, job.nbytes, None if told is None else Coded(*told))).file
+        except UnknownCodec as error:
+            error.hint = (
+                "the process that writes does not run your program: bring the codec by an entry point of a package, or"
+                ' pass writer="thread"'
+            )
+            raise
         self._over = False
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self._ask(WriteBytes(self.number, offset, bytes(data)))
 
     def finish(self, nbytes: int | None = None) -> None:
-        self._ask(Finish(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
+        reply = self._ask(Finish(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
         self._over = True
+        if reply.seal is not None:
+            self._coding.seals[self._name] = reply.seal
 
     def abandon(self) -> None:
         if not self._over:

@@ -11,7 +11,11 @@ import os
 
 import msgspec
 
+from shardkeep.codec.frame_chain import Chain
+from shardkeep.codec.keys import RememberedKeys
 from shardkeep.errors import CheckpointError, Failure
+from shardkeep.format.record import Recorded
+from shardkeep.layout.frame_writer import Seal
 from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import Store
 from shardkeep.store.retrying import RetryingStore
@@ -30,12 +34,28 @@ class Place(msgspec.Struct, frozen=True):
         return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
 
 
+class Coded(msgspec.Struct, frozen=True):
+    """The codecs that a file goes through."""
+
+    recorded: Recorded
+    data_keys: dict[str, str]
+    """By what they are wrapped as: that process cannot ask the user for keys."""
+
+    def __repr__(self) -> str:
+        return f"Coded({[each.get('name') for each in self.recorded]})"  # no keys in a log
+
+    def opened(self) -> Chain:
+        """Open them here."""
+        return Chain.opened(self.recorded, keys=RememberedKeys(known=self.data_keys))
+
+
 class Create(msgspec.Struct, frozen=True, tag=True):
     """Begin a file; the reply says its number."""
 
     place: Place
     name: str
     nbytes: int
+    coded: Coded | None = None
 
 
 class WriteRuns(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +83,7 @@ class WriteBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Make a file durable."""
+    """Make a file durable; the reply has the seal of a coded one."""
 
     file: int
     nbytes: int | None = None
@@ -84,6 +104,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     file: int = 0
     digests: bytes = b""
+    seal: Seal | None = None
+    """Of a coded file that is finished."""
     failure: Failure | None = None
 
 

@@ -1,0 +1,196 @@
+"""
+A coded blob that is read: only the frames that hold wanted bytes are fetched, checked and decoded.
+
+What is stored is checked before it is decoded: damage is told from a wrong key, and no codec sees bytes that were not
+written. A frame that is wanted whole is decoded straight into place, a part of one by way of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardkeep.codec.codecs import FramePlace
+from shardkeep.codec.frame_chain import Chain
+from shardkeep.errors import ChecksumMismatch, MalformedFile, WrongSize
+from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.frames import (
+    FOOTER_NBYTES,
+    FRAME_NBYTES,
+    MAGIC,
+    MAX_STORED_NBYTES,
+    FrameTable,
+    decode_table,
+    read_footer,
+)
+from shardkeep.format.record import Blob
+from shardkeep.store.aligned import ScratchPool, copy, flat
+from shardkeep.store.protocol import BlobReader
+
+_TAIL_NBYTES = 64 << 10
+"""What is read at first of the end of a blob: the whole table, of one of up to a gigabyte."""
+REQUEST_NBYTES = 4 << 20
+"""Frames that lie behind each other are fetched together, up to so much."""
+SCRATCH_NBYTES = REQUEST_NBYTES + FRAME_NBYTES
+_HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
+
+
+def read_table(reader: BlobReader, entry: Blob) -> FrameTable:
+    """
+    Read and check the table of a coded blob that is as large as the commit record says.
+
+    Raises:
+        ChecksumMismatch: it is not what was written.
+        MalformedFile: it makes no sense.
+
+    """
+    stored_nbytes = reader.nbytes
+    if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
+        raise MalformedFile(f"{entry.name}: too small to hold a table of frames", file=entry.name, offset=0)
+    tail = bytearray(min(_TAIL_NBYTES, stored_nbytes))
+    reader.read_into(stored_nbytes - len(tail), memoryview(tail))
+    nbytes = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+    if nbytes > len(tail):
+        tail = bytearray(nbytes)
+        reader.read_into(stored_nbytes - nbytes, memoryview(tail))
+    table = bytes(tail[-nbytes:])
+    found = text_of(digest(table))
+    if found != entry.table_checksum:
+        raise ChecksumMismatch(
+            f"{entry.name}: the table of frames has checksum {found}, the commit record says {entry.table_checksum}",
+            hint=_HINT,
+            file=entry.name,
+            offset=stored_nbytes - nbytes,
+        )
+    return decode_table(table, plain_nbytes=entry.nbytes, stored_nbytes=stored_nbytes, where=entry.name)
+
+
+def check_size(reader: BlobReader, entry: Blob) -> None:
+    """Insist that a coded blob is as large as the commit record says."""
+    if reader.nbytes != entry.stored_nbytes:
+        raise WrongSize(
+            f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.stored_nbytes}",
+            hint="the file was cut short or changed after the save",
+            file=entry.name,
+        )
+
+
+class FrameReader:
+    """A reader of plain bytes over a reader of what is stored. May be used by several threads."""
+
+    def __init__(self, inner: BlobReader, entry: Blob, table: FrameTable, chain: Chain, scratch: ScratchPool) -> None:
+        """`scratch` has buffers of `SCRATCH_NBYTES`."""
+        self._inner = inner
+        self._entry = entry
+        self._table = table
+        self._scratch = scratch
+        self._holds = True
+        self.chain = chain
+        """What its bytes went through."""
+        scratch.hold()
+
+    @property
+    def nbytes(self) -> int:
+        """How many plain bytes there are."""
+        return self._entry.nbytes
+
+    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is at hand
+        """Say that they have to be waited for: small reads would decode frames several times."""
+        return False
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
+        """Fill all of `into` with plain bytes."""
+        view = flat(into)
+        if offset < 0 or offset + len(view) > self.nbytes:
+            raise WrongSize(
+                f"{self._entry.name}: wanted {len(view)} bytes at offset {offset}, of {self.nbytes}",
+                file=self._entry.name,
+                offset=offset,
+            )
+        with self._scratch.lease() as scratch:
+            for run in runs_of(self._table, offset, offset + len(view)):
+                self._read_run(run, offset, view, scratch)
+
+    def _read_run(self, run: range, offset: int, view: memoryview, scratch: memoryview) -> None:
+        table = self._table
+        base = int(table.stored_start[run.start])
+        nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
+        stored = scratch[:nbytes] if nbytes <= REQUEST_NBYTES else memoryview(bytearray(nbytes))
+        self._inner.read_into(base, stored)
+        spare = scratch[REQUEST_NBYTES:]
+        for frame in run:
+            at = int(table.stored_start[frame]) - base
+            data = stored[at : at + int(table.stored_nbytes[frame])]
+            if digest(data) != table.digest(frame):
+                raise damaged_frame(self._entry, table, frame)
+            place = place_of(self._entry, table, frame)
+            low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
+            into = view[low - offset : high - offset]
+            if len(into) == place.nbytes:
+                self.chain.decode(data, into, place)
+            else:
+                self.chain.decode(data, spare[: place.nbytes], place)
+                copy(into, spare[low - place.offset : high - place.offset])
+
+    def close(self) -> None:
+        """Release what it holds."""
+        if self._holds:
+            self._holds = False
+            self._scratch.let_go()
+        self._inner.close()
+
+
+def place_of(entry: Blob, table: FrameTable, frame: int) -> FramePlace:
+    """Return what a frame was written as."""
+    return FramePlace(entry.name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
+
+
+def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
+    """Go through the frames that hold plain bytes of a range, those together that are fetched together."""
+    if start >= stop:
+        return
+    first = int(np.searchsorted(table.start, start, "right")) - 1
+    last = int(np.searchsorted(table.start, stop, "left"))
+    ends = (table.stored_start + table.stored_nbytes)[first:last].tolist()
+    starts = table.stored_start[first:last].tolist()
+    begin = 0
+    for row in range(1, last - first + 1):
+        joins = row < last - first and starts[row] == ends[row - 1] and ends[row] - starts[begin] <= REQUEST_NBYTES
+        if not joins:
+            yield range(first + begin, first + row)
+            begin = row
+
+
+def damaged_frame(entry: Blob, table: FrameTable, frame: int) -> ChecksumMismatch:
+    """Describe a frame whose stored bytes are not those that were written."""
+    at, place = int(table.stored_start[frame]), place_of(entry, table, frame)
+    return ChecksumMismatch(
+        f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
+        f" form of bytes {place.offset} to {place.offset + place.nbytes}",
+        hint=_HINT,
+        file=entry.name,
+        offset=at,
+    )
+
+
+def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterator[int]:
+    """
+    Read all that is stored, without decoding it, and go through the frames that are not what was written.
+
+    Raises:
+        ChecksumMismatch: not even what stands before the first frame is.
+
+    """
+    magic = bytearray(len(MAGIC))
+    reader.read_into(0, memoryview(magic))
+    if magic != MAGIC:
+        raise ChecksumMismatch(
+            f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved", file=entry.name, offset=0
+        )
+    buffer = memoryview(bytearray(MAX_STORED_NBYTES))
+    for frame in np.argsort(table.stored_start, kind="stable").tolist():
+        data = buffer[: int(table.stored_nbytes[frame])]
+        reader.read_into(int(table.stored_start[frame]), data)
+        if digest(data) != table.digest(frame):
+            yield frame
