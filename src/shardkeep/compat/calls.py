@@ -75,7 +75,7 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
     """
     Return the storage to use, pointed to the checkpoint if an id was given.
 
-    Without one, it is chosen by the id: files of this machine, else whatever fsspec opens.
+    Without one, it is chosen by the id: files of this machine and object stores, else whatever fsspec opens.
 
     Raises:
         NoStorage: (a RuntimeError) there is no storage.

@@ -28,8 +28,8 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     are, or one whole tensor where it was saved through an extension.
 
     Args:
-        dcp_checkpoint_dir: the checkpoint's directory.
-        torch_save_path: the file to write.
+        dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
+        torch_save_path: the file to write: a path or a URL.
 
     Raises:
         CheckpointException: the checkpoint cannot be read.
@@ -64,12 +64,12 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     """
     Convert a file of `torch.save` into a checkpoint.
 
-    The file is mapped and not read into memory, unless it has the form that torch wrote before version 1.6. A
-    checkpoint that is at the place is replaced, once the new one is complete.
+    The file is mapped and not read into memory, unless it has the form that torch wrote before version 1.6, or is in a
+    store. A checkpoint that is at the place is replaced, once the new one is complete.
 
     Args:
-        torch_save_path: the file; its top-level value must be a dict.
-        dcp_checkpoint_dir: the directory to write the checkpoint to.
+        torch_save_path: the file, by its path or URL; its top-level value must be a dict.
+        dcp_checkpoint_dir: the directory to write the checkpoint to, or the URL of a place.
 
     Raises:
         PickleRefused: the file names a class that is not known to be safe.

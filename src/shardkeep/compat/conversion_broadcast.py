@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from shardkeep.compat.conversion_source import load_torch_file
 from shardkeep.errors import StateMismatch, UnsupportedLeaf
+from shardkeep.exchange.archive_blob import exists, is_blob
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.region import Box
 from shardkeep.options import Options
@@ -130,7 +131,8 @@ class BroadcastingTorchSaveReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Say whether there is such a file."""
-        return os.path.isfile(checkpoint_id)
+        where = os.fspath(checkpoint_id)
+        return exists(where) if is_blob(where) else os.path.isfile(where)
 
     def _file(self) -> str | os.PathLike[str]:
         if self.checkpoint_id is None:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     to_checkpoint = args.mode == FormatMode.TORCH_TO_DCP.value
     print(f"Converting checkpoint from {args.src} to {args.dst} using method: '{args.mode}'")  # noqa: T201
-    if not (os.path.isfile if to_checkpoint else os.path.isdir)(args.src):
+    if "://" not in args.src and not (os.path.isfile if to_checkpoint else os.path.isdir)(args.src):
         print(f"No checkpoint found at {args.src}. Skipping conversion.")  # noqa: T201
         return
     (torch_save_to_dcp if to_checkpoint else dcp_to_torch_save)(args.src, args.dst)

@@ -4,6 +4,7 @@ Opening files that `torch.save` wrote: checked, mapped where that can be, and wi
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zipfile
@@ -14,16 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardkeep.errors import CheckpointNotFound, ChecksumMismatch, MalformedFile, PickleRefused
+from shardkeep.errors import BlobNotFound, CheckpointNotFound, ChecksumMismatch, MalformedFile, PickleRefused
+from shardkeep.exchange.archive_blob import is_blob, local_path, open_blob
 from shardkeep.format import crc
 from shardkeep.options import Options
 from shardkeep.protocol.objects import load_plain
 from shardkeep.run.workers import run_workers, window_for
 from shardkeep.state.toolkit.trees import flatten_state_dict
-from shardkeep.store.files import Descriptors, open_files, read_at, storage_errors
+from shardkeep.storages.blob_streams import BlobInput
+from shardkeep.store.paths import PathStore
+from shardkeep.store.protocol import BlobReader
 
 _ZIP = b"PK\3\4"
 _LOCAL_NBYTES = 30
+_READ_AHEAD_NBYTES = 1 << 20
 
 
 class _Entry(NamedTuple):
@@ -38,7 +43,7 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
     Return what a file of `torch.save` holds, on the CPU. Tensors are mapped: their bytes are read when looked at.
 
     Every entry of the file is compared with its checksum first. Files of the form that torch wrote before version 1.6
-    have none, and are read into memory.
+    have none, and are read into memory. So is a file of a store, given by its URL.
 
     Raises:
         CheckpointNotFound: there is no such file.
@@ -47,30 +52,38 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
         MalformedFile: it is no file of `torch.save`.
 
     """
-    where = os.path.abspath(os.fspath(path))
-    if not os.path.isfile(where):
-        raise CheckpointNotFound(f"{where}: there is no such file", file=where)
-    with storage_errors("cannot read", where):
-        files = open_files(where, os.O_RDONLY, direct=False, follow_links=True)
-        with closing(files):
-            begin = bytearray(len(_ZIP))
-            mapped = read_at(files.buffered, memoryview(begin), 0) == len(_ZIP) and begin == _ZIP
-            if mapped:
-                _check(files, _entries(files, where), where)
-    return _load(where, mapped=mapped)
+    blob = isinstance(path, str) and is_blob(path)
+    where = os.fspath(path) if blob else os.path.abspath(local_path(path))
+    try:
+        if not blob and not os.path.isfile(where):
+            raise BlobNotFound(f"{where}: there is no such file", file=where)
+        reader = open_blob(where) if blob else PathStore(direct=False).open(where)
+    except BlobNotFound as exc:
+        raise CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
+    with closing(reader):
+        begin = bytearray(min(len(_ZIP), reader.nbytes))
+        reader.read_into(0, memoryview(begin))
+        archive = begin == _ZIP
+        if archive:
+            _check(reader, _entries(reader, where), where)
+        return _load(where, archive=archive, blob=reader if blob else None)
 
 
-def _load(where: str, *, mapped: bool, device: str = "cpu") -> Any:
-    how: dict[str, Any] = {"map_location": device, "mmap": mapped and device == "cpu"}
+def _load(where: str, *, archive: bool, blob: BlobReader | None = None, device: str = "cpu") -> Any:
+    how: dict[str, Any] = {"map_location": device, "mmap": archive and device == "cpu" and blob is None}
+
+    def source() -> Any:
+        return where if blob is None else _stream(blob)
+
     try:
         if Options().allow_pickle:
-            return torch.load(where, weights_only=False, **how)
-        if mapped:  # others are several pickles in a row, which only torch's own reader tells apart
+            return torch.load(source(), weights_only=False, **how)
+        if archive:  # others are several pickles in a row, which only torch's own reader tells apart
             try:
-                return load_plain(where, **how)
+                return load_plain(source(), **how)
             except PickleRefused:
                 pass
-        return torch.load(where, weights_only=True, **how)
+        return torch.load(source(), weights_only=True, **how)
     except pickle.UnpicklingError as error:
         said = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), None)
         if said is None:
@@ -85,10 +98,14 @@ def _load(where: str, *, mapped: bool, device: str = "cpu") -> Any:
         raise MalformedFile(f"{where}: not a file that torch.save wrote: {error!r}", file=where) from error
 
 
-def _entries(files: Descriptors, where: str) -> list[_Entry]:
+def _stream(reader: BlobReader) -> io.BufferedReader:
+    return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES)
+
+
+def _entries(reader: BlobReader, where: str) -> list[_Entry]:
     """Return what the file's directory says, if it can be one of torch's."""
     try:
-        with zipfile.ZipFile(where) as archive:
+        with zipfile.ZipFile(_stream(reader)) as archive:
             listed = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, IndexError) as error:
         raise MalformedFile(
@@ -101,21 +118,21 @@ def _entries(files: Descriptors, where: str) -> list[_Entry]:
     program = any(name.endswith("/constants.pkl") for name in names)
     if program or len(set(names)) < len(names) or any(each.compress_type for each in listed):
         raise MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
-    return [_entry(files, each, where) for each in listed]
+    return [_entry(reader, each, where) for each in listed]
 
 
-def _entry(files: Descriptors, listed: zipfile.ZipInfo, where: str) -> _Entry:
+def _entry(reader: BlobReader, listed: zipfile.ZipInfo, where: str) -> _Entry:
     header = bytearray(_LOCAL_NBYTES)
-    inside = 0 <= listed.header_offset < files.nbytes
-    got = read_at(files.buffered, memoryview(header), listed.header_offset) if inside else 0
+    if 0 <= listed.header_offset <= reader.nbytes - _LOCAL_NBYTES:
+        reader.read_into(listed.header_offset, memoryview(header))
     lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = listed.header_offset + _LOCAL_NBYTES + lengths
-    if got < _LOCAL_NBYTES or header[:4] != _ZIP or start + listed.file_size > files.nbytes:
+    if header[:4] != _ZIP or start + listed.file_size > reader.nbytes:
         raise MalformedFile(f"{where}: {listed.filename} is not where the directory says", file=where)
     return _Entry(listed.filename, start, listed.file_size, listed.CRC)
 
 
-def _check(files: Descriptors, entries: list[_Entry], where: str) -> None:
+def _check(reader: BlobReader, entries: list[_Entry], where: str) -> None:
     """Read everything once, on several threads, and compare it with the checksums; it stays at hand for the next read."""
     options = Options()
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
@@ -129,12 +146,8 @@ def _check(files: Descriptors, entries: list[_Entry], where: str) -> None:
 
     def work(piece: tuple[int, int, int], buffer: memoryview) -> bool:
         number, at, nbytes = piece
-        view, done = buffer[:nbytes], 0
-        while done < nbytes:
-            got = read_at(files.buffered, view[done:], entries[number].start + at + done)
-            if not got:
-                raise MalformedFile(f"{where}: the file was cut short while it was read", file=where)
-            done += got
+        view = buffer[:nbytes]
+        reader.read_into(entries[number].start + at, view)
         found[number, at] = zlib.crc32(view)
         return True
 
@@ -146,7 +159,7 @@ def _check(files: Descriptors, entries: list[_Entry], where: str) -> None:
     for number, got_crc in sums.items():
         entry = entries[number]
         if got_crc != entry.crc:
-            keys = _keys_at(where, entry.start)
+            keys = _keys_at(where, reader, entry.start)
             of_keys = f" ({', '.join(map(repr, keys))})" if keys else ""
             raise ChecksumMismatch(
                 f"{where}: {entry.name}{of_keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
@@ -157,10 +170,10 @@ def _check(files: Descriptors, entries: list[_Entry], where: str) -> None:
             )
 
 
-def _keys_at(where: str, start: int) -> list[str]:
+def _keys_at(where: str, reader: BlobReader, start: int) -> list[str]:
     """Return the keys of the tensors whose bytes begin here, if they can be found out."""
     with suppress(Exception):  # the file is damaged, and this is only for the message
-        flat, _ = flatten_state_dict(_load(where, mapped=True, device="meta"))
+        flat, _ = flatten_state_dict(_load(where, archive=True, blob=reader if is_blob(where) else None, device="meta"))
         return [
             key
             for key, value in flat.items()

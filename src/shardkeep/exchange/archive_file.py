@@ -3,7 +3,7 @@ A file in the form of `torch.save`, written in windows from its first byte to it
 
 While one window is hashed and written, the next one is filled: two of them are all that is in memory. The file appears
 under its name when it is complete and durable, in place of what was there, or not at all. What a killed process left of
-its file is removed by the next that writes to the same place.
+its file is removed by the next that writes to the same place. Files of stores are written in `archive_blob`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from hashlib import blake2b
 from typing import NamedTuple
 
+from shardkeep.exchange.archive_blob import Check, is_blob, local_path, write_blob
 from shardkeep.format.torch_archive_writer import ArchiveLayout
 from shardkeep.options import Options
 from shardkeep.protocol.problems import NoStorage
@@ -25,7 +26,7 @@ from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
 from shardkeep.store.files import storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobReader, BlobWriter
+from shardkeep.store.protocol import BlobWriter
 
 _WINDOW_NBYTES = 32 << 20
 _LEAST_WINDOW_NBYTES = 1 << 20
@@ -42,9 +43,6 @@ class Part(NamedTuple):
 
 Fill = Callable[[list[Part]], None]
 """Puts bytes of storages where they are wanted: at most one part of each storage at a time, in order."""
-
-Check = Callable[[BlobReader], None]
-"""Raises where what was written is not what was meant to be."""
 
 
 class _Stretch(NamedTuple):
@@ -72,13 +70,15 @@ def window_nbytes(budget_nbytes: int | None = None) -> int:
 
 def destination(path: str | os.PathLike[str]) -> str:
     """
-    Return where the file goes, through links.
+    Return where the file goes: its path, through links, or its URL.
 
     Raises:
         NoStorage: (a RuntimeError) its directory does not exist, or it is itself one.
 
     """
-    where = os.path.realpath(os.fspath(path))
+    if isinstance(path, str) and is_blob(path):
+        return path
+    where = os.path.realpath(local_path(path))
     if not os.path.isdir(os.path.dirname(where)):
         raise NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
     if os.path.isdir(where):
@@ -99,7 +99,7 @@ def write_archive(
     Write the file, in place of what is at `path`.
 
     Args:
-        path: where it goes.
+        path: where it goes, as `destination` says.
         layout: what it is made of.
         fill: gives the bytes of storages.
         replace: whether it may take the place of what is there.
@@ -111,6 +111,14 @@ def write_archive(
             still there.
 
     """
+    if is_blob(path):
+        nbytes = window_nbytes(budget_nbytes)
+
+        def write(writer: BlobWriter) -> None:
+            _write_windows(writer, layout, fill, nbytes)
+
+        write_blob(path, layout.nbytes, write, replace=replace, check=check)
+        return
     folder, name = os.path.split(path)
     _clear(folder, name)  # first, as the disk may have no room for both
     temporary = f"{_prefix(name)}-{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(8)}"

@@ -2,13 +2,12 @@
 One file that `torch.load` opens, written from an opened checkpoint: a flat dict of tensors and plain values.
 
 The file is laid out first and then written in windows. A digest of each tensor is taken as its bytes are read; before
-the file gets its name it is read back and compared with them.
+the file gets its name it is read back and compared with them; in a store, where it has it already, right after.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 from collections import OrderedDict
 from typing import Any
 
@@ -16,6 +15,7 @@ import xxhash
 
 from shardkeep.errors import CheckpointExists, ChecksumMismatch, StorageError, UnsupportedLeaf
 from shardkeep.exchange import archive_file
+from shardkeep.exchange.archive_blob import exists
 from shardkeep.exchange.archive_pickle import StandIn, pickle_state
 from shardkeep.exchange.picking import Picked
 from shardkeep.exchange.streams import Gathering, Progress
@@ -41,7 +41,7 @@ def write_torch_file(
 
     """
     path = archive_file.destination(to)
-    if os.path.exists(path) and not overwrite:
+    if exists(path) and not overwrite:
         raise _taken(to)
     layout, names = _layout(picked, source, options)
     gathering = Gathering(source, threads=options.io_threads, budget_nbytes=options.host_budget_bytes // 2)

@@ -24,9 +24,11 @@ _ROOM_NBYTES = 64 << 30
 class BlobInput(io.RawIOBase):
     """A blob, to be read from any position. Give it to an `io.BufferedReader`: each read of its own is a request."""
 
-    def __init__(self, reader: BlobReader) -> None:
+    def __init__(self, reader: BlobReader, *, closes: bool = True) -> None:
+        """`closes`: the reader is closed with the stream."""
         super().__init__()
         self._reader = reader
+        self._closes = closes
         self._at = 0
 
     def readable(self) -> bool:
@@ -54,7 +56,7 @@ class BlobInput(io.RawIOBase):
         return nbytes
 
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and self._closes:
             self._reader.close()
         super().close()
 

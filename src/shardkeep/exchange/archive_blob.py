@@ -1,0 +1,138 @@
+"""
+One file as a blob of a store: found by its URL, written in windows, replaced in one request.
+
+A blob that is new appears when all of it is there. One that takes the place of another is put at once, for which all of
+it must be in memory: stores have no other step in which the old bytes are there until the new ones are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import closing, suppress
+
+from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.options import Options
+from shardkeep.store.local import LocalStore
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import BlobReader, BlobWriter, Store
+
+_MOST_REPLACED_NBYTES = 1 << 30
+"""Of a blob that is put in place of another: what is held in memory, and sent in one request."""
+
+Check = Callable[[BlobReader], None]
+"""Raises where what was written is not what was meant to be."""
+
+
+def is_blob(path: str) -> bool:
+    """Say whether a file is one of a store, and not of this machine."""
+    return "://" in path and not path.lower().startswith("file://")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of a file of this machine, which may be given as a URL."""
+    found = open_store(path, direct=False) if isinstance(path, str) and "://" in path else None
+    return found.url if isinstance(found, LocalStore) else os.fspath(path)
+
+
+def place_of(url: str) -> tuple[Store, str]:
+    """
+    Return the store that a blob is in, and its name there.
+
+    Raises:
+        CheckpointError: the URL is of a place, and not of something in it.
+
+    """
+    above, _, name = url.rpartition("/")
+    if not name or above.endswith(":/"):
+        raise CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
+    return open_store(above, direct=Options().direct_io), name
+
+
+def exists(path: str) -> bool:
+    """Say whether there is such a file, of this machine or of a store."""
+    if not is_blob(path):
+        return os.path.exists(path)
+    store, name = place_of(path)
+    return store.version(name) is not None
+
+
+def write_blob(
+    url: str, nbytes: int, write: Callable[[BlobWriter], None], *, replace: bool, check: Check | None
+) -> None:
+    """
+    Write a blob, in place of what has its name.
+
+    Args:
+        url: where it goes.
+        nbytes: its size.
+        write: writes all of it, in order.
+        replace: whether it may take the place of what is there.
+        check: looks at it once more; if it raises, the blob is removed.
+
+    Raises:
+        StorageError: it cannot be written, or something is there that it may not replace (errno EEXIST), or that it is
+            too large to replace (errno EFBIG); that is still there.
+
+    """
+    store, name = place_of(url)
+    if replace and store.version(name) is not None:
+        if nbytes > _MOST_REPLACED_NBYTES:
+            raise StorageError(
+                f"{url}: {nbytes} bytes cannot replace what is there in one step, only {_MOST_REPLACED_NBYTES}",
+                hint="write to another name, or delete what is there first",
+                name=name,
+                errno=errno.EFBIG,
+            )
+        held = _Held(nbytes)
+        write(held)
+        store.put(name, bytes(held.data), replace=True)
+    else:
+        writer = store.create(name, nbytes)
+        try:
+            write(writer)
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+    if check is None:
+        return
+    try:
+        with closing(store.open(name)) as reader:
+            check(reader)
+    except BaseException:
+        with suppress(CheckpointError):
+            store.delete(name)
+        raise
+
+
+class _Held:
+    """A blob that is held in memory until it is whole."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self.data[offset : offset + len(data)] = data
+
+    def finish(self, nbytes: int | None = None) -> None:
+        """Do nothing: it is put as a whole."""
+
+    def abandon(self) -> None:
+        """Do nothing: nothing was written."""
+
+
+def open_blob(url: str) -> BlobReader:
+    """
+    Open a blob by its URL.
+
+    Raises:
+        BlobNotFound: there is none.
+
+    """
+    store, name = place_of(url)
+    try:
+        return store.open(name)
+    except BlobNotFound as exc:
+        raise BlobNotFound(f"{url}: there is no such file", name=name, errno=exc.errno) from exc
