@@ -204,6 +204,36 @@ class Pruned(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class PromotionBegan(Event, frozen=True, kw_only=True):
+    """A checkpoint is copied to the far root (`where`). One of `PromotionFinished` and `PromotionFailed` follows."""
+
+    source: str
+    """Where it is copied from."""
+    bytes_total: int
+    """Of all its files."""
+
+
+class PromotionFinished(Event, frozen=True, kw_only=True):
+    """A checkpoint is committed in the far root, too."""
+
+    source: str
+    bytes_total: int
+    bytes_copied: int
+    """By all ranks together; the rest was there already, from a promotion that was cut short, and is sound."""
+    seconds: float
+
+
+class PromotionFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint could not be promoted now. It is as safe as before in the root it was saved to."""
+
+    source: str
+    kind: str
+    message: str
+    cancelled: bool
+    """Whether somebody wanted it so."""
+    seconds: float
+
+
 class StepSkipped(Event, frozen=True, kw_only=True):
     """A checkpoint that was to be restored cannot be, and the one before it is tried."""
 

@@ -359,9 +359,9 @@ class _Recording(LocalRoot):
         self.fault = fault
         self.seen: list[str] = []
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, **how: Any) -> None:
         self.seen.append(f"root: put {name}")
-        super().put(name, data, replace=replace)
+        super().put(name, data, **how)
 
     def place(self, name: str) -> Any:
         store = _Noting(super().place(name), **self.fault)

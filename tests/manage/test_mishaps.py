@@ -449,7 +449,7 @@ def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
     seen: list[str] = []
     state = empty_state()
     with training, checkpointer(tmp_path) as reader:
-        entries = reader._catalog.entries
+        entries = reader._tiers.near.entries
 
         def late() -> list[Entry]:
             found = entries()
@@ -459,7 +459,7 @@ def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
                 training.wait()
             return found
 
-        reader._catalog.entries = late  # type: ignore[method-assign]
+        reader._tiers.near.entries = late  # type: ignore[method-assign]
         assert reader.restore_latest(state) == 3
         assert state["step"] == 3
         assert reader.last_restore is not None
@@ -484,8 +484,8 @@ def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -
     done: list[str] = []
 
     class Twice(LocalRoot):
-        def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
-            super().put(name, data, replace=replace)
+        def put(self, name: str, data: bytes, **how: Any) -> None:
+            super().put(name, data, **how)
             if name == "lease.json" and not done:
                 done.append(name)
                 raise StorageError("exists", errno=errno.EEXIST)

@@ -80,8 +80,8 @@ class _Place(FaultyStore):
         self._view.struck = self._view.struck or fault is not None
         return fault
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
-        super().put(name, data, replace=replace)
+    def put(self, name: str, data: bytes, **how: Any) -> None:
+        super().put(name, data, **how)
         self._view.commits += name == RECORD
 
 

@@ -46,6 +46,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a signal asked for it: the save is to be waited for, and training should end."""
     failed: list[int] = []
     """Numbers of saves that have failed, and were not told of before."""
+    unpromoted: list[int] = []
+    """The same of rounds of promotions."""
     again: int = 1
     """In how many calls there is the next decision."""
 

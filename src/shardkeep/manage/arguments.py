@@ -1,11 +1,14 @@
-"""Numbers that users give: of any kind that is a number (numpy has its own), of the right size, or an error."""
+"""What users give: numbers of any kind that is a number (numpy has its own) and of the right size, roots; or an error."""
 
 from __future__ import annotations
 
 import operator
+import os
 from typing import Any
 
 from shardkeep.errors import StateError
+from shardkeep.store.place import open_root
+from shardkeep.store.roots import Root
 
 
 def whole(name: str, value: Any, least: int) -> int:
@@ -35,3 +38,15 @@ def positive_or_none(name: str, value: Any) -> float | None:
     if not number > 0:
         raise StateError(f"{name}={value!r}", hint="give a number, more than 0, or None")
     return number
+
+
+def roots_of(
+    near: str | os.PathLike[str] | Root, far: str | os.PathLike[str] | Root | None, *, direct: bool
+) -> list[Root]:
+    """Return the root to save to, and the one to promote to, if any; raise `StateError` where they are one and the same."""
+    if far is None:
+        return [open_root(near, direct=direct)]
+    roots = [open_root(each, direct=direct) for each in (near, far)]
+    if len({os.path.realpath(each.url) for each in roots}) == 1:
+        raise StateError(f"promote_to={far!r} is the root itself", hint="give another place to promote to, or None")
+    return roots

@@ -1,4 +1,4 @@
-"""Looking at the checkpoints of a root by their steps; each process by itself."""
+"""Looking at the checkpoints of a Checkpointer's roots by their steps; each process by itself."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Any
 
 from shardkeep.errors import CheckpointNotFound, StateError
 from shardkeep.format.record import checked_step
-from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry
-from shardkeep.manage.pins import pin, unpin
+from shardkeep.manage.lineage import newest_first
 from shardkeep.manage.retention import KeepBest, Mode
+from shardkeep.manage.tiers import Tiers, newest_saves, one_a_step
 
 
 class Browser:
-    """The steps of a root."""
+    """The steps of a root, or of two."""
 
-    def __init__(self, catalog: Catalog, best: KeepBest | None) -> None:
-        """Look at a root, whose best checkpoints are those that `best` keeps."""
-        self._catalog = catalog
+    def __init__(self, tiers: Tiers, best: KeepBest | None) -> None:
+        """Look at roots, whose best checkpoints are those that `best` keeps."""
+        self._tiers = tiers
         self._best = best
 
     def latest_step(self) -> int | None:
         """Return the newest committed step. This rank looks by itself: others may see another one a moment later."""
-        return next((entry.step for entry in self._committed()), None)
+        return next((entry.step for entry in newest_first(self._committed())), None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """Return the best committed step by a metric, by default that of `keep_best`; this rank looks by itself."""
@@ -30,7 +30,7 @@ class Browser:
 
     def all_steps(self) -> list[int]:
         """Return all committed steps, sorted; this rank looks by itself."""
-        return sorted(entry.step for entry in self._committed())
+        return sorted(entry.step for entry in one_a_step(self._committed()))
 
     def pin(self, step: int) -> None:
         """
@@ -42,23 +42,23 @@ class Browser:
         """
         if not self._is_there(checked(step)):
             raise self._not_found(step)
-        name = self._catalog.naming.name(step)
-        pin(self._catalog.root, name)
+        name = self._tiers.near.naming.name(step)
+        self._tiers.pin(name)
         # Whoever deletes looks for the pin just before: it was put in time if the checkpoint is there now.
         if not self._is_there(step):
-            unpin(self._catalog.root, name)
+            self._tiers.unpin(name)
             raise self._not_found(step)
 
     def unpin(self, step: int) -> None:
         """Leave the checkpoint of a step to the policies again."""
-        unpin(self._catalog.root, self._catalog.naming.name(checked(step)))
+        self._tiers.unpin(self._tiers.near.naming.name(checked(step)))
 
     def _is_there(self, step: int) -> bool:
-        found = self._catalog.find(step)
-        return found is not None and found.committed
+        return any(found.committed for found in self._tiers.find(step))
 
     def _committed(self) -> list[Entry]:
-        return [entry for entry in self._catalog.entries() if entry.committed]
+        """Return all copies of the newest save of each step."""
+        return [entry for entry in newest_saves(self._tiers.entries()) if entry.committed]
 
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:
         if metric is None and self._best is None:
@@ -68,8 +68,9 @@ class Browser:
 
     def _not_found(self, step: int) -> CheckpointNotFound:
         have = ", ".join(map(str, self.all_steps()[-20:])) or "none"
-        where = self._catalog.root.url
-        return CheckpointNotFound(f"{where}: there is no checkpoint of step {step}", hint=f"there are: {have}")
+        return CheckpointNotFound(
+            f"{self._tiers.where}: there is no checkpoint of step {step}", hint=f"there are: {have}"
+        )
 
 
 def checked(step: Any) -> int:

@@ -2,6 +2,7 @@
 Many checkpoints over a long run: when one is saved, which one is restored, which are kept.
 
     a step -> due? (by its number, or agreed with rank 0) -> save -> commit -> `latest` -> prune and sweep
+                                                                            -> promote, if there is a second root
 """
 
 from __future__ import annotations
@@ -9,32 +10,30 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from typing_extensions import Self
-
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError
-from shardkeep.events import Callback, Event, Listening
-from shardkeep.events import on_event as listen
+from shardkeep.events import Callback
 from shardkeep.manage.agreement import Decision
-from shardkeep.manage.arguments import positive_or_none, whole, whole_or_none
+from shardkeep.manage.arguments import positive_or_none, roots_of, whole, whole_or_none
 from shardkeep.manage.browsing import checked
 from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.copying import Limits
+from shardkeep.manage.ending import Ending, listen_below
 from shardkeep.manage.failures import Failures, OnError
 from shardkeep.manage.jobs import Job
 from shardkeep.manage.policies import Best, best_of, policy_of
 from shardkeep.manage.problems import LeaseLost, RootInUse
+from shardkeep.manage.promoting import Terms
 from shardkeep.manage.requests import KINDS, Requests
-from shardkeep.manage.resuming import Resuming
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.saves import PINNED, Saved, Saves
 from shardkeep.manage.schedule import Steps, Timer
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.signals import Handlers, numbers_of
+from shardkeep.manage.tiers import Tiers
 from shardkeep.options import Options
 from shardkeep.ranks.world import World
-from shardkeep.store.place import open_root
 from shardkeep.store.retrying import Patience
 from shardkeep.store.retrying_root import RetryingRoot
 from shardkeep.store.roots import Root
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardkeep")
 
 
-class Checkpointer(Resuming):
+class Checkpointer(Ending):
     """
     The checkpoints of a training run, below one root; made and used by all ranks alike.
 
@@ -89,6 +88,11 @@ class Checkpointer(Resuming):
         retries: int = 3,
         takeover: bool = False,
         on_event: Callback | None = None,
+        codecs: Any = None,
+        promote_to: str | os.PathLike[str] | Root | None = None,
+        promote_every: int = 1,
+        keep_promoted: Policy | None = None,
+        promote_required: bool = True,
         seams: Seams | None = None,
     ) -> None:
         """
@@ -125,6 +129,12 @@ class Checkpointer(Resuming):
             retries: how often an operation of a store is tried again that fails in passing.
             takeover: take the root from another job that saves to it.
             on_event: is called with each event of this root.
+            codecs: as for `save`.
+            promote_to: a second root, as of an object store, to which each checkpoint that was saved is copied in the
+                background. A restore takes the copy that is nearest and whole.
+            promote_every: promote steps that are a multiple of it, those that are pinned, and at `close` the newest.
+            keep_promoted: what is kept in the second root; by default the same as in the first.
+            promote_required: keep in the first root what is still to be promoted, whatever the policies say.
             seams: for tests.
 
         Raises:
@@ -133,12 +143,16 @@ class Checkpointer(Resuming):
         """
         self._options = options or Options()
         self._seams = seams or Seams()
-        self._root = open_root(root, direct=self._options.direct_io)
+        roots = roots_of(root, promote_to, direct=self._options.direct_io)
+        self._root = roots[0]
         every_steps = whole_or_none("every_steps", every_steps, 1)
         every_minutes = positive_or_none("every_minutes", every_minutes)
         max_in_flight, retries = whole("max_in_flight", max_in_flight, 1), whole("retries", retries, 0)
-        patient = RetryingRoot(self._root, Patience(retries, sleep=self._seams.sleep))
-        super().__init__(Catalog(patient, template), best_of(keep_best))
+        promote_every = whole("promote_every", promote_every, 1)
+        patience = Patience(retries, sleep=self._seams.sleep)
+        super().__init__(
+            Tiers(*(Catalog(RetryingRoot(each, patience), template) for each in roots)), best_of(keep_best)
+        )
         self._failures = Failures(on_error, self._root.url)
         at = sorted(map(checked, at_steps))
         self._steps = Steps(every_steps, at)
@@ -156,30 +170,40 @@ class Checkpointer(Resuming):
             group=group,
             timeout_s=self._options.timeout_s,
             talks=bool(wanted) or every_minutes is not None or request_file is not None,
-            told=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight],
+            told=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight, len(roots)],
+        )
+        policy = policy_of(
+            last=whole_or_none("keep_last", keep_last, 1),
+            every=whole_or_none("keep_every", keep_every, 1),
+            best=self._best,
+            hours=positive_or_none("keep_hours", keep_hours),
+            more=retention,
         )
         self._saves = Saves(
-            self._root,
-            self._catalog,
+            roots,
+            self._tiers,
             self._job,
             self._seams,
-            policy=policy_of(
-                last=whole_or_none("keep_last", keep_last, 1),
-                every=whole_or_none("keep_every", keep_every, 1),
-                best=self._best,
-                hours=positive_or_none("keep_hours", keep_hours),
-                more=retention,
-            ),
+            policy=policy,
+            terms=None
+            if len(roots) == 1
+            else Terms(every=promote_every, policy=keep_promoted or policy, required=promote_required),
+            limits=Limits(threads=self._options.io_threads, budget_nbytes=self._options.host_budget_bytes // 2),
             retries=retries,
             takeover=takeover,
             max_in_flight=max_in_flight,
             asynchronous=asynchronous,
-            how={"allow_pickle": allow_pickle, "options": self._options, "group": group},
+            how={
+                "allow_pickle": allow_pickle,
+                "options": self._options,
+                "group": group,
+                **({} if codecs is None else {"codecs": codecs}),
+            },
             how_asynchronous={"staging": staging, "writer": writer, "max_in_flight": max_in_flight},
         )
         self._how_to_load = {"allow_pickle": allow_pickle, "options": self._options, "group": group}
-        self._should_stop = self._gone = False
-        self._listening = None if on_event is None else _listen(on_event, self._root.url)
+        self._should_stop = False
+        self._listening = None if on_event is None else listen_below(on_event, [each.url for each in roots])
         # Last: nothing after it may fail.
         try:
             self._handlers = Handlers(wanted, self._requests.stop.raise_)
@@ -229,7 +253,7 @@ class Checkpointer(Resuming):
         self._check_open()
         step = checked(step)
         self._saves.check(step)
-        why, stop, failed = self._steps.reached(step), False, []
+        why, stop, failed, unpromoted = self._steps.reached(step), False, list[int](), list[int]()
         if force:
             why = "the caller wants it"
         if self._job.talks:
@@ -237,8 +261,8 @@ class Checkpointer(Resuming):
                 self._job.agreement.ask(asked)
             if self._job.agreement.reached():
                 made = self._job.agreement.decision(step, lambda asked: self._decide(step, asked), KINDS)
-                why, stop, failed = why or made.why, made.stop, made.failed
-        errors = self._saves.pending.end(failed)
+                why, stop, failed, unpromoted = why or made.why, made.stop, made.failed, made.unpromoted
+        errors = self._saves.end(failed, unpromoted)
         if why and self._saves.is_last(step):
             why = ""  # it is there
             errors += self._saves.wait()
@@ -295,59 +319,12 @@ class Checkpointer(Resuming):
         """Whether a signal came, to whichever rank, and the checkpoint that it asked for is durable; same on all ranks."""
         return self._should_stop
 
-    def wait(self) -> None:
-        """
-        Wait for all saves to be durable, and for what no policy wants to be deleted; called by all ranks.
-
-        Raises:
-            EarlierSaveFailed: one failed; why is its cause.
-
-        """
-        errors = self._saves.wait()
-        self._failures.tell_earlier(errors)
-
-    def close(self) -> None:
-        """
-        Wait for all saves, then give back the root, threads and signal handlers. Safe when called twice; after an
-        interrupt, a second call finishes the job.
-
-        Raises:
-            EarlierSaveFailed: a save failed, and it was not told before.
-
-        """
-        if self._gone:
-            return
-        self._closed = True
-        errors: list[BaseException] = []
-        try:
-            errors = self._saves.wait()
-        finally:
-            self._handlers.remove()
-            self._saves.close()
-            if self._listening is not None:
-                self._listening.stop()
-        self._gone = True  # only now: whoever was interrupted may call again
-        self._failures.tell_earlier(errors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except Exception as second:  # noqa: BLE001 - the first one tells more
-            log.error("%s: while %s was raised: %s", self._root.url, type(error).__name__, second)  # noqa: TRY400
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _decide(self, step: int, asked: Collection[str]) -> Decision:
         why, stop = self._requests.why(asked)
-        return Decision(step=step, why=why, stop=stop, failed=self._saves.pending.failed())
+        failed, unpromoted = self._saves.failed()
+        return Decision(step=step, why=why, stop=stop, failed=failed, unpromoted=unpromoted)
 
     def _save(
         self,
@@ -381,13 +358,3 @@ class Checkpointer(Resuming):
         finally:
             self._requests.timer.restart()
         return saved
-
-
-def _listen(callback: Callback, url: str) -> Listening:
-    below = url.rstrip("/") + "/"
-
-    def hear(event: Event) -> None:
-        if event.where == url or event.where.startswith(below):
-            callback(event)
-
-    return listen(hear)

@@ -50,6 +50,8 @@ class Entry:
     """Of a native checkpoint."""
     problem: CheckpointError | None = field(default=None, repr=False)
     """What reading the record of a damaged one raised."""
+    tier: int = 0
+    """Of a Checkpointer with two roots: 0 in the near one, 1 in the one that is promoted to."""
 
     @property
     def committed(self) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from shardkeep.errors import EarlierSaveFailed, StateError
-from shardkeep.manage.problems import LeaseLost
+from shardkeep.manage.problems import LeaseLost, NotPromoted
 
 log = logging.getLogger("shardkeep")
 
@@ -32,7 +32,8 @@ class Failures:
             self._on_error(error)
         else:
             goes_on = "was not told of before" if self.raises else "training goes on"
-            log.error("%s: a save failed, and %s: %s", self._where, goes_on, error)
+            what = "a promotion" if isinstance(error, NotPromoted) else "a save"
+            log.error("%s: %s failed, and %s: %s", self._where, what, goes_on, error)
 
     @contextmanager
     def keeping(self, errors: Sequence[BaseException]) -> Iterator[None]:
@@ -54,12 +55,16 @@ class Failures:
             EarlierSaveFailed: where failures are raised, or the root is another job's now; `saved` is its response.
 
         """
-        lost = any(isinstance(error, LeaseLost) for error in errors)
+        lost = any(isinstance(error, LeaseLost) or isinstance(error.__cause__, LeaseLost) for error in errors)
         if not errors or not (self.raises or lost):
             for error in errors:
                 self.tell(error)
             return
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        first = errors[0]
+        if isinstance(first, NotPromoted):  # saves come before promotions: none failed
+            first.response = saved
+            raise first
         earlier = EarlierSaveFailed(
             f"{self._where}: an earlier asynchronous save failed{more}: {errors[0]}",
             hint="let only one job save to a root"

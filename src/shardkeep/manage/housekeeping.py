@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -55,6 +55,10 @@ class Housekeeping:
         """
         self.distrusted: set[str] = set()
         """Places that could not be restored: they do not count as kept, and are left alone."""
+        self.spares: Callable[[list[Entry]], Collection[str]] = _none
+        """Names what is not deleted now, whatever the policy says."""
+        self.resumes: Callable[[str], bool] = _never
+        """Tells of a place that is half written whether somebody goes on with it: nothing is swept there."""
         self._catalog = catalog
         self._root = catalog.root
         self._policy = policy
@@ -62,7 +66,7 @@ class Housekeeping:
         self._in_use = in_use
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
-        self._tasks: deque[Future[None]] = deque()
+        self._tasks: deque[Future[object]] = deque()
 
     def survey(self) -> list[Entry]:
         """Sweep, and return what the root has."""
@@ -101,42 +105,63 @@ class Housekeeping:
         if not done:
             return
         self.distrusted.discard(name)  # it was overwritten
+        self.tidy_up(name, latest=name)
+
+    def after_promotion(self, name: str) -> None:
+        """Delete, in the background, what had to stay until a checkpoint was promoted."""
+        self._tasks.append(self._thread.submit(self.tidy_up, name))
+
+    def tidy_up(self, name: str, latest: str | None = None) -> set[str]:
+        """
+        Point to the latest checkpoint, if there is a new one, then prune and sweep; never raises.
+
+        Returns:
+            What was deleted.
+
+        """
+        removed: set[str] = set()
         try:
-            # Asked for before the lease: a job that takes the root over later, and points elsewhere, is not undone.
-            seen = self._root.version(LATEST_NAME)
-            self._lease.insist()
-            self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
+            if latest is not None:
+                self._point_to(latest)
             if not isinstance(self._policy, KeepAll):
-                self.sweep(self._prune(name))
+                self.sweep(self._prune(name, removed))
         except Exception as error:  # noqa: BLE001 - a save that is committed has not failed because of this
             self._failed(self._root.url, error, None)
+        return removed
 
-    def _prune(self, just: str) -> list[Entry]:
+    def _point_to(self, name: str) -> None:
+        # Asked for before the lease: a job that takes the root over later, and points elsewhere, is not undone.
+        seen = self._root.version(LATEST_NAME)
+        self._lease.insist()
+        self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
+
+    def _prune(self, just: str, removed: set[str]) -> list[Entry]:
         """Delete what no policy wants, and return what there was."""
         entries = self._catalog.entries()
         trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
         if not any(each.name == just and each.committed for each in trusted):
             log.warning("%s: %s was committed, but is not seen: nothing is deleted", self._root.url, just)
             return []
-        spared = {just, *self._in_use.names()}
+        spared = {just, *self._in_use.names(), *self.spares(trusted)}
         for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
             with self._in_use.removing(entry.name) as free:
-                if free:
-                    self._remove(entry)
+                if free and self._remove(entry):
+                    removed.add(entry.name)
         return entries
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry) -> bool:
         where = f"{self._root.url}/{entry.name}"
         self._lease.insist()
         try:
             if is_pinned(self._root, entry.name):  # since the records were read
-                return
+                return False
             self._root.remove(entry.name)
         except CheckpointError as error:
             self._failed(where, error, entry.step)
-            return
+            return False
         log.info("removed %s", where)
         tell(Pruned, lambda: Pruned(rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
+        return True
 
     # -- what dead writers left ----------------------------------------------------------------------------------
 
@@ -148,7 +173,7 @@ class Housekeeping:
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a place that is not in use, while the lease is held; what fails is told."""
         with self._in_use.removing(name) as free:
-            if not free:
+            if not free or self.resumes(name):
                 return
             try:
                 self._lease.insist()
@@ -202,3 +227,11 @@ class Housekeeping:
         log.warning("%s could not be tidied up: %s", where, error, exc_info=error)
         kind, message = type(error).__name__, str(error)
         tell(PruneFailed, lambda: PruneFailed(rank=0, where=where, step=step, kind=kind, message=message))
+
+
+def _none(entries: list[Entry]) -> Collection[str]:  # noqa: ARG001 - whatever there is
+    return ()
+
+
+def _never(name: str) -> bool:  # noqa: ARG001 - whatever it is called
+    return False

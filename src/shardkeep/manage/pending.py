@@ -1,24 +1,35 @@
-"""Asynchronous saves of a Checkpointer that have not ended, or whose failure was not told yet."""
+"""Saves, or promotions, of a Checkpointer that have not ended, or whose failure was not told yet."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Protocol
 
 from shardkeep.run.handles import SaveHandle
 
 
+class Ends(Protocol):
+    """Something that goes on in the background."""
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not."""
+
+    def exception(self) -> BaseException | None:
+        """Wait for its end, and return what went wrong, if anything did."""
+
+
 class Pending:
-    """Saves by number, the same numbers on all ranks. Used by one thread."""
+    """They have numbers, the same on all ranks. Used by one thread."""
 
     def __init__(self) -> None:
-        self._handles: dict[int, SaveHandle[Any]] = {}
+        self._handles: dict[int, Ends] = {}
         self.count = 0
         """Of all saves that were begun."""
 
-    def add(self, handle: SaveHandle[Any]) -> None:
+    def add(self, handle: Ends) -> None:
         """Take a save that was begun; its failure is told by its Checkpointer, and by nobody else."""
-        handle.asked = True
+        if isinstance(handle, SaveHandle):
+            handle.asked = True
         self._handles[self.count] = handle
         self.count += 1
 

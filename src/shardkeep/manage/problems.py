@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, EarlierSaveFailed
 from shardkeep.events import Event
 
 
@@ -12,6 +12,14 @@ class RootInUse(CheckpointError, RuntimeError):
 
 class LeaseLost(CheckpointError, RuntimeError):
     """Another job has taken this root over: this one saves and deletes no more."""
+
+
+class NotPromoted(EarlierSaveFailed):
+    """
+    A checkpoint could not be copied to the far root. It is as safe as before in the near one, and is tried again.
+
+    What went wrong is the cause.
+    """
 
 
 class PruneFailed(Event, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from shardkeep.manage.restoring import Restored, candidates, restore
 from shardkeep.manage.retention import Mode
 from shardkeep.manage.saves import Saves
 from shardkeep.manage.schedule import Steps
+from shardkeep.manage.tiers import newest_saves, problem_of
 from shardkeep.store.roots import Root
 
 log = logging.getLogger("shardkeep")
@@ -52,7 +53,7 @@ class Resuming(Browser):
         """
 
         def choose() -> list[Entry]:
-            found = to_restore(self._catalog.entries())
+            found = to_restore(self._tiers.entries())
             if not found:
                 self._warn_of_strangers()
             return found
@@ -72,12 +73,12 @@ class Resuming(Browser):
         step = checked(step)
 
         def choose() -> list[Entry]:
-            found = self._catalog.find(step)
-            if found is None or found.status == "unfinished":
+            found = [entry for entry in newest_saves(self._tiers.find(step)) if entry.status != "unfinished"]
+            if not found:
                 raise self._not_found(step)
-            if found.problem is not None:
-                raise found.problem
-            return [found]
+            if (problem := problem_of(found)) is not None:
+                raise problem
+            return found
 
         restored = self._restore(state, f"step {step}", choose, load_options, walk=False)
         return step if restored is None else restored
@@ -96,13 +97,13 @@ class Resuming(Browser):
 
     @property
     def last_restore(self) -> Restored | None:
-        """What the last restore took, and what it passed over, with reasons."""
+        """What the last restore took, from which root, and what it passed over, with reasons."""
         return self._last_restore
 
     def _warn_of_strangers(self) -> None:
         """Training begins anew: say so if there are checkpoints that are called otherwise."""
         try:
-            strangers = self._catalog.strangers()
+            strangers = self._tiers.near.strangers()
         except CheckpointError as error:  # only a warning depends on it
             log.info("%s: cannot look for checkpoints of other names: %s", self._root.url, error)
             return
@@ -110,7 +111,7 @@ class Resuming(Browser):
             log.warning(
                 "%s has no checkpoint of the template %r, but %s: is template=%r meant?",
                 self._root.url,
-                self._catalog.naming.template,
+                self._tiers.near.naming.template,
                 name,
                 template,
             )
@@ -135,13 +136,16 @@ class Resuming(Browser):
                 state,
                 world=self._job.world,
                 what=what,
-                where=self._root.url,
+                roots=[each.root.url for each in self._tiers.all],
                 choose=lambda: candidates(choose()),
                 open_place=self._saves.place_to_read,
                 walk=walk,
                 **{**self._how_to_load, **load_options},
             )
         if found is not None:
+            if self._job.world.rank == 0:
+                why = f": {found.why}" if found.why else ""
+                log.info("step %d is restored from %s%s", found.step, found.where, why)
             self._steps.begin_after(found.step)
             self._saves.restored(found)
             self._requests.timer.restart()

@@ -5,13 +5,15 @@ The saves of a Checkpointer: where each goes, what it may overwrite, and what is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, tell
-from shardkeep.manage.catalog import Catalog
+from shardkeep.manage.copying import Limits
 from shardkeep.manage.entries import meta_with
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
@@ -19,9 +21,12 @@ from shardkeep.manage.jobs import Job
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.pending import Pending
 from shardkeep.manage.pins import pinned
+from shardkeep.manage.promoting import Promoting, Terms
+from shardkeep.manage.promotions import Promotions
 from shardkeep.manage.restoring import Candidate, Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.seams import Seams
+from shardkeep.manage.tiers import FAR, NEAR, Tiers, merged
 from shardkeep.manage.timelines import Timeline, timeline_of
 from shardkeep.ranks.agree import meet
 from shardkeep.run.handles import SaveHandle
@@ -45,12 +50,14 @@ class Saves:
 
     def __init__(
         self,
-        root: Root,
-        catalog: Catalog,
+        roots: Sequence[Root],
+        tiers: Tiers,
         job: Job,
         seams: Seams,
         *,
         policy: Policy,
+        terms: Terms | None,
+        limits: Limits,
         retries: int,
         takeover: bool,
         max_in_flight: int,
@@ -62,11 +69,13 @@ class Saves:
         Begin nothing yet.
 
         Args:
-            root: where to save.
-            catalog: of the root; it, and what is done to the root but for saves, tries again what fails in passing.
+            roots: where to save, and where to promote to, if anywhere.
+            tiers: the same; they, and what is done to roots but for saves, try again what fails in passing.
             job: the ranks.
             seams: clocks and waits.
             policy: what is kept.
+            terms: what is promoted; None: nothing is.
+            limits: what promotions take of the machine.
             retries: how often an operation of a store is tried again.
             takeover: take the root from another job.
             max_in_flight: how many saves may be under way.
@@ -79,8 +88,10 @@ class Saves:
         self._last: tuple[int, Saved | None] | None = None
         """What was restored or saved last, and the save."""
         self._highest: int | None = None
-        self._catalog = catalog
-        self._root = root
+        self._roots = roots
+        self._root = roots[NEAR]
+        self._tiers = tiers
+        self._catalog = tiers.near
         self._job = job
         self._seams = seams
         self._retries = retries
@@ -88,15 +99,19 @@ class Saves:
         self._asynchronous = asynchronous
         self._how = how
         self._how_asynchronous = how_asynchronous
-        self._lease = Lease(
-            catalog.root,
-            lasts_s=seams.lease_s,
-            takeover=takeover,
-            clock=seams.clock,
-            sleep=seams.sleep,
-        )
+        leases = [
+            Lease(each.root, lasts_s=seams.lease_s, takeover=takeover, clock=seams.clock, sleep=seams.sleep)
+            for each in tiers.all
+        ]
+        self._lease = leases[NEAR]
         self._in_use = InUse()
-        self._house = Housekeeping(catalog, policy, self._lease, self._in_use, seams.now)
+        self._house = Housekeeping(tiers.near, policy, self._lease, self._in_use, seams.now)
+        self._session = secrets.token_hex(8)
+        """Rank 0's is that of all."""
+        self.promotions: Promotions | None = None
+        if terms is not None:
+            leader = Promoting(tiers, terms, leases[FAR], self._house, self._in_use, seams.now)
+            self.promotions = Promotions(tiers, leader, job, limits)
         self._timeline: Timeline | None = None
         self._restored: Restored | None = None
 
@@ -105,7 +120,18 @@ class Saves:
         self._restored = restored
         self._timeline = None
         self._last, self._highest = (restored.step, None), restored.step
-        self._house.distrusted = {each.name for each in restored.skipped}
+        self._house.distrusted = {each.name for each in restored.skipped if each.tier == NEAR}
+        if self.promotions is not None:
+            self.promotions.leader.house.distrusted = {each.name for each in restored.skipped if each.tier == FAR}
+
+    def failed(self) -> tuple[list[int], list[int]]:
+        """Number the saves, and the rounds of promotions, that have failed by now, on this rank."""
+        return self.pending.failed(), [] if self.promotions is None else self.promotions.rounds.failed()
+
+    def end(self, saves: Collection[int], promotions: Collection[int]) -> list[BaseException]:
+        """Wait for some to end, and return what went wrong."""
+        errors = self.pending.end(saves)
+        return errors if self.promotions is None else errors + self.promotions.rounds.end(promotions)
 
     def make_room(self) -> list[BaseException]:
         """Wait until another save may begin, and return what went wrong with those that it waited for."""
@@ -128,11 +154,39 @@ class Saves:
         self._house.wait()
 
     def close(self) -> None:
-        """Give back the root, and end threads."""
+        """Give back the roots, and end threads."""
+        with ExitStack() as ends:  # each, whatever becomes of the others; the last one first
+            ends.callback(self._lease.release)
+            ends.callback(self._house.close)
+            if self.promotions is not None:
+                ends.callback(self.promotions.close)
+
+    def wait_for_promotions(self, timeout_s: float | None = None) -> list[BaseException]:
+        """
+        Wait for all promotions, and for what follows them; return what went wrong.
+
+        Raises:
+            TimeoutError: they are not over in time; they go on.
+
+        """
+        if self.promotions is None:
+            return []
+        errors = self.promotions.wait(timeout_s)
+        self._house.wait()
+        return errors
+
+    def close_promotions(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
+        """Wait for all promotions, the newest checkpoint's too if it is wanted, or cancel them when time is up."""
+        if self.promotions is None:
+            return []
+        if newest:
+            self.promotions.after(None, newest=True)
         try:
-            self._house.close()
-        finally:
-            self._lease.release()
+            return self.wait_for_promotions(timeout_s)
+        except TimeoutError as late:
+            log.warning("%s; the next job goes on with them", late)
+            self.promotions.cancel()
+            return self.wait_for_promotions()
 
     def check(self, step: int) -> None:
         """
@@ -170,9 +224,11 @@ class Saves:
         patient = replace(self._job.world, alone_s=2 * self._seams.lease_s)
         with meet(patient, f"begin to save step {step} to {self._root.url}") as meeting:
             found: list[Timeline] = []
-            meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
+            told = meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
         # Only now, so that all ranks begin again if one could not.
         self._timeline = next(iter(found), Timeline())
+        if self.promotions is not None:
+            self.promotions.begin(told.decode())
 
     @property
     def begun(self) -> bool:
@@ -182,9 +238,10 @@ class Saves:
     def _begin(self, step: int, found: list[Timeline], payloads: list[bytes]) -> list[bytes]:
         """On rank 0."""
         self._lease.take()
+        far = [] if self.promotions is None else self.promotions.leader.begin()
         restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-        found.append(timeline_of(self._house.survey(), restored, step, where=self._root.url))
-        return [b""] * len(payloads)
+        found.append(timeline_of(merged([*self._house.survey(), *far]), restored, step, where=self._tiers.where))
+        return [self._session.encode()] * len(payloads)
 
     def save(
         self,
@@ -210,6 +267,13 @@ class Saves:
                         **{PINNED: True},
                     )
                 )
+        elif not overwrite and self._is_far(name):
+            ours = _Refused(
+                CheckpointExists(
+                    f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
+                    hint="save(..., overwrite=True) replaces it, or choose other roots",
+                )
+            )
         how = {"step": step, "meta": ours, "overwrite": overwrite, **self._how}
         store = self._place_to_write(name, step)
         first = self._job.world.rank == 0
@@ -226,6 +290,8 @@ class Saves:
             elsewhere, saved = error, error.response
         except BaseException:
             self.pending.skip()
+            if self.promotions is not None:
+                self.promotions.skip()
             if first:
                 self._in_use.end(name)
             raise
@@ -234,13 +300,15 @@ class Saves:
             self.pending.add(saved)
         if first:
             self._house.after(name, lambda: _ended_well(saved, step, timeline))
+        if self.promotions is not None:
+            self.promotions.after(saved)
         if elsewhere is not None:
             raise elsewhere
         return saved
 
     def place_to_read(self, candidate: Candidate) -> Store:
         """Return where a checkpoint is read from."""
-        place = self._root.place(candidate.name)
+        place = self._roots[candidate.tier].place(candidate.name)
         # Files of torch's layout may be called, and be links to, anything: their reader knows the plain store.
         return place if candidate.torch else RetryingStore(place, self._patience(place, candidate.step))
 
@@ -263,8 +331,13 @@ class Saves:
 
         return Patience(self._retries, told=told, sleep=self._seams.sleep)
 
+    def _is_far(self, name: str) -> bool:
+        return self.promotions is not None and self.promotions.leader.has(name)
+
     def _is_there(self, step: int) -> bool:
         try:
+            if self._is_far(self._catalog.naming.name(step)):
+                return True
             found = self._catalog.find(step)
         except CheckpointError as error:
             log.warning("%s: cannot look for step %d: %s", self._root.url, step, error)
@@ -273,7 +346,8 @@ class Saves:
 
     def _is_pinned(self, name: str) -> bool:
         try:
-            return name in pinned(self._catalog.root)
+            far = self.promotions is not None and self.promotions.leader.is_pinned(name)
+            return far or name in pinned(self._catalog.root)
         except CheckpointError as error:
             log.warning("%s: cannot look for pins: %s", self._root.url, error)
             return True

@@ -1,0 +1,270 @@
+"""
+Rank 0's part of promotions: what is to be copied to the far root, and when it exists there.
+
+A checkpoint is committed in the far root as it was in the near one: after all of its files, by its record, the very same
+bytes, put where none was or over the version that was seen. Until then nobody takes it for a checkpoint, and what is
+there of it is left for a later promotion to go on with.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import msgspec
+
+from shardkeep.errors import BlobNotFound, CheckpointExists, StorageError, StorageFull
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
+from shardkeep.layout import leftovers
+from shardkeep.layout.native import claim_name, read_record
+from shardkeep.manage.entries import Entry, entry_of
+from shardkeep.manage.housekeeping import Housekeeping
+from shardkeep.manage.in_use import InUse
+from shardkeep.manage.lease import Lease
+from shardkeep.manage.lineage import newest_first
+from shardkeep.manage.pins import is_pinned, pin
+from shardkeep.manage.promotable import SaveOf, to_promote
+from shardkeep.manage.retention import Policy
+from shardkeep.manage.tiers import FAR, Tiers
+from shardkeep.run.coordinating import discard
+from shardkeep.store.protocol import Store, Version, free_nbytes
+
+log = logging.getLogger("shardkeep")
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells all ranks to promote."""
+
+    name: str
+    step: int
+    record: bytes
+    """As it is in the near root."""
+
+    def decoded(self) -> Record:
+        """Read the record."""
+        return decode_record(self.record, RECORD_NAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is promoted."""
+
+    every: int
+    """Steps that are a multiple of it."""
+    policy: Policy
+    """What is kept there."""
+    required: bool
+    """Whether the near copy stays until it is promoted."""
+
+
+class Promoting:
+    """What rank 0 knows of the far root. `unpromoted` may be called by any thread, all else by one."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        terms: Terms,
+        lease: Lease,
+        near_house: Housekeeping,
+        near_in_use: InUse,
+        now: Callable[[], datetime],
+    ) -> None:
+        """
+        Begin nothing yet.
+
+        Args:
+            tiers: both roots.
+            terms: what is promoted.
+            lease: of the far root.
+            near_house: keeps the near root in order, and waits for promotions with that.
+            near_in_use: places of the near root that must not be deleted.
+            now: tells the time, with its zone.
+
+        """
+        if tiers.far is None:  # unreachable: without a far root nobody promotes
+            raise ValueError("there is no far root")
+        self.lease = lease
+        self.house = Housekeeping(tiers.far, terms.policy, lease, InUse(), now)
+        self.house.resumes = self._resumes
+        self._near, self._far = tiers.near, tiers.far
+        self._terms = terms
+        self._near_house = near_house
+        self._near_in_use = near_in_use
+        self._now = now
+        near_house.spares = self.unpromoted
+        self._lock = threading.Lock()
+        # Only this job changes the far root: it has the lease.
+        self._there: dict[str, Entry] = {}
+        self._given_up: set[SaveOf] = set()
+        self._to_come: set[str] = set()
+        self._swept = False
+        self._seen: Version | None = None
+        self._standing = ExitStack()
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def begin(self) -> list[Entry]:
+        """
+        Take the far root, and see what it has.
+
+        Raises:
+            RootInUse: another job promotes or saves to it.
+
+        """
+        self.lease.take()
+        entries = self._far.entries()
+        with self._lock:
+            self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
+        return list(self._there.values())
+
+    def has(self, name: str) -> bool:
+        """Say whether the far root has a checkpoint of this name."""
+        with self._lock:
+            return name in self._there
+
+    def is_pinned(self, name: str) -> bool:
+        """Say whether the far root has one, and it is pinned."""
+        return self.has(name) and is_pinned(self._far.root, name)
+
+    def unpromoted(self, near: Sequence[Entry]) -> set[str]:
+        """Name the near checkpoints that must stay, as they are still to be promoted."""
+        return {entry.name for entry in self._wanted(near)} if self._terms.required else set()
+
+    def _wanted(self, near: Sequence[Entry], *, newest: bool = False) -> list[Entry]:
+        with self._lock:
+            there, left_out = list(self._there.values()), set(self._given_up)
+        trusted = [entry for entry in near if entry.name not in self._near_house.distrusted]
+        terms = self._terms
+        return to_promote(
+            trusted, there, terms.policy, self._now(), every=terms.every, left_out=left_out, newest=newest
+        )
+
+    def _resumes(self, name: str) -> bool:
+        return name in self._to_come
+
+    # -- one promotion -------------------------------------------------------------------------------------------
+
+    def choose(self, *, newest: bool) -> bytes:
+        """Say what is to be promoted next, and keep it from being deleted until `end`; nothing where all is there."""
+        self.lease.insist()
+        wanted = self._wanted(self._near.entries(), newest=newest)
+        self._to_come = {entry.name for entry in wanted}
+        if not self._swept:  # here, in the background: a far root may have thousands of places
+            self.house.survey()
+            self._swept = True
+        for entry in wanted:
+            self._near_in_use.begin(entry.name)
+            self._standing.callback(self._near_in_use.end, entry.name)
+            # Only now: before, it may have been deleted, or replaced.
+            data = self._record_of(entry)
+            if data is None:
+                self._standing.close()
+                continue
+            self._prepare(entry, self._far.root.place(entry.name))
+            return msgspec.msgpack.encode(Order(name=entry.name, step=entry.step, record=data))
+        return b""
+
+    def _record_of(self, entry: Entry) -> bytes | None:
+        try:
+            data = self._near.root.place(entry.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+        except BlobNotFound:
+            return None
+        return data if entry.record is not None and decode_record(data, RECORD_NAME) == entry.record else None
+
+    def _prepare(self, entry: Entry, place: Store) -> None:
+        """Say in the far place who writes there, and that it all fits."""
+        if entry.record is None:  # unreachable: others are not promoted
+            return
+        self._seen = place.version(RECORD_NAME)
+        sizes = entry.record.at_rest
+        there = sum(info.nbytes for info in place.list() if info.name in sizes)
+        free, wanted = free_nbytes(place), sum(sizes.values()) - there
+        if free is not None and free < wanted:
+            raise StorageFull(
+                f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                hint="delete checkpoints that are needed no more, or keep fewer there (keep_promoted)",
+                errno=errno.ENOSPC,
+            )
+        save_id = entry.record.save_id
+        self._standing.enter_context(leftovers.claiming(save_id))
+        place.delete(claim_name(save_id))  # of the job that was cut short; the lease says that it is over
+        leftovers.make_claim(place, save_id)
+
+    def is_gone(self, order: Order) -> bool:
+        """Say whether the near checkpoint was deleted or replaced meanwhile."""
+        try:
+            return self._near.root.place(order.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES) != order.record
+        except BlobNotFound:
+            return True
+
+    def give_up(self, order: Order) -> None:
+        """Do not try this one again: the near copy is damaged."""
+        with self._lock:
+            self._given_up.add((order.name, order.decoded().save_id))
+        self._near_house.distrusted.add(order.name)
+
+    def commit(self, order: Order) -> None:
+        """
+        Make the copy a checkpoint, once all of its files are there.
+
+        Raises:
+            CheckpointExists: somebody else committed there meanwhile.
+
+        """
+        record, place = order.decoded(), self._far.root.place(order.name)
+        _insist_on_files(place, record)
+        pinned = is_pinned(self._near.root, order.name)
+        if pinned:
+            pin(self._far.root, order.name)
+        self.lease.insist()
+        try:
+            place.put(RECORD_NAME, order.record, over=self._seen)
+        except StorageError as exc:
+            if exc.errno != errno.EEXIST:
+                raise
+            raise CheckpointExists(
+                f"{place.url}: a checkpoint was committed here by somebody else meanwhile",
+                hint="let only one job promote to a root",
+            ) from exc
+        discard(place, [claim_name(record.save_id)])
+        with self._lock:
+            self._there[order.name] = replace(entry_of(order.name, order.step, record, pinned=pinned), tier=FAR)
+
+    def tidy(self, order: Order) -> None:
+        """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
+        place = self._far.root.place(order.name)
+        try:
+            found = leftovers.survey(place, self.lease.gone)
+            kept = {*read_record(place).names}
+            discard(place, [name for name in found.dead + found.ended if name not in kept])
+        except Exception as error:  # noqa: BLE001 - what is committed has not failed because of this
+            log.warning("could not remove replaced files in %s: %s", place.url, error)
+        with self._lock:
+            newest = newest_first(entry for entry in self._there.values() if entry.committed)
+        removed = self.house.tidy_up(order.name, latest=newest[0].name)
+        with self._lock:
+            for name in removed:
+                self._there.pop(name, None)
+        self.end()
+        self._near_house.after_promotion(order.name)
+
+    def end(self) -> None:
+        """Let go of what `choose` held, whatever became of it."""
+        self._standing.close()
+
+
+def _insist_on_files(place: Store, record: Record) -> None:
+    """Look whether rank 0, too, sees all files, with their sizes."""
+    listed = {info.name: info.nbytes for info in place.list()}
+    for name, nbytes in record.at_rest.items():
+        if listed.get(name) != nbytes:
+            raise StorageError(
+                f"{place.url}: {name} of {nbytes} bytes was copied there, and rank 0 does not find it",
+                hint="all ranks must see one file system or object store",
+                name=name,
+            )

@@ -1,0 +1,267 @@
+"""
+Checkpoints that are copied to a far root in the background, by all ranks together, never in the way of training.
+
+Each save is followed by a *round*, on a thread of each rank, the same ones in the same order on all: rank 0 says which
+checkpoint is to be promoted next, the newest first; every rank copies its share of the files; rank 0 commits; and so on
+until nothing is left. What an earlier job or round could not finish is found that way, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from weakref import WeakMethod
+
+import msgspec
+
+from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, SaveCancelled
+from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, tell
+from shardkeep.manage.copying import Limits, copy_blobs
+from shardkeep.manage.jobs import Job
+from shardkeep.manage.pending import Pending
+from shardkeep.manage.problems import NotPromoted
+from shardkeep.manage.promoting import Order, Promoting
+from shardkeep.manage.tiers import FAR, NEAR, Tiers
+from shardkeep.ranks.agree import Meeting, meet
+from shardkeep.ranks.world import World
+from shardkeep.run.handles import SaveHandle
+
+log = logging.getLogger("shardkeep")
+
+
+class _Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says of its part."""
+
+    copied: int = 0
+    lost: str = ""
+    """What is wrong with the near copy."""
+
+
+class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 says of a promotion that did not fail."""
+
+    copied: int = 0
+    gone: bool = False
+    """Whether the near checkpoint was deleted or replaced meanwhile."""
+
+
+class Promotions:
+    """Promotions of one Checkpointer. Used by one thread."""
+
+    def __init__(self, tiers: Tiers, leader: Promoting, job: Job, limits: Limits) -> None:
+        """
+        Begin nothing yet.
+
+        Args:
+            tiers: both roots, which try again what fails in passing.
+            leader: rank 0's part.
+            job: the ranks.
+            limits: threads and memory of each rank.
+
+        """
+        self.leader = leader
+        self.rounds = Pending()
+        """Under way, or failed and not told yet."""
+        self._tiers = tiers
+        self._job = job
+        self._limits = limits
+        self._where = [each.root.url for each in tiers.all]
+        self._world: World | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-promote")
+        self._futures: list[Future[None]] = []
+        self._cancelled = 0
+        """Rounds of lower numbers are not wanted any more."""
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def begin(self, session: str) -> None:
+        """Begin, once the far root is this job's: with what earlier jobs could not finish."""
+        if self._world is not None:
+            return
+        world = self._job.world
+        if world.store is not None:
+            from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store
+
+            world = replace(world, store=PrefixStore(f"promotions/{session}", world.store))
+        # They are waited for by nobody but each other, and rank 0 looks at both roots while the others wait.
+        self._world = replace(world, alone_s=world.timeout_s)
+        _at_exit(self.cancel)
+        self.after(None)
+
+    def after(self, saved: Any, *, newest: bool = False) -> None:
+        """Begin a round once a save has ended; `newest`: whatever its step, the newest checkpoint is promoted."""
+        if self._world is None:
+            return
+        future = self._thread.submit(self._round, self.rounds.count, saved, newest, self._world)
+        self.rounds.add(future)
+        self._futures = [each for each in self._futures if not each.done()] + [future]
+
+    def skip(self) -> None:
+        """Count a round that is not made here, as its save failed in the call; it may be made on other ranks."""
+        self.rounds.skip()
+
+    def wait(self, timeout_s: float | None = None) -> list[BaseException]:
+        """
+        Wait for all rounds, and return what went wrong.
+
+        Raises:
+            TimeoutError: they are not over in time; they go on.
+
+        """
+        if futures.wait(self._futures, timeout_s).not_done:
+            raise TimeoutError(f"not all checkpoints were promoted to {self._where[FAR]} within {timeout_s:g} s")
+        return self.rounds.end(self.rounds.before(self.rounds.count))
+
+    def cancel(self) -> None:
+        """Give up all rounds that were begun; what was copied is found by a later one."""
+        self._cancelled = self.rounds.count
+
+    def close(self) -> None:
+        """Wait for what is under way, give back the far root, and end the thread."""
+        try:
+            self._thread.shutdown()
+            self.leader.house.close()
+        finally:
+            self.leader.lease.release()
+
+    # -- on the thread -------------------------------------------------------------------------------------------
+
+    def _round(self, number: int, saved: Any, newest: bool, world: World) -> None:
+        if isinstance(saved, SaveHandle):
+            saved.wait_for_end()
+        damaged: NotPromoted | None = None
+        for turn in count():
+            try:
+                if not self._turn(f"{number}.{turn}", number, newest, world):
+                    break
+            except SaveCancelled:
+                log.info("promotions to %s were cancelled", self._where[FAR])
+                return
+            except Exception as error:
+                failed = self._failure(error)
+                log.error("%s", failed, exc_info=error)  # noqa: TRY400 - said now, as nobody may ask before the next save
+                if not isinstance(error, DamagedCheckpoint):
+                    raise failed from error
+                failed.__cause__, damaged = error, damaged or failed  # there are others
+        if damaged is not None:
+            raise damaged
+
+    def _turn(self, title: str, number: int, newest: bool, world: World) -> bool:
+        """Promote one checkpoint; False where there is none to promote."""
+        leader = self.leader
+
+        def work() -> bytes:
+            self._insist(number)
+            return b""
+
+        with meet(world, f"promotion {title} to {self._where[FAR]}") as meeting:
+            try:
+                told = meeting.agree("choose", work, lambda payloads: [leader.choose(newest=newest)] * len(payloads))
+                if told:
+                    self._promote(meeting, msgspec.msgpack.decode(told, type=Order), number, world)
+            finally:
+                leader.end()
+        return bool(told)
+
+    def _promote(self, meeting: Meeting, order: Order, number: int, world: World) -> None:
+        began, record = time.perf_counter(), order.decoded()
+        source, where = (f"{self._where[tier]}/{order.name}" for tier in (NEAR, FAR))
+        about: dict[str, Any] = {"rank": world.rank, "where": where, "step": order.step, "source": source}
+        total = record.stored_nbytes
+        tell(PromotionBegan, lambda: PromotionBegan(**about, bytes_total=total))
+        try:
+            told = meeting.agree(
+                "copy", lambda: self._copy(order, number, world), lambda said: self._commit(order, said)
+            )
+        except BaseException as error:
+            kind, message, seconds = type(error).__name__, str(error), time.perf_counter() - began
+            cancelled = isinstance(error, SaveCancelled)
+            tell(
+                PromotionFailed,
+                lambda: PromotionFailed(**about, kind=kind, message=message, cancelled=cancelled, seconds=seconds),
+            )
+            raise
+        outcome, seconds = msgspec.msgpack.decode(told, type=_Outcome), time.perf_counter() - began
+        if outcome.gone:
+            log.info("%s is not promoted: it was deleted or replaced meanwhile", source)
+            return
+        tell(
+            PromotionFinished,
+            lambda: PromotionFinished(**about, bytes_total=total, bytes_copied=outcome.copied, seconds=seconds),
+        )
+        if world.rank == 0:
+            found = f", {total - outcome.copied:,} of them were there" if outcome.copied < total else ""
+            log.info("%s is promoted to %s: %s bytes%s, %.2f s", source, where, f"{total:,}", found, seconds)
+            self.leader.tidy(order)
+
+    def _copy(self, order: Order, number: int, world: World) -> bytes:
+        """Copy this rank's share of the files; what is wrong with the near copy is said and not raised."""
+        record = order.decoded()
+        near, far = (each.root.place(order.name) for each in self._tiers.all)
+        mine = shares(record.at_rest, world.size)[world.rank]
+
+        def wanted() -> bool:
+            return number >= self._cancelled
+
+        try:
+            copied = copy_blobs(near, far, record, mine, self._limits, wanted)
+        except (DamagedCheckpoint, BlobNotFound) as error:
+            return msgspec.msgpack.encode(_Share(lost=f"{type(error).__name__}: {error}"))
+        self._insist(number)
+        return msgspec.msgpack.encode(_Share(copied=copied.nbytes))
+
+    def _commit(self, order: Order, said: list[bytes]) -> list[bytes]:
+        """On rank 0, once all have copied."""
+        parts = [msgspec.msgpack.decode(each, type=_Share) for each in said]
+        lost = [part.lost for part in parts if part.lost]
+        if lost and not self.leader.is_gone(order):
+            self.leader.give_up(order)
+            raise DamagedCheckpoint(
+                f"{self._where[NEAR]}/{order.name} is damaged: {lost[0]}",
+                hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
+            )
+        if not lost:
+            self.leader.commit(order)
+        outcome = _Outcome(copied=sum(part.copied for part in parts), gone=bool(lost))
+        return [msgspec.msgpack.encode(outcome)] * len(said)
+
+    def _insist(self, number: int) -> None:
+        if number < self._cancelled:
+            raise SaveCancelled(f"promotions to {self._where[FAR]} were cancelled")
+
+    def _failure(self, error: Exception) -> NotPromoted:
+        text = error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return NotPromoted(
+            f"checkpoints of {self._where[NEAR]} could not be promoted to {self._where[FAR]}: {text}",
+            hint="they are as they were, and are tried again after the next save, or by the next job",
+        )
+
+
+def shares(sizes: dict[str, int], ranks: int) -> list[list[str]]:
+    """Share out files by size, the largest first, each to the rank that has least; the same on all ranks."""
+    loads = [0] * ranks
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    for name, nbytes in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
+        rank = loads.index(min(loads))
+        loads[rank] += nbytes + 1  # so that empty ones are shared out, too
+        found[rank].append(name)
+    return found
+
+
+def _at_exit(cancel: Any) -> None:
+    """Have a method called at exit, before threads are waited for, if its object is still there and was not forked."""
+    method, process_id = WeakMethod(cancel), os.getpid()
+
+    def call() -> None:
+        found = method()
+        if found is not None and os.getpid() == process_id:
+            found()
+
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # there is no public way
