@@ -35,28 +35,16 @@ from shardkeep.format.region import Box
 from shardkeep.format.tree import Node, decode_tree, leaf_keys, unflatten
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.plan.ranges import every_block
-from shardkeep.run.read import (
-    Headers,
-    Source,
-    damage_of,
-    explain_missing,
-    neighbours,
-    open_checked,
-    read_files,
-)
+from shardkeep.run.read import Headers, Source, explain_missing
 from shardkeep.run.safetensors_open import SafetensorsSource
 from shardkeep.run.sources import find
+from shardkeep.run.verifying import damage_of_file, stored_damage
 from shardkeep.run.workers import window_for
 from shardkeep.store.place import open_store
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, requests_of
 
 if TYPE_CHECKING:
     import torch
-
-
-_MOST_RANGES = 20
-"""Damaged ranges of one file that `verify` lists; it counts the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +57,9 @@ class VerifyReport:
     without_digests: int = 0
     """Of the files, those that nobody took digests of: of safetensors files of others, only headers and sizes are
     checked; of torch's, the checksums in their archives."""
+    undecoded: int = 0
+    """Of the files, those for which there was no key: what is stored of them is what was written, as far as digests tell
+    that nobody signed."""
 
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
@@ -90,6 +81,46 @@ def open(where: str | os.PathLike[str] | Store, *, options: Options | None = Non
     """
     options = options or Options()
     return Checkpoint(open_store(where, direct=options.direct_io), options)
+
+
+def verify_stored(
+    where: str | os.PathLike[str] | Store, *, deep: bool = True, options: Options | None = None
+) -> VerifyReport:
+    """
+    Check what is stored of an encrypted native checkpoint whose key is not at hand.
+
+    Args:
+        where: a path, or a store.
+        deep: read every byte; else sizes, tables of frames and headers.
+        options: threads and memory.
+
+    Raises:
+        DamagedCheckpoint: lists everything that is wrong.
+
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    store = open_store(where, direct=options.direct_io)
+    record = find(store).record
+    threads, window = _limits(store, options)
+    found = stored_damage(store, record, deep=deep, threads=threads, window_nbytes=window)
+    _raise_if_any(store, [exc.message for exc in found])
+    return VerifyReport(
+        files=len(record.files),
+        bytes_read=record.stored_nbytes,
+        seconds=time.perf_counter() - began,
+        undecoded=sum(file.chain is not None for file in record.files),
+    )
+
+
+def _limits(store: Store, options: Options) -> tuple[int, int]:
+    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes)
+
+
+def _raise_if_any(store: Store, problems: list[str]) -> None:
+    if problems:
+        text = "\n  ".join(problems)
+        raise DamagedCheckpoint(f"{store.url}: {len(problems)} wrong:\n  {text}", problems=problems)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -215,13 +246,9 @@ class Checkpoint(Mapping[str, Any]):
 
         """
         began = time.perf_counter()
-        problems = [exc.message for exc in self._damage()]
-        if problems:
-            raise DamagedCheckpoint(
-                f"{self._store.url}: {len(problems)} wrong:\n  " + "\n  ".join(problems), problems=problems
-            )
+        _raise_if_any(self._store, [exc.message for exc in self._damage()])
         files = self.record.files
-        nbytes = sum(file.nbytes for file in files) + self.record.index.nbytes
+        nbytes = self.record.stored_nbytes
         if isinstance(self.source, SafetensorsSource):
             nbytes = self.source.nbytes_verified()
         return VerifyReport(
@@ -269,31 +296,20 @@ class Checkpoint(Mapping[str, Any]):
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
-        threads, window = window_for(self._options.io_threads, self._options.host_budget_bytes)
-        file, (headers, key_at) = self.record.files[number], self.source.to_verify()
+        threads, window = _limits(self._store, self._options)
+        headers, key_at = self.source.to_verify()
         if (damage := self.source.undigested(number)) is not None:
             yield from damage
             return
-        # The real size first: a plan is as long as the record says the file is.
-        open_checked(self.source.store, file, headers)[0].close()
-        plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window)
-        damaged: list[int] = []
-        read_files(
+        yield from damage_of_file(
             self.source.store,
             self.record.files,
-            [plan],
-            {},
+            number,
+            headers=headers,
             key_at=key_at,
             threads=threads,
             window_nbytes=window,
-            headers=headers,
-            damaged=damaged,
         )
-        ranges = neighbours(damaged)
-        for blocks in ranges[:_MOST_RANGES]:
-            yield damage_of(file, number, blocks, key_at)
-        if len(ranges) > _MOST_RANGES:
-            yield DamagedCheckpoint(f"{file.name}: {len(ranges) - _MOST_RANGES} more damaged ranges")
 
 
 class StoredTensor:

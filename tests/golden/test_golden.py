@@ -60,6 +60,5 @@ def test_what_the_second_version_is_for_is_in_its_golden_checkpoints():
     apart = sk.open(HERE / "v2-apart").record
     assert all(file.blocks for file in apart.files)
     [model] = [file.name for file in apart.files if file.name.startswith("model-00000")]
-    assert torch.equal(
-        load_file(HERE / "v2-apart" / model)["model.weight[0:4,0:5]"], full_state()["model"]["weight"][:4]
-    )
+    [rows] = [each for name, each in load_file(HERE / "v2-apart" / model).items() if name.endswith("[0:4,0:5]")]
+    assert torch.equal(rows, full_state()["model"]["weight"][:4])

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardkeep.cli.watching import watched
+from shardkeep.codec.problems import KeyMissing, WrongKey
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.format.record import FileEntry
-from shardkeep.opening import Checkpoint
+from shardkeep.opening import Checkpoint, verify_stored
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
 from shardkeep.run.read import open_checked
@@ -33,6 +34,8 @@ class Verdict:
     """That were read and compared with their digests; without `deep`, of files whose size is right."""
     without_digests: int = 0
     """Files of which nobody took digests: their bytes can be read, but not compared with anything."""
+    undecoded: int = 0
+    """Files that are encrypted, and there was no key: what is stored of them was checked, not what it stands for."""
     seconds: float = 0.0
 
     @property
@@ -55,21 +58,26 @@ def check(where: str, *, deep: bool, on_read: Callable[[int], None] = lambda _: 
         files=verdict.files,
         nbytes=verdict.nbytes,
         without_digests=verdict.without_digests,
+        undecoded=verdict.undecoded,
         seconds=time.perf_counter() - began,
     )
 
 
 def _check(where: str, *, deep: bool, on_read: Callable[[int], None]) -> Verdict:
+    try:
+        checkpoint = open_checkpoint(watched(where, on_read) if deep else where)
+    except (KeyMissing, WrongKey):
+        report = verify_stored(watched(where, on_read), deep=deep)
+        return Verdict(files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
     if deep:
-        report = open_checkpoint(watched(where, on_read)).verify()
+        report = checkpoint.verify()
         return Verdict(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
-    checkpoint = open_checkpoint(where)
     problems = list(shallow_problems(checkpoint))
     files = checkpoint.record.files
     return Verdict(
         problems=problems,
         files=len(files),
-        nbytes=sum(file.nbytes for file in files),
+        nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
         without_digests=sum(not file.block_nbytes for file in files),
     )
 

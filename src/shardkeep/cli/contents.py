@@ -189,7 +189,7 @@ def summary_of(checkpoint: Checkpoint) -> str:
     written = f"saved {span_text(age)} ago by" if age is not None else "saved by"
     step = f"step {record.step}, " if record.step is not None else ""
     holds = [count_text(totals.tensors, "tensor")] + ([count_text(totals.values, "value")] if totals.values else [])
-    stored = sum(file.nbytes for file in record.files) + record.index.nbytes
+    stored = record.stored_nbytes
     return (
         f"{record.format}, {step}{written} {count_text(record.world_size, 'rank')}\n"
         f"{', '.join(holds)}, {size_text(totals.tensor_bytes)};"
@@ -211,7 +211,7 @@ def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "values": totals.values,
         "chunks": totals.chunks,
         "tensor_bytes": totals.tensor_bytes,
-        "stored_bytes": sum(file.nbytes for file in record.files) + record.index.nbytes,
+        "stored_bytes": record.stored_nbytes,
         "files": len(record.files),
     }
 

@@ -64,7 +64,7 @@ def _of_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     parts = by_part(items)
     total = sum(share.nbytes for share in shares)
     record = checkpoint.record
-    stored = sum(file.nbytes for file in record.files) + record.index.nbytes
+    stored = record.stored_nbytes
     if args.json:
         print_json(
             {

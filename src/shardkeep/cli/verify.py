@@ -86,7 +86,7 @@ def _places(path: str, template: str | None) -> Iterator[Place]:
     except CheckpointError:  # `check` says what is wrong
         yield Place(path, None, 0)
         return
-    yield Place(path, None, sum(file.nbytes for file in record.files) + record.index.nbytes)
+    yield Place(path, None, record.stored_nbytes)
 
 
 def _say(args: argparse.Namespace, text: str) -> None:
@@ -114,6 +114,11 @@ def _text(place: Place, verdict: Verdict, *, deep: bool) -> str:
         doubt = "only sizes and structure can be checked"
     if undigested:
         text += f"\n      {count_text(undigested, 'file has', 'files have')} no digests: {doubt}"
+    if verdict.undecoded:
+        text += (
+            f"\n      {count_text(verdict.undecoded, 'file is', 'files are')} encrypted, and there is no key:"
+            " what is stored was checked, not what it stands for"
+        )
     return f"{styled('ok', 'green')}    {shown(place.path)}  {text}"
 
 
@@ -127,5 +132,6 @@ def _document(place: Place, verdict: Verdict, *, deep: bool) -> dict[str, Any]:
         "files": verdict.files,
         "nbytes": verdict.nbytes,
         "files_without_digests": verdict.without_digests,
+        "files_undecoded": verdict.undecoded,
         "seconds": verdict.seconds if deep else None,
     }

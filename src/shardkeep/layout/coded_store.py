@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Protocol
 
 from shardkeep.codec.frame_chain import Chain
-from shardkeep.errors import MalformedFile
+from shardkeep.errors import DamagedCheckpoint, MalformedFile
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.frames import FrameTable, table_nbytes
 from shardkeep.format.record import Blob
@@ -95,8 +95,15 @@ class DecodingStore:
         self._tables: dict[str, FrameTable] = {}
         self._room_nbytes = _TABLES_NBYTES
         self._lock = threading.Lock()
+        self._noted: list[DamagedCheckpoint] | None = None
         # Whoever asks how to use this store means the one below.
         self.requests = getattr(inner, "requests", None)
+
+    def noting(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
+        """Return one over the same store that adds damaged frames to a list, and gives zeros for them."""
+        other = DecodingStore(self._inner, (), ())
+        other._coded, other._noted = self._coded, noted
+        return other
 
     def open(self, name: str) -> BlobReader:
         """Open a blob, to read what it was before it went through codecs."""
@@ -106,7 +113,7 @@ class DecodingStore:
         blob, chain = self._coded[name]
         try:
             check_size(reader, blob)
-            return FrameReader(reader, blob, self._table(reader, blob), chain, self._scratch)
+            return FrameReader(reader, blob, self._table(reader, blob), chain, self._scratch, self._noted)
         except BaseException:
             reader.close()
             raise

@@ -7,13 +7,15 @@ written. A frame that is wanted whole is decoded straight into place, a part of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from shardkeep.codec.codecs import FramePlace
 from shardkeep.codec.frame_chain import Chain
-from shardkeep.errors import ChecksumMismatch, MalformedFile, WrongSize
+from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, WrongSize
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.frames import (
     FOOTER_NBYTES,
@@ -79,12 +81,21 @@ def check_size(reader: BlobReader, entry: Blob) -> None:
 class FrameReader:
     """A reader of plain bytes over a reader of what is stored. May be used by several threads."""
 
-    def __init__(self, inner: BlobReader, entry: Blob, table: FrameTable, chain: Chain, scratch: ScratchPool) -> None:
-        """`scratch` has buffers of `SCRATCH_NBYTES`."""
+    def __init__(
+        self,
+        inner: BlobReader,
+        entry: Blob,
+        table: FrameTable,
+        chain: Chain,
+        scratch: ScratchPool,
+        noted: list[DamagedCheckpoint] | None = None,
+    ) -> None:
+        """`scratch` has buffers of `SCRATCH_NBYTES`. With `noted`, damage is added to it and read as zeros."""
         self._inner = inner
         self._entry = entry
         self._table = table
         self._scratch = scratch
+        self._noted = noted
         self._holds = True
         self.chain = chain
         """What its bytes went through."""
@@ -118,20 +129,31 @@ class FrameReader:
         nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
         stored = scratch[:nbytes] if nbytes <= REQUEST_NBYTES else memoryview(bytearray(nbytes))
         self._inner.read_into(base, stored)
-        spare = scratch[REQUEST_NBYTES:]
         for frame in run:
             at = int(table.stored_start[frame]) - base
-            data = stored[at : at + int(table.stored_nbytes[frame])]
-            if digest(data) != table.digest(frame):
-                raise damaged_frame(self._entry, table, frame)
             place = place_of(self._entry, table, frame)
             low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
             into = view[low - offset : high - offset]
-            if len(into) == place.nbytes:
-                self.chain.decode(data, into, place)
-            else:
-                self.chain.decode(data, spare[: place.nbytes], place)
-                copy(into, spare[low - place.offset : high - place.offset])
+            whole = len(into) == place.nbytes
+            plain = into if whole else scratch[REQUEST_NBYTES:][: place.nbytes]
+            try:
+                self._decode(frame, stored[at : at + int(table.stored_nbytes[frame])], plain, place)
+            except DamagedCheckpoint as error:
+                if self._noted is None:
+                    raise
+                self._noted.append(error)
+                plain[:] = bytes(len(plain))
+            if not whole:
+                copy(into, plain[low - place.offset : high - place.offset])
+
+    def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
+        if digest(data) != self._table.digest(frame):
+            raise damaged_frame(self._entry, self._table, frame)
+        try:
+            self.chain.decode(data, into, place)
+        except DamagedCheckpoint as error:
+            error.details.update(_where(self._entry, self._table, frame))
+            raise
 
     def close(self) -> None:
         """Release what it holds."""
@@ -169,9 +191,14 @@ def damaged_frame(entry: Blob, table: FrameTable, frame: int) -> ChecksumMismatc
         f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
         f" form of bytes {place.offset} to {place.offset + place.nbytes}",
         hint=_HINT,
-        file=entry.name,
-        offset=at,
+        **_where(entry, table, frame),
     )
+
+
+def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
+    start, offset = int(table.start[frame]), int(table.stored_start[frame])
+    stop = start + int(table.nbytes[frame])
+    return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
 def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterator[int]:
@@ -188,9 +215,18 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterat
         raise ChecksumMismatch(
             f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved", file=entry.name, offset=0
         )
+    order = np.argsort(table.stored_start, kind="stable")
+    starts = table.stored_start[order].tolist()
+    ends = (table.stored_start + table.stored_nbytes)[order].tolist()
     buffer = memoryview(bytearray(MAX_STORED_NBYTES))
-    for frame in np.argsort(table.stored_start, kind="stable").tolist():
-        data = buffer[: int(table.stored_nbytes[frame])]
-        reader.read_into(int(table.stored_start[frame]), data)
-        if digest(data) != table.digest(frame):
-            yield frame
+    first = 0
+    while first < len(starts):
+        # As many as fit: they lie behind each other, without gaps.
+        last = max(first + 1, bisect_right(ends, starts[first] + len(buffer)))
+        base = starts[first]
+        reader.read_into(base, buffer[: ends[last - 1] - base])
+        for row in range(first, last):
+            frame = int(order[row])
+            if digest(buffer[starts[row] - base : ends[row] - base]) != table.digest(frame):
+                yield frame
+        first = last

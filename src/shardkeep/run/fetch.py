@@ -15,6 +15,7 @@ from shardkeep.plan.ranges import FileReads, plan_reads
 from shardkeep.run.read import Source, keys_at, read_files
 from shardkeep.run.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, window_for
 from shardkeep.stage.tensors import host_address, scattered
+from shardkeep.store.protocol import requests_of
 
 
 def fetch(
@@ -64,6 +65,7 @@ def fill_native(
     axes = index.tensors.shape.shape[1]
     wants = Wants(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
     on_host = all(each.device.type == "cpu" for each in into)
+    threads = requests_of(source.store, threads)
     threads, window = window_for(threads, budget_nbytes, WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES)
     plans, needs = _plan(source, wants, window)
     others = {want: scattered(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
