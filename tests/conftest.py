@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardkeep.testing.rank_pool import RankPool
+from shardkeep.testing.s3_server import S3Server
 
 with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/frameworks has none
     from hypothesis import settings
@@ -24,3 +25,11 @@ def rank_pool() -> Iterator[RankPool]:
     """Real ranks, as processes that are started when first needed and kept for all tests."""
     with RankPool(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[S3Server]:
+    """A real S3 server on this machine, one for all workers, which ends with the last of them."""
+    base = tmp_path_factory.getbasetemp()
+    with S3Server((base if worker_id == "master" else base.parent) / "s3") as server:
+        yield server

@@ -49,8 +49,10 @@ def test_a_store_passes_through() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("s3://bucket/run", r"no store for s3:// places\n  hint: give a path, a file:// URL"),
-        ("memory://7f", "no store for memory://"),
+        ("nowhere://bucket/run", r"(?s)no store for nowhere:// places: .*\n  hint: give a path, a URL"),
+        ("s3://bucket//run", r"(?s)not a place to keep a checkpoint\n  hint: write scheme://name/path"),
+        ("s3://bucket/../run", "not a place"),
+        ("memory://", "not a place"),
         ("file://other/run", r"another machine \(other\)"),
         ("", "not a place"),
         ("file://", "not a place"),

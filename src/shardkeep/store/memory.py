@@ -133,22 +133,29 @@ class MemoryStore:
 class MemoryRoot(MemoryStore):
     """A root that lives as long as this object, with all of its places."""
 
-    def __init__(self) -> None:
-        """Make an empty root."""
-        super().__init__()
-        self._places: dict[str, MemoryStore] = {}
+    def __init__(self, url: str = "") -> None:
+        """Make an empty root; `url` is what it is called in messages."""
+        super().__init__(url)
+        self._places: dict[str, MemoryRoot] = {}
 
     def places(self) -> Iterator[str]:
         with self._lock:
             places = list(self._places.items())
-        return iter([name for name, store in places if next(store.list(), None)])
+        return iter([name for name, store in places if store.holds_any()])
 
-    def place(self, name: str) -> MemoryStore:
+    def holds_any(self) -> bool:
+        """Tell whether there is a blob here or further below."""
+        return next(self.list(), None) is not None or next(self.places(), None) is not None
+
+    def place(self, name: str) -> MemoryRoot:
         with self._lock:
-            return self._places.setdefault(check_name(name), MemoryStore(f"{self.url}/{name}"))
+            return self._places.setdefault(check_name(name), MemoryRoot(f"{self.url}/{name}"))
 
     def remove(self, name: str) -> None:
-        empty(self.place(name))
+        place = self.place(name)
+        empty(place)
+        for below in list(place.places()):
+            place.remove(below)
 
     def drop_empty(self, name: str) -> None:
         check_name(name)  # that is all: a place without blobs is none

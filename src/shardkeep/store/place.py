@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import re
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardkeep.errors import CheckpointError
+from shardkeep.store.fsspec_root import FsspecRoot
 from shardkeep.store.local import LocalStore
 from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.object_client import SCHEMES, open_bucket
+from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.protocol import Store
 from shardkeep.store.roots import Root
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HINT = "give a path, a file:// URL, or an object with the verbs of shardkeep.store.protocol.Store"
+_SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
+_HINT = (
+    "give a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
+    " shardkeep.store.protocol.Store"
+)
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """
-    Find the store for a place. Touches no disk and makes no directory.
+    Find the store for a place. Touches no disk, makes no directory and asks no service.
 
     Args:
-        where: a path, a `file://` URL, or an object with a store's verbs, which is returned as it is.
+        where: a path, a URL, or an object with a store's verbs, which is returned as it is.
         direct: whether local files may bypass the page cache.
 
     Raises:
@@ -31,15 +41,16 @@ def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
         return where
-    return LocalStore(_local_path(where), direct=direct)
+    path = _text_of(where)
+    return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
 
 
 def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
     """
-    Find the root for a place that has places below it. Touches no disk and makes no directory.
+    Find the root for a place that has places below it. Touches no disk, makes no directory and asks no service.
 
     Args:
-        where: a path, a `file://` URL, or an object with a root's verbs, which is returned as it is.
+        where: a path, a URL, or an object with a root's verbs, which is returned as it is.
         direct: whether local files may bypass the page cache.
 
     Raises:
@@ -48,28 +59,117 @@ def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("places", "place", "url")):
         return where
-    return LocalRoot(_local_path(where), direct=direct)
+    path = _text_of(where)
+    return _by_url(path, {}) or LocalRoot(_local_path(path), direct=direct)
 
 
-def _local_path(where: object) -> str:
+def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
+    """
+    Open a place with options of its own, to be handed to whatever takes a path or a URL.
+
+        sk.save(state, sk.store("s3://bucket/run/step-100", endpoint="http://10.0.0.7:9000", requests=32))
+
+    Options of paths are `direct` and `durable`. Those of `s3://`, `gs://` and `az://`:
+
+    - `endpoint`, `region`, `access_key_id`, `secret_access_key`, `session_token`, `profile`, and whatever else obstore
+      knows (`service_account`, `account_name`, `account_key`, `skip_signature`, …), where the environment does not say it;
+    - `timeout_s` of a request, `retries` of one that failed in passing, `retry_s` after which none is made again;
+    - `requests` under way at once, `part_bytes` of an upload;
+    - `conditional_puts`: whether the service refuses a put whose condition does not hold (default: it is tried out), and
+      `settle_s`, the wait before looking again where it does not;
+    - `client_options`: of the HTTP client (`proxy_url`, `root_certificate`, `allow_http`, …).
+
+    Those of other URLs are handed to fsspec.
+
+    Raises:
+        CheckpointError: the place is of a kind shardkeep does not know, or an option is.
+
+    """
+    path = _text_of(where)
+    found = _by_url(path, options)
+    if found is not None:
+        return found
+    if unknown := options.keys() - {"direct", "durable"}:
+        raise CheckpointError(f"{path}: a path has no option {min(unknown)!r}", hint="it has direct= and durable=")
+    return LocalRoot(_local_path(path), **options)
+
+
+def _text_of(where: object) -> str:
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str):
         raise CheckpointError(f"{where!r} is not a place to keep a checkpoint", hint=_HINT)
-    scheme = _SCHEME.match(path)
-    if scheme:
-        path = _path_of_url(path, scheme[1].lower())
     if not path or "\0" in path:
         raise CheckpointError(f"{path!r} is not a place to keep a checkpoint")
     return path
 
 
-def _path_of_url(url: str, scheme: str) -> str:
-    if scheme != "file":
-        raise CheckpointError(
-            f"{url}: no store for {scheme}:// places",
-            hint=_HINT,
-        )
-    parts = urlsplit(url)
+def _by_url(url: str, options: dict[str, Any]) -> Root | None:
+    """Open what is no path of this machine; None for what is one."""
+    found = _SCHEME.match(url)
+    scheme = found[1].lower() if found else "file"
+    if scheme == "file":
+        return None
+    if scheme == "memory" and not options:
+        return _in_memory(url)
+    if scheme in SCHEMES:
+        return _in_bucket(url, scheme, options)
+    return _by_fsspec(url, scheme, options)
+
+
+def _local_path(path: str) -> str:
+    if not _SCHEME.match(path):
+        return path
+    parts = urlsplit(path)
     if parts.netloc not in {"", "localhost"}:
-        raise CheckpointError(f"{url}: a file:// URL of another machine ({parts.netloc})", hint="write file:///path")
+        raise CheckpointError(f"{path}: a file:// URL of another machine ({parts.netloc})", hint="write file:///path")
+    if not parts.path:
+        raise CheckpointError(f"{path!r} is not a place to keep a checkpoint")
     return url2pathname(parts.path)
+
+
+def _segments(url: str) -> list[str]:
+    """Cut what comes after the scheme at its slashes."""
+    segments = url.partition("://")[2].rstrip("/").split("/")
+    if not all(segments) or {".", ".."} & {*segments}:
+        raise CheckpointError(
+            f"{url}: not a place to keep a checkpoint", hint="write scheme://name/path, with no empty part, '.' or '..'"
+        )
+    return segments
+
+
+def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectRoot:
+    name, *below = _segments(url)
+    if "@" in name:  # abfss://container@account.dfs.core.windows.net/path
+        name, _, account = name.partition("@")
+        options = {"account_name": account.partition(".")[0], **options}
+    prefix = "".join(f"{segment}/" for segment in below)
+    return ObjectRoot(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
+
+
+def _in_memory(url: str) -> MemoryRoot:
+    name, *below = _segments(url)
+    place = _memory(name)
+    for segment in below:
+        place = place.place(segment)
+    return place
+
+
+@functools.cache
+def _memory(name: str) -> MemoryRoot:
+    """Return what this process keeps in its memory under a name."""
+    return MemoryRoot(f"memory://{name}")
+
+
+def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> FsspecRoot:
+    try:
+        fsspec = importlib.import_module("fsspec")
+    except ModuleNotFoundError as exc:
+        raise CheckpointError(
+            f"{url}: no store for {scheme}:// places; fsspec, which may have one, is not installed",
+            hint="pip install 'shardkeep[fsspec]', or " + _HINT,
+        ) from exc
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except (ImportError, ValueError, TypeError) as exc:
+        raise CheckpointError(f"{url}: no store for {scheme}:// places: {exc}", hint=_HINT) from exc
+    return FsspecRoot(fs, path, url.rstrip("/"))

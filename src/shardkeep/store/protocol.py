@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +57,11 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class Version:
-    """Which bytes a blob had when it was asked for them. To be compared and handed back, not to be read."""
+    """
+    Which bytes a blob had when it was asked for them. To be compared and handed back, not to be read.
+
+    Bytes that are put over the very same bytes may be of the same version.
+    """
 
     tag: str
     generation: str = ""
@@ -161,12 +165,13 @@ class Deletes(Protocol):
 
 class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
     """
-    A place that can do all of it. It may also say
+    A place that can do all of it. It may also
 
-    - how much more fits, by a method `free_nbytes() -> int | None`,
-    - by an attribute `sequential` that parts of a blob should come nearly in order of offset, else they are held in
+    - say how much more fits, by a method `free_nbytes() -> int | None`,
+    - remove many blobs at once, by a method `delete_all(names)`,
+    - say by an attribute `sequential` that parts of a blob should come nearly in order of offset, else they are held in
       memory until it is their turn,
-    - by an attribute `requests` how many reads or writes it likes to have under way at once.
+    - say by an attribute `requests` how many reads or writes it likes to have under way at once.
     """
 
     @property
@@ -178,6 +183,16 @@ def free_nbytes(store: object) -> int | None:
     """Ask a store how much more fits in it; None where it cannot say."""
     ask = getattr(store, "free_nbytes", None)
     return None if ask is None else ask()
+
+
+def delete_all(store: Deletes, names: Sequence[str]) -> None:
+    """Remove many blobs, in few requests where the store has a verb `delete_all` for that; in no order."""
+    together = getattr(store, "delete_all", None)
+    if together is not None:
+        together(names)
+        return
+    for name in names:
+        store.delete(name)
 
 
 def is_sequential(store: object) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shardkeep.errors import StorageError
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.protocol import Deletes, Lists, Puts, Store
+from shardkeep.store.protocol import Deletes, Lists, Puts, Store, delete_all
 
 log = logging.getLogger("shardkeep")
 
@@ -62,10 +62,13 @@ def empty(store: _Empties) -> None:
     marked = _mark(store)
     commits = list(filter(makes_a_checkpoint, names))
     others = [name for name in names if name not in {*commits, REMOVING_NAME}]
-    for name in [*commits, *others]:
-        store.delete(name)
+    waiting = [*commits, *others]
+    # One by one, until it can no longer be taken for a checkpoint, nor for something else than a removal.
+    while waiting and (not marked or makes_a_checkpoint(waiting[0])):
+        store.delete(waiting.pop(0))
         # Without a mark, what a removal leaves that is cut short now would stay for ever.
         marked = marked or _mark(store)
+    delete_all(store, waiting)
     store.delete(REMOVING_NAME)
 
 

@@ -1,0 +1,220 @@
+"""
+Which bucket, with which keys, and how patiently: the one place that opens connections to object stores.
+
+A bucket is opened once a process and set of options, so that its connections are used again. Keys come from options, else
+from the environment variables that everybody uses, else from the machine's role; for S3 also from a profile, by boto3.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from shardkeep.errors import CheckpointError
+from shardkeep.options import MIB, setting
+from shardkeep.store.object_errors import is_foreign
+
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
+"""What people write, and which service it is."""
+_CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_OTHER_KEYS = (
+    "AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
+)  # fmt: skip
+_READ = {
+    "s3": (
+        *_ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+        "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP",
+    ),
+    "gs": (*_ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "az": (
+        *_ENDPOINTS["az"], "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY",
+        "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID",
+    ),
+}  # fmt: skip
+"""Variables by which a bucket is opened anew when they change."""
+_MOST_PARTS = 10_000
+"""Of one upload to S3."""
+_LEAST_PART_BYTES = 5 * MIB
+"""Of one to S3, but for the last part."""
+_KEYS_LAST = timedelta(minutes=10)
+_INSTALL = "pip install 'shardkeep[cloud]'"
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How requests are made."""
+
+    timeout_s: float = 60.0
+    """Of one request, with its body."""
+    retries: int = 8
+    """Of one request that failed in passing."""
+    retry_s: float = 180.0
+    """No request is begun again after so long."""
+    requests: int = 16
+    """Under way at once, at most."""
+    part_bytes: int = 8 * MIB
+    """Of an upload; larger where there would be too many."""
+    conditional_puts: bool | None = None
+    """Whether the service refuses a put whose condition does not hold; None: it is tried out."""
+    settle_s: float = 1.0
+    """Where it does not: how long after a put it is looked whose bytes are there."""
+
+    def part_bytes_for(self, nbytes: int) -> int:
+        """Say how large the parts of a blob are."""
+        least = -(-nbytes // _MOST_PARTS)
+        return max(self.part_bytes, -(-least // MIB) * MIB)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Connections to a bucket."""
+
+    client: Any
+    """The library's."""
+    manners: Manners
+    official: bool
+    """Whether it is the service's own endpoint, whose behaviour is known."""
+    service: str
+    name: str
+    slots: threading.BoundedSemaphore
+    """One for each request that may be under way."""
+    tried: dict[str, bool] = field(default_factory=dict)
+    """What was found out about it."""
+    warned: set[str] = field(default_factory=set)
+    """What the user was told of."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """For what threads of this process must do one after the other."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """The options it was opened with; there are keys among them."""
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.service}, {self.name!r})"  # and no keys
+
+
+def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
+    """
+    Open a bucket. Asks nothing of it yet.
+
+    Raises:
+        CheckpointError: an option is unknown or makes no sense, or the library is missing.
+
+    """
+    service = SCHEMES[scheme]
+    try:
+        # The environment is part of what is asked for: it may change between two calls.
+        return _opened(service, name, _frozen(options), tuple(map(setting, _READ[service])))
+    except TypeError as exc:
+        raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
+
+
+def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (key, tuple(sorted(value.items())) if isinstance(value, dict) else value)
+        for key, value in sorted(options.items())
+        if value is not None
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(
+    service: str, name: str, options: tuple[tuple[str, Any], ...], environment: tuple[str | None, ...]
+) -> Bucket:
+    del environment  # the library reads it itself
+    given = dict(options)
+    manners = _manners(given)
+    endpoint = given.get("endpoint") or next(filter(None, map(setting, _ENDPOINTS[service])), "")
+    more = dict(given)
+    if service == "gs" and endpoint:
+        more.pop("endpoint", None)
+        more["base_url"] = endpoint
+    client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
+    client.update(more.pop("client_options", ()))
+    if str(endpoint).startswith("http://"):  # somebody said so
+        client.setdefault("allow_http", True)
+    if service == "s3" and (provider := _boto3_keys(more)):
+        more["credential_provider"] = provider
+    retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
+    store = _client(service, name, client_options=client, retry_config=retry, **more)
+    slots = threading.BoundedSemaphore(manners.requests)
+    return Bucket(store, manners, not endpoint, service, name, slots, given=dict(options))
+
+
+def _manners(given: dict[str, Any]) -> Manners:
+    """Take what is ours out of the options."""
+    mine = {key: given.pop(key) for key in Manners.__dataclass_fields__ if key in given}
+    manners = Manners(**mine)
+    for key in ("timeout_s", "retry_s", "requests", "part_bytes"):
+        if not getattr(manners, key) > 0:
+            raise CheckpointError(f"{key}={getattr(manners, key)!r}: must be more than 0")
+    if manners.retries < 0 or manners.settle_s < 0:
+        raise CheckpointError("retries and settle_s cannot be negative")
+    if manners.part_bytes < _LEAST_PART_BYTES:
+        raise CheckpointError(f"part_bytes={manners.part_bytes}: S3 takes no parts of less than {_LEAST_PART_BYTES}")
+    return manners
+
+
+def obstore() -> Any:
+    """Return the library, or say how to install it."""
+    try:
+        return importlib.import_module("obstore")
+    except ModuleNotFoundError as exc:
+        raise CheckpointError("object stores need the package obstore", hint=_INSTALL) from exc
+
+
+def _client(service: str, name: str, **more: Any) -> Any:
+    stores = importlib.import_module(f"{obstore().__name__}.store")
+    try:
+        return getattr(stores, _CLASSES[service])(name, **more)
+    except Exception as exc:
+        if not is_foreign(exc) and not isinstance(exc, ValueError):
+            raise
+        # Not all of what it says: there may be keys in it.
+        said = str(exc).partition("\n\nDebug")[0]
+        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint="see shardkeep.store") from None
+
+
+def _boto3_keys(more: dict[str, Any]) -> Any:
+    """Return keys by a profile, where one is asked for, or where there are no others and the machine has profiles."""
+    profile = more.pop("profile", None) or setting("AWS_PROFILE")
+    if {"access_key_id", "credential_provider", "skip_signature"} & more.keys() or any(map(setting, _OTHER_KEYS)):
+        return None
+    if not profile and not os.path.exists(
+        setting("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
+    ):
+        return None
+    try:
+        boto3 = importlib.import_module("boto3")
+    except ModuleNotFoundError as exc:
+        if not profile:
+            return None
+        raise CheckpointError(f"the profile {profile!r} needs the package boto3", hint=_INSTALL) from exc
+    try:
+        keys = boto3.Session(profile_name=profile).get_credentials()
+    except Exception as exc:  # noqa: BLE001 - of botocore, which need not be there to name them
+        raise CheckpointError(f"the profile {profile or 'default'!r} gives no keys: {exc}") from None
+    return None if keys is None else _Refreshed(keys)
+
+
+class _Refreshed:
+    """Keys that boto3 renews."""
+
+    def __init__(self, keys: Any) -> None:
+        self._keys = keys
+
+    def __call__(self) -> dict[str, Any]:
+        now = self._keys.get_frozen_credentials()
+        until = datetime.now(timezone.utc) + _KEYS_LAST
+        return {
+            "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
+        }  # fmt: skip

@@ -1,0 +1,123 @@
+"""
+Parts of one size that make a blob: cut from what is written, put together from pieces, given away in order.
+
+No locks and no I/O: whoever uses it sees to the first, and does the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+class Building:
+    """A part that is put together from pieces."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type] # a buffer, which mypy cannot see
+        self._filled: list[tuple[int, int]] = []
+
+    def fill(self, start: int, stop: int) -> bool:
+        """Note that a piece is there; tells whether all of it is."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted([*self._filled, (start, stop)]):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self._filled = merged
+        return self.first_gap() >= len(self.memory)
+
+    def first_gap(self) -> int:
+        """Say how much of it is there from its beginning on."""
+        return self._filled[0][1] if self._filled and not self._filled[0][0] else 0
+
+
+class Parts:
+    """The parts of one blob."""
+
+    def __init__(self, size: int, nbytes: int) -> None:
+        self._size = size
+        self._nbytes = nbytes
+        self._building: dict[int, Building] = {}
+        self._whole: dict[int, Any] = {}
+        """That wait to be given away."""
+        self.next = 0
+        """The part that is given away next."""
+
+    def cut(self, offset: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+        """Cut bytes where parts begin: the number of a part, where in it, and the bytes."""
+        at = 0
+        while at < len(view):
+            number, start = divmod(offset + at, self._size)
+            some = min(self._size - start, len(view) - at)
+            yield number, start, view[at : at + some]
+            at += some
+
+    def building(self, number: int) -> Building | None:
+        """Return the part that is put together, made when first asked for; None where it is whole, or gone."""
+        if number < self.next or number in self._whole:
+            return None
+        if number not in self._building:
+            self._building[number] = Building(min(self._size, self._nbytes - number * self._size))
+        return self._building[number]
+
+    def accept(self, number: int, part: Any) -> bool:
+        """Take a part that is whole; False where there was one."""
+        if number < self.next or number in self._whole:
+            return False
+        self._building.pop(number, None)
+        self._whole[number] = part
+        return True
+
+    def missing(self) -> int:
+        """Say which part is the first that is not there."""
+        number = self.next
+        while number in self._whole:
+            number += 1
+        return number
+
+    def waits(self, number: int) -> bool:
+        """Tell whether a part waits to be given away."""
+        return number in self._whole
+
+    def take(self) -> tuple[int, Any]:
+        """Give the next part away."""
+        number = self.next
+        self.next += 1
+        return number, self._whole.pop(number)
+
+    def replace_by_copy(self, number: int) -> None:
+        """Copy a part that waits, so that its memory can be used for something else."""
+        if number in self._whole:
+            self._whole[number] = self._whole[number].copy()
+
+    def close(self, end: int) -> str | None:
+        """End the blob there, which makes its last part whole; returns what is wrong, or None."""
+        last, rest = divmod(end, self._size)
+        if not self.next and not self._whole and end <= self._size:
+            return self._gap_before(end, 0)
+        if self.next > last or (self.next == last and not rest and self._whole):
+            return "more than that was written, and sent"
+        if self.missing() < last or (self.missing() == last and rest):
+            problem = self._gap_before(end, self.missing())
+            if problem is None and self.missing() == last:
+                self._whole[last] = np.frombuffer(self._building.pop(last).memory[:rest], np.uint8)
+            return problem
+        for number in [number for number in self._whole if number > last]:
+            del self._whole[number]
+        if last in self._whole:
+            self._whole[last] = self._whole[last][:rest]
+        return None
+
+    def _gap_before(self, end: int, number: int) -> str | None:
+        """Say where nothing was written, if that is in this part, or none of it is there."""
+        building = self._building.get(number)
+        there = number * self._size + (building.first_gap() if building else 0)
+        return None if there >= end else f"nothing was written at offset {there}"
+
+    def whole(self, end: int) -> memoryview:
+        """Return the bytes of a blob of one part."""
+        return self._building[0].memory[:end] if end else memoryview(b"")

@@ -1,0 +1,83 @@
+"""
+Small objects, put whole and read whole, with the conditions of the service.
+
+Whether a service keeps to conditions is tried out once, unless it is known: some answer that all is well and look at
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from typing import Any
+
+from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
+from shardkeep.store.object_client import Bucket, obstore
+from shardkeep.store.object_errors import object_errors
+from shardkeep.store.protocol import Version
+
+_CONDITIONS = "conditions are kept"
+
+
+class SmallObjects:
+    """The small objects of one place."""
+
+    def __init__(self, bucket: Bucket, prefix: str, url: str) -> None:
+        """Take objects whose paths begin with `prefix`."""
+        self._bucket = bucket
+        self._prefix = prefix
+        self._url = url
+
+    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        """Put one whole, with a condition."""
+        mode: Any = "create" if create else "overwrite"
+        if over is not None:
+            mode = {"e_tag": over.tag, **({"version": over.generation} if over.generation else {})}
+        with self._bucket.slots, object_errors("cannot put", self._url, name):
+            obstore().put(self._bucket.client, self._prefix + name, data, mode=mode, use_multipart=False)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Read one whole, of at most so many bytes."""
+        with self._bucket.slots, object_errors("cannot get", self._url, name):
+            found = obstore().get(self._bucket.client, self._prefix + name)
+            nbytes = found.meta["size"]
+            if nbytes > limit:  # before any of it is read
+                raise MalformedFile(f"{self._url}/{name}: {nbytes} bytes, expected at most {limit}", name=name)
+            return bytes(found.bytes())
+
+    def version(self, name: str) -> Version | None:
+        """Say which version is there."""
+        try:
+            with self._bucket.slots, object_errors("cannot look at", self._url, name):
+                found = obstore().head(self._bucket.client, self._prefix + name)
+        except BlobNotFound:
+            return None
+        # Where there are no tags there are no conditions either, and this is compared by us.
+        return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
+
+    def keeps_conditions(self, over: Version | None) -> bool:  # noqa: ARG002 - one is as good as the other
+        """Tell whether conditions are checked."""
+        wanted = self._bucket.manners.conditional_puts
+        if wanted is not None or self._bucket.official:
+            return wanted is not False
+        tried = self._bucket.tried
+        if _CONDITIONS not in tried:
+            tried[_CONDITIONS] = self._try_out()
+        return tried[_CONDITIONS]
+
+    def _try_out(self) -> bool:
+        """Put something twice, if there is none: who lets that pass looks at no conditions."""
+        name = f"shardkeep.probe-{secrets.token_hex(8)}"
+        try:
+            self.send(name, b"1", create=True)
+            self.send(name, b"2", create=True)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                return True
+            raise
+        else:
+            return False
+        finally:
+            with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, name):
+                obstore().delete(self._bucket.client, self._prefix + name)

@@ -1,0 +1,27 @@
+"""Places on a real S3 server, each with a name of its own."""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.place import open_place
+from shardkeep.testing.s3_server import S3Server
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_place(s3_server: S3Server) -> Callable[..., ObjectRoot]:
+    """Open a place that nobody else uses."""
+
+    def opened(**options: Any) -> ObjectRoot:
+        path = options.pop("path", None) or f"tests/{os.getpid()}-{next(_numbers)}"
+        place = open_place(s3_server.url(path), **{**s3_server.options, **options})
+        assert isinstance(place, ObjectRoot)
+        return place
+
+    return opened

@@ -1,0 +1,46 @@
+"""Object stores and what fsspec opens keep the contract of stores."""
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardkeep.store.fsspec_root import FsspecRoot
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.protocol import Store
+from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.testing.store_contract import StoreContract
+
+
+class TestS3(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_place: Callable[..., ObjectRoot]) -> None:
+        self.opened = s3_place
+
+    def make_store(self) -> Store:
+        return self.opened()
+
+
+class TestS3WithoutConditions(StoreContract):
+    """Where the service is said to ignore conditions: by looking, and looking again."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_place: Callable[..., ObjectRoot], recwarn: pytest.WarningsRecorder) -> None:
+        self.opened = s3_place
+
+    def make_store(self) -> Store:
+        return RetryingStore(self.opened(conditional_puts=False, settle_s=0.01), Patience(1))
+
+
+class TestFsspec(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+        self.path = f"/{secrets.token_hex(4)}"
+        yield
+        fs = MemoryFileSystem()
+        if fs.exists(self.path):
+            fs.rm(self.path, recursive=True)
+
+    def make_store(self) -> Store:
+        return FsspecRoot(MemoryFileSystem(), self.path, f"mem:/{self.path}", settle_s=0.01)
