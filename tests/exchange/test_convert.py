@@ -356,12 +356,12 @@ def test_damage_is_not_carried_over(tmp_path):
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     """
-    An unknown layout, a checkpoint that is not there and a store for files of torch's layout are clear errors.
+    An unknown layout, a checkpoint that is not there and codecs for files of other programs are clear errors.
     """
     sk.save({"w": torch.ones(3)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="zarr"):
         sk.convert(tmp_path / "ck", tmp_path / "x", "zarr")
     with pytest.raises(sk.CheckpointNotFound):
         sk.convert(tmp_path / "nothing", tmp_path / "x", "native")
-    with pytest.raises(sk.CheckpointError, match="give a path"):
-        sk.convert(tmp_path / "ck", sk.MemoryStore(), "dcp")
+    with pytest.raises(sk.StateError, match="codecs are for layout='native'"):
+        sk.convert(tmp_path / "ck", tmp_path / "x", "dcp", codecs=["zstd"])

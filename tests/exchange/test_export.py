@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import shardkeep as sk
 from shardkeep.exchange import models
+from shardkeep.layout.safetensors_folder import temporary
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
 from tests.engine.test_memory import peak_growth
@@ -434,7 +435,7 @@ def test_an_export_that_died_is_cleared_by_the_next(tmp_path):
     """
     sk.save({"w": torch.ones(300)}, tmp_path / "ck")
     (tmp_path / "hf").mkdir()
-    left = tmp_path / "hf" / models.temporary("model.safetensors", "00000000-0000-0000-0000-000000000000")
+    left = tmp_path / "hf" / temporary("model.safetensors", "00000000-0000-0000-0000-000000000000")
     left.write_bytes(b"half")
     sk.export(tmp_path / "ck", tmp_path / "hf")
     assert sorted(files_in(tmp_path / "hf")) == ["model.safetensors"]

@@ -17,12 +17,13 @@ from shardkeep.errors import CheckpointError, PickleRefused, StateError, Unsuppo
 from shardkeep.exchange.pruning import without
 from shardkeep.exchange.replacing import replacing
 from shardkeep.exchange.streams import Progress
-from shardkeep.exchange.to_native import write_native
+from shardkeep.exchange.to_native import Contents, write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
 from shardkeep.exchange.to_torch_layout import write_torch_layout
 from shardkeep.format.tree import Node, decode_tree, join
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
+from shardkeep.run.coding import Codecs
 from shardkeep.run.read import Headers, Source
 from shardkeep.run.sources import find
 from shardkeep.state.names import Patterns
@@ -68,6 +69,7 @@ def convert(
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    codecs: Codecs = None,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -87,7 +89,8 @@ def convert(
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
         overwrite: replace a checkpoint that is there, of whichever layout: its files go once the new one is committed.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
-        options: threads and memory.
+        codecs: what the files go through, as for `save`; for "native" only, as no other program could read them.
+        options: threads, memory and keys.
         progress: called with the bytes written so far and those to write, from any thread.
 
     Raises:
@@ -111,6 +114,8 @@ def convert(
     began = time.perf_counter()
     if layout not in LAYOUTS:
         raise StateError(f"layout={layout!r}", hint=f"give one of {', '.join(LAYOUTS)}")
+    if codecs and layout != "native":
+        raise StateError(f"codecs are for layout='native': no other program reads what they make of {layout} files")
     options = options or Options()
     if allow_pickle:
         options = replace(options, allow_pickle=True)
@@ -122,7 +127,15 @@ def convert(
         _refuse_pickles(source)
     with replacing(target, layout, overwrite=overwrite):
         if layout == "native":
-            nbytes = write_native(target, source, overwrite=overwrite, options=options, progress=progress)
+            nbytes = write_native(
+                target,
+                source,
+                Contents.all_of(source),
+                overwrite=overwrite,
+                codecs=codecs,
+                options=options,
+                progress=progress,
+            ).nbytes
         elif layout == "dcp":
             nbytes = write_torch_layout(target, source, overwrite=overwrite, options=options, progress=progress)
         else:

@@ -1,7 +1,7 @@
 """
 Export: the weights of a checkpoint of any layout, for those who only use the model.
 
-    pick (names, dtype) -> write in windows under temporary names -> read back and compare -> publish
+    pick (names, dtype) -> write in windows beside what is there -> read back and compare -> publish
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.exchange.models import write_model
+from shardkeep.exchange.picked_index import contents_of
 from shardkeep.exchange.picking import Picked, dtype_of, pick
 from shardkeep.exchange.streams import Progress
+from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.torch_file import write_torch_file
 from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, FORMAT_KEY, SAVE_ID_KEY
 from shardkeep.layout.safetensors_state import STATE_KEY
 from shardkeep.options import Options
+from shardkeep.run.coding import Codecs
 from shardkeep.run.read import Headers
 from shardkeep.run.sources import find
 from shardkeep.state.names import Patterns, Renames
@@ -60,7 +63,7 @@ def export(
     where: str | os.PathLike[str] | Store,
     to: str | os.PathLike[str] | Store,
     *,
-    format: Literal["hf", "torch"] = "hf",  # noqa: A002 - the user's word for it
+    format: Literal["hf", "torch", "native"] = "hf",  # noqa: A002 - the user's word for it
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: float = 5e9,
     include: Patterns = None,
@@ -69,11 +72,13 @@ def export(
     prefix: str | None = None,
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    codecs: Codecs = None,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """
-    Write the tensors of a checkpoint as a Hugging Face model, or as one file for `torch.load`; in one process.
+    Write the tensors of a checkpoint as a Hugging Face model, as one file for `torch.load`, or as a checkpoint of their
+    own; in one process.
 
     Memory is `Options.host_budget_bytes` at most, however large the checkpoint. What is written is read back and
     compared before it counts. If anything fails, what was at `to` is still there, and nothing else is. In a store, where
@@ -82,9 +87,10 @@ def export(
 
     Args:
         where: the checkpoint: native, torch's, or safetensors files.
-        to: a directory for "hf", a file for "torch"; a path or a URL. For "hf" also a store.
+        to: a file for "torch", else a directory; a path or a URL. For "hf" and "native" also a store.
         format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
-            flat dict, which `torch.load(weights_only=True)` opens.
+            flat dict, which `torch.load(weights_only=True)` opens. "native": a checkpoint with a flat dict, which `load`
+            and `open` read, and the command line.
         dtype: what floating point numbers of 16 to 64 bits become; others stay what they are.
         max_shard_bytes: how large a file of "hf" may be, if no tensor is larger alone.
         include: only these names, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
@@ -95,7 +101,9 @@ def export(
             else nothing.
         config: a directory, or the URL of a place, with `config.json`: all files in it but weights are copied beside the model.
         overwrite: replace what is there.
-        options: threads and memory.
+        codecs: what the files go through, as for `save`: compressed, encrypted. For "native" only: no other program could
+            read what they make of the files of "hf" and "torch".
+        options: threads, memory and keys.
         progress: called with the bytes written so far and those to write, from any thread.
 
     Raises:
@@ -114,10 +122,15 @@ def export(
 
     """
     began = time.perf_counter()
-    if format not in ("hf", "torch"):
-        raise StateError(f"format={format!r}", hint='give "hf" or "torch"')
-    if format == "torch" and config is not None:
-        raise StateError("config is for format='hf': a single file holds no configuration")
+    if format not in ("hf", "torch", "native"):
+        raise StateError(f"format={format!r}", hint='give "hf", "torch" or "native"')
+    if format != "hf" and config is not None:
+        raise StateError(f"config is for format='hf': format={format!r} holds no configuration")
+    if codecs and format != "native":
+        raise StateError(
+            f"codecs are for format='native': no other program reads what they make of format={format!r}",
+            hint='give format="native", which shardkeep opens and loads, or leave the codecs out',
+        )
     options = options or Options()
     source = find(open_store(where, direct=options.direct_io)).open(options, Headers())
     picked = pick(source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=dtype_of(dtype))
@@ -136,6 +149,20 @@ def export(
             progress=progress,
         )
         files, nbytes, infinite, left_out = written.files, written.nbytes, written.infinite, list(picked.values)
+    elif format == "native":
+        target = open_store(to, direct=options.direct_io)
+        shown, left_out = target.url, []
+        made = write_native(
+            target,
+            source,
+            contents_of(picked, source.index),
+            overwrite=overwrite,
+            codecs=codecs,
+            options=options,
+            progress=progress,
+        )
+        files, nbytes = made.files, made.nbytes
+        infinite = {picked.tensors[name].key for name in made.infinite}
     else:
         shown = _path(to)
         nbytes, infinite = write_torch_file(

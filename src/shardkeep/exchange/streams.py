@@ -19,14 +19,15 @@ from shardkeep.format.collector import collector_paused
 from shardkeep.format.columns import Boxes, matrix_of
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.header import block_nbytes_for
+from shardkeep.format.record import FileEntry
 from shardkeep.format.region import Box, flat_range_to_boxes
 from shardkeep.options import Options
 from shardkeep.plan.ranges import every_block
 from shardkeep.run.item_files import Digests
 from shardkeep.run.read import Reads, Source, read_files
 from shardkeep.run.workers import window_for
-from shardkeep.run.write import FileJob, Window, entry_of, hash_and_write, write_files
-from shardkeep.store.protocol import BlobWriter, Store
+from shardkeep.run.write import FileJob, Window, Writes, entry_of, hash_and_write, write_files
+from shardkeep.store.protocol import BlobWriter, Creates, requests_of
 
 _LOOKED_AT = 1 << 18
 """Elements that are read once more at a time, to see what they were before they were infinite."""
@@ -63,7 +64,12 @@ class Streamed:
 
 
 def streamed(
-    name: str, parts: Sequence[Part], *, header: bytearray | None = None, block_nbytes: int | None = None
+    name: str,
+    parts: Sequence[Part],
+    *,
+    header: bytearray | None = None,
+    block_nbytes: int | None = None,
+    apart: bool = False,
 ) -> Streamed:
     """
     Lay parts end to end in a file.
@@ -73,6 +79,7 @@ def streamed(
         parts: each stored one at a multiple of its elements' size.
         header: of the native layout, with room for the digests; else there are none in the file.
         block_nbytes: what digests are taken of; by default as many bytes as fit the file.
+        apart: of the native layout, too: the header has no room for digests, and they go into a file beside this one.
 
     """
     filled = [part for part in parts if part.nbytes]
@@ -87,6 +94,7 @@ def streamed(
         start=start,
         address=np.zeros(len(start), np.int64),
         scattered={},
+        apart=apart,
     )
     return Streamed(job, filled)
 
@@ -177,7 +185,7 @@ class _Sink:
     """Where windows go: gathered, hashed and written by the thread that calls."""
 
     def __init__(
-        self, store: Store, files: Mapping[str, Streamed], gathering: Gathering, progress: Progress | None
+        self, store: Creates, files: Mapping[str, Streamed], gathering: Gathering, progress: Progress | None
     ) -> None:
         self._store = store
         self._files = files
@@ -216,7 +224,7 @@ class _Sink:
 
 
 def write_streamed(
-    store: Store, files: Sequence[Streamed], source: Source, options: Options, progress: Progress | None = None
+    store: Writes, files: Sequence[Streamed], source: Source, options: Options, progress: Progress | None = None
 ) -> tuple[list[bytes], set[str]]:
     """
     Write files, durable on return; if anything fails, all of them are removed.
@@ -225,24 +233,33 @@ def write_streamed(
         The digests of each file's blocks, and keys of tensors whose finite numbers are infinite after the conversion.
 
     """
-    threads, window = _limits(options)
+    threads, window = _limits(store, options)
     gathering = Gathering(source, threads=1, budget_nbytes=2 * window)
     sink = _Sink(store, {file.job.name: file for file in files}, gathering, progress)
     digests = write_files(store, [file.job for file in files], threads=threads, window_nbytes=window, sink=sink)
     return digests, gathering.infinite
 
 
-def check_written(store: Reads, files: Sequence[Streamed], digests: Sequence[bytes], options: Options) -> None:
+def check_written(
+    store: Reads,
+    files: Sequence[Streamed],
+    digests: Sequence[bytes],
+    options: Options,
+    *,
+    entries: Sequence[FileEntry] | None = None,
+) -> None:
     """
     Read files back, every byte, and compare them with what was meant to be written.
+
+    `entries`: what the commit record will say of them, where it says more than what they are made of.
 
     Raises:
         ChecksumMismatch: they differ; names the file, the offset and the tensors.
 
     """
-    threads, window = _limits(options)
+    threads, window = _limits(store, options)
     known = Digests()
-    entries = [entry_of(file.job) for file in files]
+    entries = [entry_of(file.job) for file in files] if entries is None else entries
     for file, entry, of_file in zip(files, entries, digests, strict=True):
         if not file.job.header:  # which would be read and checked itself, and has the digests
             known.keep(entry, of_file)
@@ -260,6 +277,6 @@ def check_written(store: Reads, files: Sequence[Streamed], digests: Sequence[byt
     read_files(store, entries, plans, {}, key_at=key_at, threads=threads, window_nbytes=window, headers=known)
 
 
-def _limits(options: Options) -> tuple[int, int]:
+def _limits(store: object, options: Options) -> tuple[int, int]:
     """Return threads and the size of a window: each thread has one to write, and one to read through."""
-    return window_for(options.io_threads, options.host_budget_bytes // 2)
+    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes // 2)

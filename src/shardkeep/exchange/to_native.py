@@ -1,13 +1,17 @@
 """
-A checkpoint of any layout written anew in the native one: the same index over new files.
+A checkpoint of any layout, or what was picked of it, written anew in the native one: an index over new files.
 
 Nesting, plain values, ties and arrays of numpy go over as the bytes they are in the index. The work is planned and
-committed as a save of one rank is, so the place is claimed, and the commit record is written last.
+committed as a save of one rank is, so the place is claimed, files go through codecs if asked for, and the commit record
+is written last.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,47 +23,88 @@ from shardkeep.format.header import HeaderEntry, build_header
 from shardkeep.format.index import Index
 from shardkeep.format.tree import decode_tree
 from shardkeep.layout import leftovers, native
+from shardkeep.layout.coded_store import DecodingStore
 from shardkeep.options import Options
 from shardkeep.plan.draft import Draft, PlainValues, TensorNames, encode, ints
+from shardkeep.run.coding import Codecs, FileCoding
 from shardkeep.run.coordinating import Coordinator
+from shardkeep.run.key_choice import keys_for
 from shardkeep.run.orders import Orders
 from shardkeep.run.read import Source
-from shardkeep.run.write import entry_of
+from shardkeep.run.sources import open_native
 from shardkeep.state.describe import Description, file_groups
 from shardkeep.store.protocol import Store
 
 
-def write_native(store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None) -> int:
+@dataclass(frozen=True)
+class Contents:
+    """What is to be written."""
+
+    index: Index
+    """Names, shapes, dtypes, ties, values and nesting of the new checkpoint; where anything lies is not looked at."""
+    rows: Sequence[int]
+    """For each tensor, the row of the one in the source that it is made of."""
+
+    @classmethod
+    def all_of(cls, source: Source) -> Contents:
+        """Write all of a checkpoint, as it is."""
+        return cls(source.index, range(len(source.index.keys)))
+
+
+class WrittenNative(NamedTuple):
+    """What was written."""
+
+    files: list[str]
+    nbytes: int
+    """Of the data files, as they lie in the store."""
+    infinite: set[str]
+    """Names of tensors of which finite numbers became infinite when they were converted."""
+
+
+def write_native(
+    store: Store,
+    source: Source,
+    contents: Contents,
+    *,
+    overwrite: bool,
+    codecs: Codecs,
+    options: Options,
+    progress: Progress | None,
+) -> WrittenNative:
     """
-    Write all of a checkpoint, and return the bytes of its data files.
+    Write a checkpoint, with the step and meta of the source.
 
     Raises:
         CheckpointExists: one is there, and `overwrite` was not given.
 
     """
-    coordinator = Coordinator(store, overwrite=overwrite)
+    keys = keys_for(options)
+    coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
     coordinator.label(source.record.step, source.record.meta)
     with leftovers.claiming(coordinator.save_id):
         try:
-            rows = _rows(source.index)
-            [told] = coordinator.plan([encode(_draft(source.index, rows))])
+            rows = _filled(contents.index)
+            [told] = coordinator.plan([encode(_draft(contents.index, rows))])
             orders = msgspec.msgpack.decode(told, type=Orders)
-            files = _files(source.index, rows, orders)
-            digests, _ = write_streamed(store, files, source, options, progress)
-            check_written(store, files, digests, options)
-            entries = [entry_of(file.job) for file in files]
+            coding = FileCoding(orders, keys)
+            files = _files(contents, rows, orders)
+            digests, infinite = write_streamed(coding.over(store), files, source, options, progress)
+            entries = [coding.entry_of(file.job) for file in files]
+            coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
+            check_written(coded, files, digests, options, entries=entries)
             coordinator.collect([entries])
             coordinator.commit([b""])
         except BaseException:
             coordinator.withdraw()
             raise
     # Before what was replaced goes away: what was committed can be read.
-    native.read_index(store, native.read_record(store))
+    open_native(store, native.read_record(store), options)
     coordinator.tidy()
-    return sum(entry.nbytes for entry in entries)
+    at_rest = [each for entry in entries for each in entry.at_rest]
+    return WrittenNative([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
-def _rows(index: Index) -> list[int]:
+def _filled(index: Index) -> list[int]:
     """Return the tensors that have elements."""
     return [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
 
@@ -117,32 +162,39 @@ def _groups(index: Index, keys: list[str]) -> list[str]:
     return file_groups(described)
 
 
-def _files(index: Index, rows: list[int], orders: Orders) -> list[Streamed]:
+def _files(contents: Contents, rows: list[int], orders: Orders) -> list[Streamed]:
     """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
+    index = contents.index
     file, row = ints(orders.file), ints(orders.row)
     shape = (len(row), orders.axes)
     boxes = Boxes(ints(orders.offsets).reshape(shape), ints(orders.sizes).reshape(shape))
     made = []
     for at, (name, data_nbytes, block_nbytes) in enumerate(orders.files):
         parts: list[StoredPart] = []
+        whole: list[bool] = []
         for piece in np.flatnonzero(file == at).tolist():
             tensor = rows[int(row[piece])]
             box = boxes.box(piece, int(index.tensors.ndim[tensor]))
             dtype = by_code(int(index.tensors.dtype[tensor]))
-            parts.append(StoredPart(index.keys.raw(tensor).decode(), tensor, box, dtype))
+            parts.append(StoredPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype))
+            whole.append(box.sizes == index.shape(tensor))
+        apart = orders.apart and orders.chain[at] is None
         header = build_header(
-            _entries(index, parts), save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes
+            _entries(parts, whole),
+            save_id=orders.save_id,
+            data_nbytes=data_nbytes,
+            block_nbytes=block_nbytes,
+            apart=apart,
         )
-        made.append(streamed(name, parts, header=header, block_nbytes=block_nbytes))
+        made.append(streamed(name, parts, header=header, block_nbytes=block_nbytes, apart=apart))
     return made
 
 
-def _entries(index: Index, parts: list[StoredPart]) -> list[HeaderEntry]:
+def _entries(parts: list[StoredPart], whole: list[bool]) -> list[HeaderEntry]:
     entries, at = [], 0
-    for part in parts:
-        whole = part.box.sizes == index.shape(part.row)
+    for part, is_whole in zip(parts, whole, strict=True):
         kind, shape = part.dtype.in_safetensors(part.box.sizes)
-        name = native.chunk_name(part.key, None if whole else part.box)
+        name = native.chunk_name(part.key, None if is_whole else part.box)
         entries.append(HeaderEntry(name, kind, shape, at, at + part.nbytes))
         at += part.nbytes
     return entries

@@ -42,6 +42,7 @@ from shardkeep.run.read import Headers, Reads
 from shardkeep.run.safetensors_catalog import Stored, catalog_of, read_headers, read_weight_map
 from shardkeep.run.torch_open import TorchSource
 from shardkeep.store.local import LocalStore
+from shardkeep.store.objects import ObjectStore
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import BlobInfo, Store
 
@@ -152,7 +153,11 @@ def _single_blob(store: Store) -> tuple[Store, str] | None:
     above, _, name = store.url.rpartition("/")
     if not name.endswith(SUFFIX) or "://" not in above:
         return None
-    found = open_store(above, direct=False)
+    if isinstance(store, ObjectStore):  # with the options that it was opened with
+        prefix = store.prefix.removesuffix(f"{name}/")
+        found: Store = ObjectStore(store.bucket, prefix, above)
+    else:
+        found = open_store(above, direct=False)
     try:
         found.open(name).close()
     except BlobNotFound:

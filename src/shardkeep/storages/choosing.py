@@ -16,17 +16,17 @@ from shardkeep.options import Options
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, FsspecFileSystem, PathLike
 from shardkeep.storages.store_file_system import StoreFileSystem
 from shardkeep.store.local import LocalStore
+from shardkeep.store.object_client import SCHEMES
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"})
-_BROKEN_URL = re.compile(rf"({'|'.join(sorted(_OBJECTS))}|file):/[^/]")
+_BROKEN_URL = re.compile(rf"({'|'.join(sorted(SCHEMES))}|file):/[^/]")
 
 
 def is_of_store(path: object) -> bool:
     """Say whether a path is a URL that a store of ours is for: of an object store, or of files of this machine."""
-    return isinstance(path, str) and _scheme(path) in {*_OBJECTS, "file"}
+    return isinstance(path, str) and _scheme(path) in {*SCHEMES, "file"}
 
 
 def is_local(fs: FileSystemBase) -> bool:
@@ -51,7 +51,7 @@ def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
     if scheme == "file":
         where = open_store(where, direct=False).url
         return FileSystem(), FileSystem().init_path(where)
-    if scheme in _OBJECTS:
+    if scheme in SCHEMES:
         stores = StoreFileSystem()
         return stores, stores.init_path(where)
     if scheme is not None:

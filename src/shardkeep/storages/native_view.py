@@ -36,6 +36,7 @@ from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
 from shardkeep.run.fetch import fetch
 from shardkeep.run.read import Headers, Reads, Source
 from shardkeep.run.slicing import read_whole
+from shardkeep.run.sources import open_native
 from shardkeep.run.torch_fetch import plain_target
 from shardkeep.state.devices import settle
 from shardkeep.state.toolkit.trees import traverse_state_dict
@@ -80,7 +81,7 @@ class NativeView:
     def open(cls, store: Reads, path: PathLike) -> NativeView:
         """Open a native checkpoint."""
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
-        return cls(Source(store, record, native.read_index(store, record), Headers()), path)
+        return cls(open_native(store, record, Options(), Headers()), path)
 
     def metadata(self) -> Metadata:
         """Describe the checkpoint in the terms of the protocol."""
