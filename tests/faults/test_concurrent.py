@@ -67,9 +67,10 @@ def play_on(store, seed, *games):
 def test_saves_in_any_order_of_steps(players, overwrite):
     """
     Whatever the order of their operations, of several saves that overwrite one is there in the end, whole, and it is
-    one that reported success; where none may overwrite, exactly one succeeds. The others raise CheckpointExists.
+    one that reported success; where none may overwrite, exactly one succeeds. The others raise CheckpointExists, be it
+    at the very commit.
     """
-    several = 0
+    beaten = 0
     for seed in range(SCHEDULES):
         store = sk.MemoryStore()
         if overwrite:
@@ -80,10 +81,10 @@ def test_saves_in_any_order_of_steps(players, overwrite):
         for outcome in outcomes:
             assert isinstance(outcome, (sk.SaveReport, sk.CheckpointExists)), (outcome, story)
         assert len(saved) == 1 or (overwrite and saved), story
-        several += len(saved) > 1
+        beaten += any("by another save meanwhile" in str(outcome) for outcome in outcomes)
         assert small_at(store) in saved, story
         assert_nothing_is_left(store)
-    assert several >= SCHEDULES // 10 or not overwrite, "the saves hardly met"
+    assert beaten >= SCHEDULES // 10, "the saves hardly met"
 
 
 def test_one_of_two_dies_on_the_way():
