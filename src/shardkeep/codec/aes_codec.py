@@ -48,6 +48,7 @@ class Aes(CodecConfig, frozen=True):
     @classmethod
     def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:
         """Unwrap the data key."""
+        _ciphers()
         try:
             salt = bytes.fromhex(recorded["salt"])
         except (KeyError, TypeError, ValueError) as exc:

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 from shardkeep.codec.codecs import FRAME_NBYTES, WRAPPED, CodecConfig, FramePlace
 from shardkeep.codec.extensions import StreamTransformExtension
 from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.keys import KeyRing, Keys, KeySource, key_source
+from shardkeep.codec.keys import KeyRing, Keys, RememberedKeys, key_source
 from shardkeep.codec.problems import DamagedFrame, UnknownExtension
 from shardkeep.options import setting
 
@@ -45,11 +45,11 @@ class CodecStream(StreamTransformExtension):
 
     """
 
-    _reading_keys: ClassVar[tuple[Keys]] = (None,)  # in a tuple, as a function would become a method
+    _reading_keys: ClassVar[RememberedKeys | None] = None
 
     def __init__(self, codecs: Sequence[str | CodecConfig], *, keys: Keys = None) -> None:
         super().__init__()
-        self._keys = _keys_or_environment(keys)
+        self._keys = _remembered(keys)
         self._recorded = Chain.begin(codecs, keys=self._keys).recorded
 
     @staticmethod
@@ -79,13 +79,14 @@ class CodecStream(StreamTransformExtension):
         made._recorded = recorded
         # A key file that is not there matters only to those who need it.
         is_secret = any(isinstance(each, dict) and WRAPPED in each for each in recorded)
-        made._keys = _keys_or_environment(cls._reading_keys[0]) if is_secret else None
+        made._keys = _remembered(cls._reading_keys) if is_secret else None
         return made
 
     @classmethod
     def reading_with(cls, keys: Keys) -> type[CodecStream]:
         """Return this extension with keys to read with, to be registered on a reader's registry."""
-        return type(cls.__name__, (cls,), {"_reading_keys": (keys,), "__doc__": cls.__doc__, "__module__": __name__})
+        names = {"_reading_keys": _remembered(keys), "__doc__": cls.__doc__, "__module__": __name__}
+        return type(cls.__name__, (cls,), names)
 
     def get_descriptor(self) -> str:
         """Return what is stored with each value: the codecs and, wrapped, the data key."""
@@ -223,11 +224,13 @@ class _Places:
         return place
 
 
-def _keys_or_environment(keys: Keys) -> KeySource | None:
-    if keys is not None:
-        return key_source(keys)
-    if file := setting("SHARDKEEP_KEY_FILE"):
-        return KeyRing.from_file(file)
-    if text := setting("SHARDKEEP_KEY"):
-        return KeyRing.from_text(text, named="SHARDKEEP_KEY")
-    return None
+def _remembered(keys: Keys) -> RememberedKeys | None:
+    """Return the keys that were given, or those of the environment; a stream is opened for each value."""
+    if isinstance(keys, RememberedKeys):
+        return keys
+    source = key_source(keys)
+    if source is None and (file := setting("SHARDKEEP_KEY_FILE")):
+        source = KeyRing.from_file(file)
+    elif source is None and (text := setting("SHARDKEEP_KEY")):
+        source = KeyRing.from_text(text, named="SHARDKEEP_KEY")
+    return None if source is None else RememberedKeys(source)

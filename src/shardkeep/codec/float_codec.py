@@ -10,11 +10,11 @@ The frame says what was done (numbers are little-endian):
 
     u8 kind = 0                                                             the bytes, as they are
     u8 kind = 1 | u64 nbytes | 1, 2, 4 or 8 bytes                           these bytes, repeated up to nbytes
-    u8 kind = 2 | u64 nbytes | u8 width | u8 rotate | u8 parts
+    u8 kind = 2 | u64 nbytes | u8 width | u8 turn | u8 parts
                 | parts x (u8 bytes, u8 coder, u64 stored) | bodies | tail  words taken apart, the lowest part first
 
 A part is 1, 2 or 4 bytes of every word; coder 0 stores it as it is, coder 1 (only for one byte) as a zstd frame. With
-rotate = 1 the bits of words were rotated left by one. The tail are the bytes behind the last whole word.
+turn = 1 words were turned (`planes`), and their top byte is a part. The tail is what is behind the last whole word.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class _FloatCodec:
         if not has_matches and min(found.bits) >= WORST:
             return None
         count = plain.size // found.width
-        splitter = Splitter(_aligned(plain[: count * found.width], found.width), rotate=found.rotate)
+        splitter = Splitter(_aligned(plain[: count * found.width], found.width), turn=found.turn)
         compress = (self._matches if has_matches else self._literals).get()
         wanted = [has_matches or bits < WORST for bits in found.bits]
-        parts = _parts(splitter, wanted, count, compress)
+        parts = _parts(splitter, found, wanted, compress)
         tail = plain[count * found.width :]
-        head = _KIND.pack(_PLANES, plain.size) + _LAYOUT.pack(found.width, found.rotate, len(parts))
+        head = _KIND.pack(_PLANES, plain.size) + _LAYOUT.pack(found.width, found.turn, len(parts))
         head += b"".join(_PART.pack(part.nbytes, part.coder, part.body.size) for part in parts)
         size = len(head) + sum(part.body.size for part in parts) + tail.size
         if size > plain.size * _SAVES:
@@ -138,7 +138,7 @@ class _FloatCodec:
 
     def _merge(self, data: memoryview, plain: Bytes, place: FramePlace) -> None:
         """Put words together again."""
-        parts, width, rotate = _read_parts(data, plain.size, place)
+        parts, width, turn = _read_parts(data, plain.size, place)
         count = plain.size // width
         words: list[Words] = []
         for part in parts:
@@ -151,30 +151,25 @@ class _FloatCodec:
         whole = plain[: count * width]
         view: Words = whole.view(type_of(width))
         if view.flags.aligned:
-            merge(words, view, rotate=rotate)
+            merge(words, view, turn=turn)
         else:
             held: Words = np.empty(count, type_of(width))
-            merge(words, held, rotate=rotate)
+            merge(words, held, turn=turn)
             np.copyto(whole, held.view(np.uint8))
         tail = plain.size - count * width
         if tail:
             plain[count * width :] = np.frombuffer(data, np.uint8)[-tail:]
 
 
-def _parts(splitter: Splitter, wanted: list[bool], count: int, compress: OneFrame) -> list[_Part]:
+def _parts(splitter: Splitter, found: Look, wanted: list[bool], compress: OneFrame) -> list[_Part]:
     """Take words apart: bytes that are wanted one by one and coded, those between them together and as they are."""
     parts: list[_Part] = []
-    begin = 0
-    while begin < len(wanted):
-        nbytes = 1
-        if not wanted[begin]:
-            # As few parts as possible: each is a pass over the frame.
-            nbytes = next(
-                size for size in (4, 2, 1) if not any(wanted[begin : begin + size]) and begin + size <= len(wanted)
-            )
-        part: Words = np.empty(count, type_of(nbytes))
-        splitter.part(begin, part)
-        body = part.view(np.uint8)
+    begin, end = 0, found.width - found.turn  # the top byte of turned words is a part of its own
+    while begin < found.width:
+        # As few parts as possible: each is a pass over the frame.
+        sizes = (size for size in (4, 2) if begin + size <= end and not any(wanted[begin : begin + size]))
+        nbytes = next(sizes, 1)
+        body = splitter.part(begin, nbytes).view(np.uint8)
         coded = compress(body.data) if wanted[begin] else None
         if coded is not None and len(coded) < body.size:
             parts.append(_Part(nbytes, _ZSTD, np.frombuffer(coded, np.uint8)))
@@ -190,8 +185,8 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
     at = _KIND.size + _LAYOUT.size
     if stored.size < at:
         raise _damaged(place, "it ends within its header")
-    width, rotate, number = _LAYOUT.unpack_from(data, _KIND.size)
-    if width not in WIDTHS or rotate not in (0, 1) or not 1 <= number <= width:
+    width, turn, number = _LAYOUT.unpack_from(data, _KIND.size)
+    if width not in WIDTHS or turn not in (0, 1) or not 1 <= number <= width:
         raise _damaged(place, "its header makes no sense")
     if stored.size < at + number * _PART.size:
         raise _damaged(place, "it ends within its header")
@@ -208,7 +203,9 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
         at += length
     if sum(part.nbytes for part in parts) != width or stored.size - at != tail:
         raise _damaged(place, "its parts have not the sizes they should have")
-    return parts, width, bool(rotate)
+    if turn and (len(parts) == 1 or parts[-1].nbytes > 1):
+        raise _damaged(place, "its header makes no sense")
+    return parts, width, bool(turn)
 
 
 def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.codec.planes import rotated, type_of
+from shardkeep.codec.planes import turned, type_of
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
@@ -24,7 +24,7 @@ WORST = 7.7
 _WIDER = 0.01
 """What part of a frame wider words have to save in order to be preferred."""
 _TURNED = 0.004
-"""What part of a frame rotated words have to save: rotating costs a tenth of the time."""
+"""What part of a frame turned words have to save: turning costs a tenth of the time."""
 _MISSED = 1 / (2 * math.log(2))
 _REGIONS = 8
 _REGION = 1024
@@ -36,7 +36,8 @@ class Look(NamedTuple):
 
     width: int
     """Bytes of a word."""
-    rotate: bool
+    turn: bool
+    """Whether words had better be turned (`planes`)."""
     bits: tuple[float, ...]
     """What each byte of a word would take, the lowest first."""
 
@@ -61,11 +62,11 @@ def look(sample: Bytes) -> Look:
         if sum(its) / wider < sum(best) / width - 8 * _WIDER:
             width, best = wider, its
     if width > 1:
-        turned = _counts(rotated(sample.view(type_of(width))).view(np.uint8), width)
-        its = _bits(_logs().take(turned).sum(axis=1), sample.size // width)
+        counts = _counts(turned(sample.view(type_of(width))).view(np.uint8), width)
+        its = _bits(_logs().take(counts).sum(axis=1), sample.size // width)
         if sum(its) < sum(best) - 8 * _TURNED * width:
-            return Look(width, rotate=True, bits=its)
-    return Look(width, rotate=False, bits=best)
+            return Look(width, turn=True, bits=its)
+    return Look(width, turn=False, bits=best)
 
 
 def _counts(sample: Bytes, width: int) -> npt.NDArray[np.int64]:

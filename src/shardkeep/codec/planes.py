@@ -1,11 +1,12 @@
 """
 Numbers taken apart and put together again: the n-th byte of each stands beside the n-th byte of the next.
 
-In a floating point number one byte, or one part of it, holds the exponent, which hardly varies between the weights of a
-layer, while the rest looks random. Apart, the first compresses well and the second is left alone. The exponent is a
-byte of its own after the number's bits are rotated left by one, which moves the sign to the other end.
+In a floating point number some bits hold the exponent, which hardly varies between the weights of a layer, while the
+rest looks random. Apart, the first compress well and the second are left alone. The exponent of bf16 and fp32 is a byte
+of its own after words are *turned*: their sign and the eight bits below it change places.
 
-Numpy does this with its vectorised casts and shifts, without the GIL; strided copies would take twice as long.
+Numpy does this by casts and shifts, which are vectorised and do not hold the GIL. Copies with strides take twice as
+long, and so do operations that cast on the way.
 """
 
 from __future__ import annotations
@@ -25,46 +26,68 @@ def type_of(width: int) -> np.dtype[Any]:
     return np.dtype(f"<u{width}")
 
 
-def rotated(words: Words) -> Words:
-    """Rotate the bits of every word left by one."""
-    top = 8 * words.itemsize - 1
-    turned: Words = words << words.dtype.type(1)
-    turned |= words >> words.dtype.type(top)
-    return turned
-
-
 class Splitter:
     """Takes words apart; part by part, so that each can go where it belongs at once."""
 
-    def __init__(self, words: Words, *, rotate: bool) -> None:
+    def __init__(self, words: Words, *, turn: bool) -> None:
         self._words = words
-        self._rotate = rotate
+        self._turn = turn and words.itemsize > 1
         self._held: Words = np.empty_like(words)
 
-    def part(self, begin: int, into: Words) -> None:
-        """Fill `into` with the bytes `begin` and following of every word, as many as its type has."""
-        words, held = self._words, self._held
-        shift = 8 * begin - (1 if self._rotate else 0)
-        if shift > 0:
-            np.right_shift(words, words.dtype.type(shift), out=held)
-            np.copyto(into, held, casting="unsafe")
-            return
-        np.copyto(into, words, casting="unsafe")
-        if self._rotate:
-            # The lowest part: one bit up, and the sign below. Adding is quicker than shifting small numbers.
-            np.add(into, into, out=into)
-            np.right_shift(words, words.dtype.type(8 * words.itemsize - 1), out=held)
-            np.bitwise_or(into, held, out=into, casting="unsafe")
+    def part(self, begin: int, nbytes: int) -> Words:
+        """Return the bytes `begin` to `begin + nbytes` of every turned word, as numbers of their own."""
+        end = begin + nbytes
+        if self._turn and end == self._words.itemsize:
+            if nbytes > 1:
+                raise ValueError("the top byte of turned words is a part of its own")
+            return self._cast(8 * begin - 1, nbytes)
+        part = self._cast(8 * begin, nbytes)
+        if self._turn and end == self._words.itemsize - 1:
+            # Instead of the lowest bit of the exponent comes the sign.
+            sign = part.dtype.type(1 << (8 * nbytes - 1))
+            np.bitwise_and(part, ~sign, out=part)
+            signs = self._cast(8 * (self._words.itemsize - nbytes), nbytes)
+            np.bitwise_and(signs, sign, out=signs)
+            np.bitwise_or(part, signs, out=part)
+        return part
+
+    def _cast(self, shift: int, nbytes: int) -> Words:
+        words = self._words
+        if shift:
+            words = np.right_shift(words, words.dtype.type(shift), out=self._held)
+        return words.astype(type_of(nbytes), casting="unsafe")
 
 
-def merge(parts: list[Words], into: Words, *, rotate: bool) -> None:
+def turned(words: Words) -> Words:
+    """Return words whose sign and the eight bits below it have changed places; those of one byte as they are."""
+    if words.itemsize == 1:
+        return words
+    kind, top = words.dtype.type, 8 * words.itemsize - 1
+    exponent = kind(0xFF << (top - 8))
+    made: Words = (words & exponent) << kind(1)
+    made |= (words >> kind(top)) << kind(top - 8)
+    made |= words & kind((1 << (top - 8)) - 1)
+    return made
+
+
+def merge(parts: list[Words], into: Words, *, turn: bool) -> None:
     """Fill `into` with words made of parts, the lowest first: undo what a `Splitter` did."""
-    kind = into.dtype.type
+    width, kind = into.itemsize, into.dtype.type
+    if not turn or width == 1:
+        _join(parts, into)
+        return
+    # The highest part but one begins with the sign: taken for a signed number, it fills all bits above with it.
+    _join([*parts[:-2], parts[-2].view(f"<i{parts[-2].itemsize}")], into)
+    np.bitwise_and(into, ~kind(0xFF << (8 * width - 9)), out=into)
+    top = parts[-1].astype(into.dtype)
+    np.left_shift(top, kind(8 * width - 9), out=top)
+    np.bitwise_or(into, top, out=into)
+
+
+def _join(parts: list[Words], into: Words) -> None:
     np.copyto(into, parts[-1], casting="unsafe")
+    held = np.empty_like(into) if len(parts) > 1 else into
     for part in reversed(parts[:-1]):
-        np.left_shift(into, kind(8 * part.itemsize), out=into)
-        np.bitwise_or(into, part, out=into)
-    if rotate:
-        sign = np.left_shift(into, kind(8 * into.itemsize - 1))
-        np.right_shift(into, kind(1), out=into)
-        np.bitwise_or(into, sign, out=into)
+        np.left_shift(into, into.dtype.type(8 * part.itemsize), out=into)
+        np.copyto(held, part)
+        np.bitwise_or(into, held, out=into)

@@ -24,6 +24,7 @@ _FEED = 2048
 
 # zstd's numbers for its parameters.
 _LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _STEP, _STRATEGY = 100, 101, 102, 105, 106, 107
+_WINDOW_LOG_MAX = 100
 _LITERALS = 1002
 """Whether literals are coded: 0 as the strategy would, 1 always."""
 _QUICK = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17}
@@ -122,11 +123,12 @@ class Engine:
             ValueError: it is more than so many bytes, or no whole frame. So is whatever the module raises (`error`).
 
         """
-        inner = self.decompressor()
+        # A frame may ask for memory for what it looks back at: never more than it is large.
+        inner = self._opened_for({_WINDOW_LOG_MAX: max(10, most_nbytes.bit_length())})
         pieces, room = [], most_nbytes + 1
-        data: Buffer = frame
+        data: Any = frame
         while room and not inner.eof:
-            pieces.append(inner.decompress(data, room))  # type: ignore[arg-type]
+            pieces.append(inner.decompress(data, room))
             room -= len(pieces[-1])
             data = b""
             if not pieces[-1] and inner.needs_input:
@@ -148,12 +150,20 @@ class Engine:
     def _opened(self, settings: dict[int, int]) -> Any:
         return self._module.ZstdCompressor(options=settings)
 
+    def _opened_for(self, settings: dict[int, int]) -> Decompressor:
+        frame: Decompressor = self._module.ZstdDecompressor(options=settings)
+        return frame
+
 
 class PyzstdEngine(Engine):
-    """The module `pyzstd`, from which the others have their interface, but for a name."""
+    """The module `pyzstd`, from which the others have their interface, but for two names."""
 
     def _opened(self, settings: dict[int, int]) -> Any:
         return self._module.ZstdCompressor(settings)
+
+    def _opened_for(self, settings: dict[int, int]) -> Decompressor:
+        frame: Decompressor = self._module.ZstdDecompressor(option=settings)
+        return frame
 
 
 class ZstandardEngine(Engine):

@@ -1,0 +1,185 @@
+"""Users' keys: where they come from, what they wrap, and how they are changed without touching data."""
+
+import base64
+import copy
+import pickle
+
+import pytest
+from cryptography.hazmat.primitives.keywrap import aes_key_unwrap
+
+from shardkeep.codec.codecs import without_keys
+from shardkeep.codec.frame_chain import Chain, rewrapped
+from shardkeep.codec.keys import KeyRing, RememberedKeys, key_source, new_key
+from shardkeep.codec.problems import InvalidKey, KeyMissing, WrongKey
+from tests.codec.frames import KEYS, OTHER_KEYS, coded, decoded, numbers
+
+OLD, NEW = bytes(range(32)), bytes(range(100, 132))
+
+
+def test_keys_from_a_file(tmp_path):
+    """
+    Hex and both kinds of base64, comments, empty lines and Windows' line ends; the first wraps, all unwrap.
+    """
+    path = tmp_path / "keys"
+    third = bytes([255] * 32)
+    lines = ["# ours", NEW.hex().upper(), "", f"  {base64.b64encode(OLD).decode()} "]
+    path.write_bytes("\r\n".join([*lines, base64.urlsafe_b64encode(third).decode()]).encode())
+    ring = KeyRing.from_file(path)
+    assert ring.ids == KeyRing([NEW, OLD, third]).ids
+    assert len(set(ring.ids)) == 3
+    key_id, wrapped = ring.wrap(bytes(32))
+    assert key_id == ring.ids[0]
+    assert aes_key_unwrap(NEW, wrapped) == bytes(32)
+    for key in (NEW, OLD, third):
+        key_id, wrapped = KeyRing([key]).wrap(b"d" * 32)
+        assert ring.unwrap(key_id, wrapped) == b"d" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no key in"),
+        ("# only words\n\n", "no key in"),
+        ("\nabcdef", "line 2"),
+        (NEW.hex()[:-1], "line 1"),
+        (base64.b64encode(NEW[:31]).decode(), "line 1"),
+        ("correct horse battery staple, thirty-two", "line 1"),
+    ],
+)
+def test_text_that_is_no_key(text, says, tmp_path):
+    """
+    The error says which line of which file, and nothing of what stands there: it may be most of a key.
+    """
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(InvalidKey, match=says) as caught:
+        KeyRing.from_file(path)
+    assert str(path) in str(caught.value)
+    words = [word for line in text.splitlines() if line[:1] != "#" for word in line.split() if len(word) > 3]
+    assert not any(word in str(caught.value) for word in words)
+
+
+def test_where_keys_may_come_from(tmp_path):
+    """
+    An object, a function, a path; anything else is refused, a key where a path belongs without showing it.
+    """
+    path = tmp_path / "keys"
+    path.write_text(new_key())
+    expected = KeyRing.from_file(path).ids
+    for given in (path, str(path), path.read_text, lambda: bytes.fromhex(path.read_text())):
+        assert key_source(given).ids == expected
+    assert key_source(None) is None
+    assert key_source(KEYS) is KEYS
+    with pytest.raises(KeyMissing, match="No such file"):
+        key_source(tmp_path / "none")
+    for wrong in (3, [OLD], OLD):
+        with pytest.raises(InvalidKey, match="is no source of keys"):
+            key_source(wrong)
+    for key in (OLD.hex(), base64.b64encode(OLD).decode(), f"{OLD.hex()}\n{NEW.hex()}\n"):
+        with pytest.raises(InvalidKey, match="path of a key file") as caught:
+            key_source(key)
+        assert key[:20] not in str(caught.value)
+    for few in ([], [OLD[:16]], [OLD.hex()]):
+        with pytest.raises(InvalidKey):
+            KeyRing(few)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidKey, match="is not text"):
+        key_source(path)
+
+
+def test_fresh_keys():
+    """
+    Every checkpoint has a data key of its own, and every key that is made is another one.
+    """
+    assert len(KeyRing.from_text(f"{new_key()}\n{new_key()}\n").ids) == 2
+    unwrapped = set()
+    for _ in range(3):
+        remembered = RememberedKeys(KEYS)
+        Chain.begin(["aes"], keys=remembered)
+        unwrapped |= set(remembered.known.values())
+    assert len(unwrapped) == 3
+
+
+class Service:
+    """A KMS: its key never leaves it, ids are its own."""
+
+    def __init__(self):
+        self.asked = []
+
+    def wrap(self, data_key):
+        self.asked.append("wrap")
+        return "arn:key/7", b"sealed" + bytes(byte ^ 0x55 for byte in data_key)
+
+    def unwrap(self, key_id, wrapped):
+        self.asked.append("unwrap")
+        if key_id != "arn:key/7":
+            raise WrongKey(f"no access to {key_id}")
+        return bytes(byte ^ 0x55 for byte in wrapped[6:])
+
+
+def test_a_service_is_asked_as_little_as_can_be():
+    """
+    Once for a new checkpoint; once by a reader that remembers; never by a process that was handed what is remembered.
+    """
+    service = Service()
+    chain = Chain.begin(["float", "aes"], keys=service)
+    assert service.asked == ["wrap"]
+    stored = coded(chain, b"abc" * 100)
+    remembered = RememberedKeys(service)
+    for _ in range(3):
+        assert decoded(Chain.opened(chain.recorded, keys=remembered), stored, 300) == b"abc" * 100
+    assert service.asked == ["wrap", "unwrap"]
+    handed = RememberedKeys(None, remembered.known)
+    assert decoded(Chain.opened(chain.recorded, keys=handed), stored, 300) == b"abc" * 100
+    assert service.asked == ["wrap", "unwrap"]
+    assert not any(secret in repr(handed) for secret in remembered.known.values())
+    with pytest.raises(KeyMissing):
+        Chain.begin(["aes"], keys=handed)
+    with pytest.raises(KeyMissing):
+        Chain.opened(Chain.begin(["aes"], keys=KEYS).recorded, keys=handed)
+
+
+class Short(Service):
+    def unwrap(self, key_id, wrapped):
+        return super().unwrap(key_id, wrapped)[:16]
+
+
+def test_a_service_that_gives_no_data_key():
+    """
+    A data key of the wrong size is not used.
+    """
+    recorded = Chain.begin(["aes"], keys=Service()).recorded
+    with pytest.raises(WrongKey, match="16 bytes"):
+        Chain.opened(recorded, keys=Short())
+
+
+def test_keys_are_rotated_without_touching_data():
+    """
+    Wrapped anew, a checkpoint is read with the new key alone; nothing of its record changed but the wrapped key.
+    """
+    data = numbers("bf16", 5000)
+    chain = Chain.begin(["float", "aes"], keys=KeyRing([OLD]))
+    stored = coded(chain, data)
+    before = copy.deepcopy(chain.recorded)
+    recorded = rewrapped(chain.recorded, KeyRing([NEW, OLD]))
+    assert chain.recorded == before
+    assert without_keys(recorded) == without_keys(chain.recorded)
+    turned = Chain.opened(recorded, keys=KeyRing([NEW]))
+    assert decoded(turned, stored, len(data)) == data
+    assert turned.mac(b"record") == chain.mac(b"record")
+    with pytest.raises(WrongKey):
+        Chain.opened(recorded, keys=KeyRing([OLD]))
+    with pytest.raises(WrongKey):
+        rewrapped(before, OTHER_KEYS)
+    plain = Chain.begin(["zstd"]).recorded
+    assert rewrapped(plain, KEYS) == plain
+
+
+def test_key_rings_travel_to_processes_of_the_job():
+    """
+    A ring can be pickled, for a storage writer that goes to another process; its repr shows ids and no keys.
+    """
+    ring = pickle.loads(pickle.dumps(KeyRing([OLD, NEW])))
+    assert ring.ids == KeyRing([OLD, NEW]).ids
+    assert OLD.hex() not in repr(ring)
+    assert ring.ids[0] in repr(ring)

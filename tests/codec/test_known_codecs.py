@@ -1,0 +1,225 @@
+"""Codecs of users: registered by a program, or brought by a package, they can do all that ours can."""
+
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from shardkeep.codec import known
+from shardkeep.codec.codecs import CodecConfig
+from shardkeep.codec.frame_chain import Chain
+from shardkeep.codec.known import CodecRegistry, register_codec
+from shardkeep.codec.problems import CodecFailed, CodecUnavailable, DamagedFrame, InvalidCodec, UnknownCodec
+from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A registry that no other test sees."""
+    registry = CodecRegistry()
+    for module in ("known", "frame_chain"):
+        monkeypatch.setattr(f"shardkeep.codec.{module}.known_codecs", lambda: registry)
+    return registry
+
+
+def test_a_codec_of_a_program(fresh):
+    """
+    By name, with an argument or as a config, in the middle of a chain; only its parameters are recorded.
+    """
+    with pytest.raises(UnknownCodec):
+        Chain.begin(["shout"])
+    assert register_codec(Shout) is Shout
+    for way in ("shout:7", Shout(mask=7)):
+        chain = Chain.begin(["zstd", way, "aes"], keys=KEYS)
+        assert chain.recorded[1] == {"name": "shout", "version": 1, "mask": 7}
+        assert decoded(Chain.opened(chain.recorded, keys=KEYS), coded(chain, b"abc" * 99), 297) == b"abc" * 99
+    assert fresh.names() == ["aes", "float", "lz4", "shout", "zstd"]
+    alone = Chain.begin([Shout()])
+    with pytest.raises(DamagedFrame, match=r"'shout' cannot read frame 4 of save-1/0.* ValueError\('not this frame'\)"):
+        decoded(alone, coded(alone, b"abc"), 3, number=4)
+
+
+def test_a_codec_that_breaks_its_word(fresh):
+    """
+    More than its bound, more than was written, less than was written, or an error: each is told, and by which codec.
+    """
+
+    class Wrong(Shout, frozen=True):
+        name = "wrong"
+
+        @classmethod
+        def open(cls, recorded, keys):
+            return codec
+
+    class WrongCodec(ShoutCodec):
+        grows = bound_is = 0
+        gives = None
+
+        def bound(self, nbytes):
+            return nbytes + self.bound_is
+
+        def encode(self, data, place):
+            return bytes(len(data) + self.grows) if self.grows is not None else 1 / 0
+
+        def decode(self, data, place, most_nbytes):
+            return bytes(self.gives)
+
+    codec = WrongCodec(0)
+    register_codec(Wrong)
+    chain = Chain.begin(["wrong"])
+    codec.grows = 1
+    with pytest.raises(CodecFailed, match="'wrong' made 4 bytes of 3, and 3 are its bound"):
+        coded(chain, b"abc")
+    codec.grows = None
+    with pytest.raises(CodecFailed, match=r"'wrong' failed on frame 3 of .* ZeroDivisionError"):
+        coded(chain, b"abc")
+    for gives, says in [(4, "became 4 bytes in the codec 'wrong', and 3"), (2, "became 2 bytes instead of 3")]:
+        codec.gives = gives
+        with pytest.raises(DamagedFrame, match=says):
+            decoded(chain, b"abc", 3)
+
+
+def test_what_cannot_be_registered(fresh):
+    """
+    Something else than a config, a name that is none, and the name of one of ours.
+    """
+
+    class Zstd(CodecConfig, frozen=True):
+        name = "zstd"
+
+    class Nameless(CodecConfig, frozen=True):
+        pass
+
+    class Colon(CodecConfig, frozen=True):
+        name = "a:b"
+
+    for wrong, says in [
+        (Zstd, "codec of shardkeep"),
+        (Nameless, "name"),
+        (Colon, "colon"),
+        (int, "subclass"),
+        (3, "3 is not"),
+    ]:
+        with pytest.raises(InvalidCodec, match=says):
+            register_codec(wrong)
+
+    class Unfinished(CodecConfig, frozen=True):
+        name = "unfinished"
+
+    register_codec(Unfinished)
+    with pytest.raises(NotImplementedError, match="Unfinished does not say how"):
+        Chain.begin(["unfinished"])
+
+
+PACKAGE = """
+    import zlib
+    from shardkeep.codec.codecs import CodecConfig
+
+    class Deflate(CodecConfig, frozen=True):
+        name = "deflate"
+        version = 4
+        level: int = 6
+
+        @classmethod
+        def open(cls, recorded, keys):
+            return Codec(cls.from_recorded(recorded).level)
+
+    class Codec:
+        def __init__(self, level):
+            self.level = level
+
+        def bound(self, nbytes):
+            return nbytes + 100 + nbytes // 100
+
+        def encode(self, data, place):
+            return zlib.compress(data, self.level)
+
+        def decode(self, data, place, most_nbytes):
+            return zlib.decompressobj().decompress(data, most_nbytes)
+"""
+
+SCRIPT = """
+    import sys
+    from shardkeep.codec.frame_chain import Chain
+    from tests.codec.frames import coded, decoded
+
+    Chain.begin(["zstd"])
+    assert "their_codecs" not in sys.modules, "imported before it was asked for"
+    chain = Chain.begin(["deflate"])
+    assert chain.recorded == [{"name": "deflate", "version": 4, "level": 6}], chain.recorded
+    stored = coded(chain, b"x" * 5000)
+    assert len(stored) < 100
+    assert decoded(Chain.opened(chain.recorded), stored, 5000) == b"x" * 5000
+    for name, says in [("nothing", "not a codec of this name"), ("zap", "known are aes, deflate, float")]:
+        try:
+            Chain.begin([name])
+        except ValueError as error:
+            assert says in str(error), error
+        else:
+            raise SystemExit(f"{name} was taken for a codec")
+"""
+
+
+def test_a_codec_of_a_package(tmp_path):
+    """
+    An installed distribution with an entry point is enough; it is imported when it is asked for.
+    """
+    (tmp_path / "their_codecs.py").write_text(textwrap.dedent(PACKAGE))
+    info = tmp_path / "their_codecs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-codecs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[shardkeep.codecs]\ndeflate = their_codecs:Deflate\nnothing = their_codecs:zlib\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(SCRIPT)}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
+    """
+    A package cannot change what "zstd" means.
+    """
+    entry = EntryPoint("zstd", "tests.codec.frames:Shout", known.GROUP)
+    monkeypatch.setattr(known, "entry_points", lambda **_: [entry])
+    assert fresh.find("zstd").__module__ == "shardkeep.codec.zstd_codec"
+
+
+@pytest.mark.parametrize(
+    ("codec", "hidden", "extra"),
+    [
+        ("zstd", ["compression.zstd", "backports.zstd", "pyzstd", "zstandard"], "zstd"),
+        ("float", ["compression.zstd", "backports.zstd", "pyzstd", "zstandard"], "zstd"),
+        ("lz4", ["lz4.block"], "lz4"),
+        ("aes", ["cryptography.hazmat.primitives.ciphers"], "crypto"),
+    ],
+)
+def test_a_package_that_is_not_installed(codec, hidden, extra, monkeypatch):
+    """
+    The error says what to install, when a checkpoint is begun and when one is read.
+    """
+    from shardkeep.codec.needs import need
+    from shardkeep.codec.zstd_engines import find_engine
+
+    chain = Chain.begin([codec], keys=KEYS)
+    for name in hidden:
+        monkeypatch.setitem(sys.modules, name, None)
+    need.cache_clear()
+    find_engine.cache_clear()
+    try:
+        with pytest.raises(CodecUnavailable) as begun:
+            Chain.begin([codec], keys=KEYS)
+        with pytest.raises(CodecUnavailable) as opened:
+            decoded(Chain.opened(chain.recorded, keys=KEYS), b"", 0)
+    finally:
+        need.cache_clear()
+        find_engine.cache_clear()
+    assert begun.value.hint == opened.value.hint == f"pip install 'shardkeep[{extra}]'"
+    assert isinstance(begun.value, ImportError)
