@@ -34,6 +34,7 @@ from shardkeep.manage.signals import Handlers, numbers_of
 from shardkeep.manage.tiers import Tiers
 from shardkeep.options import Options
 from shardkeep.ranks.world import World
+from shardkeep.run.coding import Codecs
 from shardkeep.store.retrying import Patience
 from shardkeep.store.retrying_root import RetryingRoot
 from shardkeep.store.roots import Root
@@ -88,7 +89,7 @@ class Checkpointer(Ending):
         retries: int = 3,
         takeover: bool = False,
         on_event: Callback | None = None,
-        codecs: Any = None,
+        codecs: Codecs = None,
         promote_to: str | os.PathLike[str] | Root | None = None,
         promote_every: int = 1,
         keep_promoted: Policy | None = None,

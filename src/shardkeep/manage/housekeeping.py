@@ -124,7 +124,7 @@ class Housekeeping:
             if latest is not None:
                 self._point_to(latest)
             if not isinstance(self._policy, KeepAll):
-                self.sweep(self._prune(name, removed))
+                self.sweep(self._prune(name, removed, is_new=latest is not None))
         except Exception as error:  # noqa: BLE001 - a save that is committed has not failed because of this
             self._failed(self._root.url, error, None)
         return removed
@@ -135,14 +135,16 @@ class Housekeeping:
         self._lease.insist()
         self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
 
-    def _prune(self, just: str, removed: set[str]) -> list[Entry]:
+    def _prune(self, just: str, removed: set[str], *, is_new: bool) -> list[Entry]:
         """Delete what no policy wants, and return what there was."""
         entries = self._catalog.entries()
         trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
         if not any(each.name == just and each.committed for each in trusted):
-            log.warning("%s: %s was committed, but is not seen: nothing is deleted", self._root.url, just)
+            # One that was promoted may have been deleted since, with all the rest that was to go.
+            level = logging.WARNING if is_new else logging.DEBUG
+            log.log(level, "%s: %s was committed, but is not seen: nothing is deleted", self._root.url, just)
             return []
-        spared = {just, *self._in_use.names(), *self.spares(trusted)}
+        spared = {*([just] if is_new else []), *self._in_use.names(), *self.spares(trusted)}
         for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
             with self._in_use.removing(entry.name) as free:
                 if free and self._remove(entry):

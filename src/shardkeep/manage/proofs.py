@@ -16,10 +16,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, WrongSize
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest, text_of
+from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 from shardkeep.format.frames import MAGIC
-from shardkeep.format.header import count_blocks, decode_apart, read_block_digests
+from shardkeep.format.header import count_blocks, read_block_digests
 from shardkeep.format.record import Blob, FileEntry, Record
+from shardkeep.layout.digest_files import read_apart
 from shardkeep.layout.frame_reader import read_table
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
@@ -143,23 +144,13 @@ def _blocks(store: Reads, entry: FileEntry) -> list[Piece]:
         Piece(0, len(header), of_header).check(digest(header), f"{store.url}/{entry.name}")
         digests = read_block_digests(header, blocks=count, where=entry.name)
     else:
-        of_header, digests = _apart(store, entry, entry.blocks, count)
+        of_header, digests = read_apart(store, entry, count)
     pieces = [Piece(0, entry.header_nbytes, of_header)]
     for block in range(count):
         start = entry.header_nbytes + block * entry.block_nbytes
         size = min(entry.block_nbytes, entry.nbytes - start)
         pieces.append(Piece(start, size, digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]))
     return pieces
-
-
-def _apart(store: Reads, entry: FileEntry, name: str, count: int) -> tuple[bytes, bytes]:
-    [nbytes] = [size for each, size in entry.at_rest if each == name]
-    with closing(open_sized(store, name, nbytes)) as reader:
-        data = bytearray(nbytes)
-        reader.read_into(0, memoryview(data))
-    if text_of(digest(data)) != entry.checksum:
-        raise ChecksumMismatch(f"{store.url}/{name}: not what was saved", hint=_HINT, file=name, offset=0)
-    return decode_apart(bytes(data), blocks=count, where=name)
 
 
 def _digest_in(text: str) -> bytes:

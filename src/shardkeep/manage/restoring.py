@@ -215,7 +215,7 @@ def _why(taken: Candidate, skipped: Sequence[Skipped], roots: Sequence[str]) -> 
     if not taken.tier:
         return ""
     passed = [each for each in skipped if each.name == taken.name and each.tier < taken.tier]
-    return f"{_place(passed[-1])}: {passed[-1].reason}" if passed else f"{roots[0]} has no copy of it"
+    return f"{_place(passed[-1])}: {passed[-1].reason}" if passed else f"{roots[0]} has no whole copy of it"
 
 
 def _tell(skipped: Skipped, *, rank: int) -> None:

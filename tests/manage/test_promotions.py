@@ -1,0 +1,369 @@
+"""Promotions that fail, are cut short, cancelled, or meet damage: what was saved is as safe as before."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import SaveCancelled, StorageError
+from shardkeep.events import Event, PromotionFailed, PromotionFinished
+from shardkeep.layout.native import read_record
+from shardkeep.manage.copying import Limits, copy_blobs
+from shardkeep.manage.problems import NotPromoted
+from shardkeep.manage.retention import KeepAll
+from shardkeep.store.memory import MemoryStore
+from shardkeep.testing.faulty_store import FaultyStore
+from tests.manage.far import Broken, far_root
+from tests.manage.scene import checkpointer, damage, empty_state, state_at, until
+from tests.manage.test_tiers import committed
+
+LIMITS = Limits(threads=2, budget_nbytes=4 << 20)
+
+
+def groups(step: int) -> dict[str, Any]:
+    """Make a state of several files."""
+    return {f"part{number}": {"w": torch.arange(20_000.0) + step + number} for number in range(4)}
+
+
+# -- copying
+
+
+def copied(source: Any, target: Any, names: Any = None, wanted: Any = lambda: True) -> Any:
+    record = read_record(source)
+    return copy_blobs(source, target, record, list(names or record.names), LIMITS, wanted)
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+def test_what_is_sound_is_not_copied_again(codecs: Any) -> None:
+    """What is there is read and checked: cut short, flipped, or of another size, it is replaced."""
+    source, target = MemoryStore(), MemoryStore()
+    sk.save({**groups(1), "long": torch.arange(3_000_000)}, source, codecs=codecs)
+    record = read_record(source)
+    done = copied(source, target)
+    assert (done.nbytes, done.found_nbytes) == (record.stored_nbytes, 0)
+    assert {name: target.get(name, limit=1 << 30) for name in record.names} == {
+        name: source.get(name, limit=1 << 30) for name in record.names
+    }
+    sizes = record.at_rest
+    first, second, third, *_ = sorted(sizes)
+    data = bytearray(target.get(first, limit=1 << 30))
+    data[len(data) // 2] ^= 1
+    target.put(first, bytes(data), replace=True)
+    target.put(second, target.get(second, limit=1 << 30)[:-1], replace=True)
+    target.delete(third)
+    again = copied(source, target)
+    assert again.nbytes == sum(sizes[name] for name in (first, second, third))
+    assert again.nbytes + again.found_nbytes == record.stored_nbytes
+    assert copied(source, target).nbytes == 0
+    target.put("shardkeep.json", source.get("shardkeep.json", limit=1 << 20))
+    sk.open(target).verify()
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+def test_no_damaged_byte_is_copied(codecs: Any) -> None:
+    """Wherever a bit of the source is flipped, copying stops, and says in which file; nothing is left of that file."""
+    source = MemoryStore()
+    sk.save({"w": torch.arange(60_000), "name": "x"}, source, codecs=codecs)
+    for name, nbytes in read_record(source).at_rest.items():
+        good = source.get(name, limit=1 << 30)
+        for at in {0, 9, nbytes // 3, nbytes // 2, nbytes - 40, nbytes - 1}:
+            data = bytearray(good)
+            data[at] ^= 4
+            source.put(name, bytes(data), replace=True)
+            target = MemoryStore()
+            with pytest.raises(sk.DamagedCheckpoint, match=name):
+                copied(source, target, [name])
+            assert not list(target.list())
+        source.put(name, good[:-1], replace=True)
+        with pytest.raises(sk.WrongSize, match=name):
+            copied(source, MemoryStore(), [name])
+        source.delete(name)
+        with pytest.raises(sk.WrongSize, match="is missing"):
+            copied(source, MemoryStore(), [name])
+        source.put(name, good)
+
+
+def test_a_copy_goes_on_after_any_failure() -> None:
+    """Whichever operation of the target fails, or half of it: the next attempt ends well."""
+    source = MemoryStore()
+    sk.save(groups(1), source)
+    counting = FaultyStore(MemoryStore())
+    copied(source, counting)
+    for fault in ("error", "short"):
+        for at in range(len(counting.operations)):
+            target = MemoryStore()
+            with suppress(StorageError):
+                copied(source, FaultyStore(target, fault, at=at))  # type: ignore[arg-type]
+            copied(source, target)
+            assert copied(source, target).nbytes == 0
+
+
+def test_a_copy_that_is_cancelled_ends_soon() -> None:
+    """At the next window; files that were complete by then stay."""
+    source, target, asked = MemoryStore(), MemoryStore(), []
+
+    def wanted() -> bool:
+        asked.append(1)
+        return len(asked) <= 3
+
+    sk.save(groups(1), source)
+    with pytest.raises(SaveCancelled):
+        copied(source, target, wanted=wanted)
+    assert 0 < len(list(target.list())) <= 3
+    assert copied(source, target).found_nbytes > 0
+
+
+# -- failures
+
+
+@pytest.mark.parametrize(("verb", "start"), [("create", "part"), ("put", "claim"), ("put", "shardkeep"), ("list", "")])
+def test_a_failure_is_told_and_tried_again(tmp_path: Path, verb: str, start: str) -> None:
+    """The checkpoint stays where it was saved, nothing is visible in the far root, and the next save promotes both."""
+    far, heard = far_root(), list[Event]()
+    with checkpointer(tmp_path, promote_to=far, keep_last=1, on_event=heard.append, retries=0) as ckpt:
+        ckpt.save(1, groups(1))
+        ckpt.wait()
+        far.before = Broken(verb, start)
+        ckpt.save(2, groups(2))
+        with pytest.raises(NotPromoted, match=r"could not be promoted to memory://.*: injected") as caught:
+            ckpt.wait()
+        assert isinstance(caught.value, sk.EarlierSaveFailed)
+        assert isinstance(caught.value.__cause__, StorageError)
+        assert committed(tmp_path) == [2]
+        far.before = None
+        assert committed(far) == [1]
+        ckpt.save(3, groups(3))
+        ckpt.wait()
+        assert committed(far) == [3]
+    failed = [event for event in heard if isinstance(event, PromotionFailed)]
+    assert [(event.step, event.kind) for event in failed] == ([] if start in ("claim", "") else [(2, "StorageError")])
+    assert [event.step for event in heard if isinstance(event, PromotionFinished)] == [1, 3]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_what_is_to_be_promoted_stays(tmp_path: Path, required: bool) -> None:
+    """While the far root is away, old steps that it wants are not deleted, unless the user said so; then all come."""
+    far = far_root()
+    how: dict[str, Any] = {"keep_last": 1, "keep_promoted": KeepAll(), "on_error": "warn", "retries": 0}
+    with checkpointer(tmp_path, promote_to=far, promote_required=required, **how) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        far.before = Broken("create")
+        for step in (2, 3, 4):
+            ckpt.save(step, state_at(step))
+            ckpt.wait()
+        assert committed(tmp_path) == ([2, 3, 4] if required else [4])
+        far.before = None
+        ckpt.save(5, state_at(5))
+        ckpt.wait()
+        there = committed(far)
+        assert there == [1, 2, 3, 4, 5] if required else {1, 5} <= set(there) <= {1, 4, 5}
+        assert committed(tmp_path) == [5]
+
+
+def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
+    """As that of a save is; what the step saves is not affected."""
+    far, heard = far_root(), list[Event]()
+    with checkpointer(tmp_path, promote_to=far, every_steps=1, retries=0, on_event=heard.append) as ckpt:
+        ckpt.step(1, state_at(1))
+        ckpt.wait()
+        far.before = Broken("put", "shardkeep")
+        ckpt.step(2, state_at(2))
+        ckpt.wait(promotions=False)
+        until(ckpt._saves.promotions.rounds._handles[2].done)  # type: ignore[union-attr]
+        far.before = None
+        with pytest.raises(NotPromoted) as caught:
+            ckpt.step(3, state_at(3))
+        assert isinstance(caught.value.response, sk.SaveHandle)
+        ckpt.wait()
+        assert committed(far) == [1, 2, 3]
+    copied = {event.step: event.bytes_copied for event in heard if isinstance(event, PromotionFinished)}
+    assert copied[2] == 0 < copied[3]  # all of it was there but the commit
+
+
+def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
+    """It is told once, stays, counts for nothing, and holds up no other."""
+    far = far_root()
+    with checkpointer(tmp_path) as ckpt:
+        train_three(ckpt)
+    damage(tmp_path / "step-2")
+    with checkpointer(tmp_path, promote_to=far, keep_last=2) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.save(4, state_at(4))
+        with pytest.raises(NotPromoted, match=r"step-2 is damaged: ChecksumMismatch: .* bytes 4096 to 4352"):
+            ckpt.wait()
+        ckpt.save(5, state_at(5))
+        ckpt.wait()
+        assert committed(tmp_path) == [2, 4, 5]
+    assert committed(far) == [4, 5]
+    assert not [name for name in far.names("step-2") if name == "shardkeep.json"]
+
+
+def train_three(ckpt: sk.Checkpointer) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(step, state_at(step))
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    """The new save of the step is promoted in its place."""
+    far, arrived, go = far_root(), threading.Event(), threading.Event()
+
+    def slow(verb: str, name: str) -> None:
+        if verb == "create":
+            arrived.set()
+            go.wait(20)
+
+    far.before = slow
+    with checkpointer(tmp_path, promote_to=far) as ckpt:
+        ckpt.save(1, groups(1))
+        assert arrived.wait(20)
+        ckpt.save(1, groups(7), overwrite=True)
+        ckpt.wait(promotions=False)
+        go.set()
+        ckpt.wait()
+    assert float(sk.open(far.place("step-1"))["part0.w"][:1]) == 7.0
+    assert len(far.names("step-1")) == 6
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    """wait() gives up after a time, close() cancels after one, and the next job goes on with what is there."""
+    far, go = far_root(), threading.Event()
+    far.before = lambda verb, name: go.wait(20) if (verb, name[:5]) == ("create", "part3") else None
+    ckpt = checkpointer(tmp_path, promote_to=far)
+    ckpt.save(1, groups(1))
+    with pytest.raises(TimeoutError, match=r"not all checkpoints were promoted to memory://.* within 0.05 s"):
+        ckpt.wait(timeout_s=0.05)
+    assert committed(tmp_path) == [1]
+    late = threading.Timer(0.3, go.set)
+    late.start()
+    ckpt.close(timeout_s=0.05)
+    late.join()
+    assert committed(far) == []
+    assert not list(far.list())  # the lease was given back
+    before = far.count("create", "part")
+    heard: list[Event] = []
+    with checkpointer(tmp_path, promote_to=far, on_event=heard.append) as ckpt:
+        assert ckpt.restore_latest(groups(0)) == 1
+        ckpt.save(2, groups(2))
+        ckpt.wait()
+    assert committed(far) == [1, 2]
+    [first] = [event for event in heard if isinstance(event, PromotionFinished) and event.step == 1]
+    assert 0 < first.bytes_copied < first.bytes_total
+    assert far.count("create", "part") - before < 4 + 4
+
+
+def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path: Path) -> None:
+    """A cancellation is no failure."""
+    far, arrived, go = far_root(), threading.Event(), threading.Event()
+
+    def slow(verb: str, name: str) -> None:
+        if verb == "create":
+            arrived.set()
+            go.wait(20)
+
+    far.before = slow
+    with checkpointer(tmp_path, promote_to=far) as ckpt:
+        ckpt.save(1, groups(1))
+        assert arrived.wait(20)
+        ckpt.cancel_promotions()
+        go.set()
+        ckpt.wait()
+        assert committed(far) == []
+        ckpt.save(2, groups(2))
+        ckpt.wait()
+        assert committed(far) == [1, 2]
+
+
+def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path: Path) -> None:
+    """Whatever on_error says, it is raised; both jobs' checkpoints are where they were saved."""
+    far = far_root()
+    first = checkpointer(tmp_path / "a", promote_to=far, on_error="warn")
+    first.save(1, state_at(1))
+    first.wait()
+    with checkpointer(tmp_path / "b", promote_to=far, takeover=True) as second:
+        second.restore_latest(empty_state())
+        second.save(2, state_at(2))
+        second.wait()
+        first.save(3, state_at(3))
+        for call in (first.wait, first.close):
+            with pytest.raises(NotPromoted, match="another job saves here now"):
+                call()
+        first.close()
+    assert committed(far) == [1, 2]
+    assert committed(tmp_path / "a") == [1, 3]
+
+
+# -- killed
+
+JOB = """
+import os, signal, sys, torch, shardkeep as sk
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.testing.faulty_store import FaultyStore
+
+class Place(FaultyStore):
+    def begin(self, verb, name):
+        if (verb, name[:5]) == (sys.argv[3], sys.argv[4]):
+            if sys.argv[5] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            __import__("time").sleep(0.2)
+        return super().begin(verb, name)
+
+class Root(LocalRoot):
+    def place(self, name):
+        return Place(super().place(name))
+
+ckpt = sk.Checkpointer(sys.argv[1], promote_to=Root(sys.argv[2]), options=sk.Options(io_threads=1))
+ckpt.save(1, {f"part{number}": {"w": torch.arange(20_000.0) + 1 + number} for number in range(4)})
+if sys.argv[5] == "kill":
+    ckpt.wait()
+ckpt.wait(promotions=False)
+"""
+
+
+def run_job(near: Path, far: Path, verb: str, start: str, how: str) -> int:
+    code = [sys.executable, "-c", JOB, str(near), str(far), verb, start, how]
+    return subprocess.run(code, check=False, timeout=60, capture_output=True, cwd=Path(__file__).parents[2]).returncode
+
+
+def test_a_killed_promotion_is_taken_up(tmp_path: Path) -> None:
+    """It was never visible; the next job copies what is missing and nothing that is whole, or sweeps what nobody wants."""
+    near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
+    assert run_job(near, far, "finish", "part2", "kill") == -signal.SIGKILL
+    assert committed(near) == [1]
+    assert committed(far) == []
+    shutil.copytree(far, tmp_path / "alone")
+    there = {file.name: file.stat().st_mtime_ns for file in (far / "step-1").iterdir()}
+    with checkpointer(near, promote_to=far, on_event=heard.append) as ckpt:
+        assert ckpt.restore_latest(groups(0)) == 1
+        ckpt.save(2, groups(2))
+        ckpt.wait()
+    assert committed(far) == [1, 2]
+    [first] = [event for event in heard if isinstance(event, PromotionFinished) and event.step == 1]
+    assert 0 < first.bytes_copied < first.bytes_total
+    now = {file.name: file.stat().st_mtime_ns for file in (far / "step-1").iterdir()}
+    assert any(now.get(name) == when for name, when in there.items())
+    assert {file.name for file in (near / "step-1").iterdir()} == set(now)  # no claim is left
+    sk.open(far / "step-1").verify()
+
+    with checkpointer(tmp_path / "other", promote_to=tmp_path / "alone") as ckpt:
+        ckpt.save(2, groups(2))
+    assert not (tmp_path / "alone" / "step-1").exists()
+    assert committed(tmp_path / "alone") == [2]
+
+
+def test_a_process_that_ends_without_close_does_not_wait_for_promotions(tmp_path: Path) -> None:
+    """They are cut short at exit, and the far root has none of it."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    assert run_job(near, far, "create", "part0", "exit") == 0
+    assert committed(near) == [1]
+    assert committed(far) == []
