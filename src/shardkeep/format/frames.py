@@ -114,4 +114,5 @@ def _tiles(start: IntArray, nbytes: IntArray, low: int, high: int) -> bool:
 
 
 def _malformed(where: str, what: str, *, offset: int) -> MalformedFile:
-    return MalformedFile(f"{where}: {what}", hint="use another checkpoint", file=where, offset=offset)
+    text = f"{where}: {what} (at byte {offset})"
+    return MalformedFile(text, hint="use another checkpoint, or another copy of this one", file=where, offset=offset)

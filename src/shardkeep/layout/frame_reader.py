@@ -34,7 +34,7 @@ _TAIL_NBYTES = 64 << 10
 """What is read at first of the end of a blob: the whole table, of one of up to a gigabyte."""
 REQUEST_NBYTES = 4 << 20
 """Frames that lie behind each other are fetched together, up to so much."""
-SCRATCH_NBYTES = REQUEST_NBYTES + FRAME_NBYTES
+SCRATCH_NBYTES = len(MAGIC) + REQUEST_NBYTES + FRAME_NBYTES
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
@@ -127,24 +127,33 @@ class FrameReader:
         table = self._table
         base = int(table.stored_start[run.start])
         nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-        stored = scratch[:nbytes] if nbytes <= REQUEST_NBYTES else memoryview(bytearray(nbytes))
-        self._inner.read_into(base, stored)
+        # What stands before the first frame is read and checked with it.
+        lead = len(MAGIC) if base == len(MAGIC) else 0
+        most = REQUEST_NBYTES + lead
+        stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
+        self._inner.read_into(base - lead, stored)
+        if lead and stored[:lead] != MAGIC:
+            self._note(_no_magic(self._entry))
+        stored = stored[lead:]
         for frame in run:
             at = int(table.stored_start[frame]) - base
             place = place_of(self._entry, table, frame)
             low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
             into = view[low - offset : high - offset]
             whole = len(into) == place.nbytes
-            plain = into if whole else scratch[REQUEST_NBYTES:][: place.nbytes]
+            plain = into if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
             try:
                 self._decode(frame, stored[at : at + int(table.stored_nbytes[frame])], plain, place)
             except DamagedCheckpoint as error:
-                if self._noted is None:
-                    raise
-                self._noted.append(error)
+                self._note(error)
                 plain[:] = bytes(len(plain))
             if not whole:
                 copy(into, plain[low - place.offset : high - place.offset])
+
+    def _note(self, error: DamagedCheckpoint) -> None:
+        if self._noted is None:
+            raise error
+        self._noted.append(error)
 
     def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
         if digest(data) != self._table.digest(frame):
@@ -195,6 +204,11 @@ def damaged_frame(entry: Blob, table: FrameTable, frame: int) -> ChecksumMismatc
     )
 
 
+def _no_magic(entry: Blob) -> ChecksumMismatch:
+    text = f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved"
+    return ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0)
+
+
 def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     start, offset = int(table.start[frame]), int(table.stored_start[frame])
     stop = start + int(table.nbytes[frame])
@@ -212,9 +226,7 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterat
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))
     if magic != MAGIC:
-        raise ChecksumMismatch(
-            f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved", file=entry.name, offset=0
-        )
+        raise _no_magic(entry)
     order = np.argsort(table.stored_start, kind="stable")
     starts = table.stored_start[order].tolist()
     ends = (table.stored_start + table.stored_nbytes)[order].tolist()

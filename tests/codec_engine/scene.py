@@ -1,0 +1,85 @@
+"""Keys, stores and codecs that tests of coded checkpoints share."""
+
+import itertools
+import threading
+
+import torch
+
+import shardkeep as sk
+from shardkeep.codec.codecs import CodecConfig
+from shardkeep.codec.keys import KeyRing
+from shardkeep.store.memory import MemoryStore
+
+KEYS = KeyRing([bytes(range(32))])
+OTHER_KEYS = KeyRing([bytes(range(1, 33))])
+OPTIONS = sk.Options(keys=KEYS)
+MIB = 1 << 20
+
+
+class InOrderStore(MemoryStore):
+    """A store that says it wants bytes in order, and insists on it, but for what threads may have under way."""
+
+    sequential = True
+
+    def __init__(self, slack=0):
+        super().__init__()
+        self._slack = slack
+
+    def create(self, name, nbytes):
+        return _InOrderWriter(super().create(name, nbytes), name, self._slack)
+
+
+class _InOrderWriter:
+    def __init__(self, inner, name, slack):
+        self._inner, self._name, self._slack = inner, name, slack
+        self._lock = threading.Lock()
+        self._early = {}
+        self._end = 0
+
+    def write_at(self, offset, data):
+        with self._lock:
+            assert self._end <= offset <= self._end + self._slack, f"{self._name}: {offset} after {self._end}"
+            self._early[offset] = offset + data.nbytes
+            while self._end in self._early:
+                self._end = self._early.pop(self._end)
+        self._inner.write_at(offset, data)
+
+    def finish(self, nbytes=None):
+        assert not self._early, f"{self._name} has holes"
+        self._inner.finish(nbytes)
+
+    def abandon(self):
+        self._inner.abandon()
+
+
+class Counting(CodecConfig, frozen=True):
+    """A codec of a user's own, which flips bits and counts the frames it is given."""
+
+    name = "test-counting"
+    decoded = itertools.count()
+
+    @classmethod
+    def open(cls, recorded, keys):
+        return _Flips()
+
+    @classmethod
+    def taken(cls):
+        """How many frames were decoded since this was last asked."""
+        return next(cls.decoded), setattr(cls, "decoded", itertools.count())
+
+
+class _Flips:
+    def bound(self, nbytes):
+        return nbytes
+
+    def encode(self, data, place):
+        return bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8).bitwise_not().numpy()) if data.nbytes else b""
+
+    def decode(self, data, place, most_nbytes):
+        next(Counting.decoded)
+        return self.encode(data, place)
+
+
+def blobs_of(store):
+    """Every blob of a store, by name."""
+    return {info.name: store.get(info.name, limit=1 << 30) for info in store.list()}

@@ -1,0 +1,337 @@
+"""Whatever happens to the files of a coded checkpoint, it is an error that says where; never wrong numbers."""
+
+import json
+import random
+
+import msgspec
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.codec.frame_chain import rewrapped
+from shardkeep.codec.keys import KeyRing
+from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
+from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
+from shardkeep.format.record import RECORD_NAME, FileEntry, decode_record, encode_record
+from shardkeep.opening import verify_stored
+from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStore, blobs_of
+from tests.engine.samples import bits
+
+CHAINS = {"zstd": ["zstd"], "float": ["float"], "lz4": ["lz4"], "aes": ["aes"], "all": ["float", "zstd", "aes"]}
+
+
+def sample_state(seed=0):
+    torch.manual_seed(seed)
+    return {"model": {"w": torch.randn(600, 1000), "b": torch.randn(9)}, "optim": {"m": torch.randn(50, 50)}, "lr": 0.1}
+
+
+def saved(chain, *, store=None, seed=0):
+    store = store or sk.MemoryStore()
+    sk.save(sample_state(seed), store, codecs=chain, options=OPTIONS)
+    return store
+
+
+def changed(store, name, data):
+    store.put(name, bytes(data), replace=True)
+
+
+def data_files(store):
+    return [file for file in decode_record(store.get(RECORD_NAME, limit=MIB), "").files if file.stored_nbytes != 0]
+
+
+def load(store, options=OPTIONS):
+    state = {
+        "model": {"w": torch.zeros(600, 1000), "b": torch.zeros(9)},
+        "optim": {"m": torch.zeros(50, 50)},
+        "lr": 0.0,
+    }
+    sk.load(state, store, options=options)
+    return state
+
+
+def resealed(store, change):
+    """Change the record as somebody would who knows the format, and has no key."""
+    record = decode_record(store.get(RECORD_NAME, limit=MIB), "")
+    changed(store, RECORD_NAME, encode_record(change(record)))
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_any_flipped_byte_is_found(chain):
+    """
+    One bit anywhere in any file: to load or to verify is an error of damage that names the file and an offset.
+    """
+    store = saved(chain)
+    rng = random.Random(1)
+    for name, good in blobs_of(store).items():
+        # The mark, the first frame, the middle, the table, the footer, and wherever.
+        for at in {0, 9, len(good) // 2, len(good) - FOOTER_NBYTES - 3, len(good) - 1, rng.randrange(len(good))}:
+            bad = bytearray(good)
+            bad[at] ^= 1 << rng.randrange(8)
+            changed(store, name, bad)
+            with pytest.raises(sk.DamagedCheckpoint, match=name.replace(".", r"\.")) as raised:
+                sk.open(store, options=OPTIONS).verify()
+            assert name == RECORD_NAME or "byte" in str(raised.value) or "checksum" in str(raised.value)
+            with pytest.raises(sk.DamagedCheckpoint) as raised:
+                load(store)
+            assert raised.value.details["file"] == name
+            assert name == RECORD_NAME or raised.value.details["offset"] is not None
+        changed(store, name, good)
+    assert bits(load(store)) == bits(sample_state())
+
+
+@pytest.mark.parametrize("cut", [1, 100, "half", "all"])
+def test_any_file_that_was_cut_short_is_found(cut):
+    """
+    The error says how long the file is and should be.
+    """
+    store = saved(["zstd", "aes"])
+    for name, good in blobs_of(store).items():
+        keep = {"half": len(good) // 2, "all": 0}.get(cut, len(good) - 1 if cut == 1 else 100)
+        changed(store, name, good[:keep])
+        with pytest.raises(sk.DamagedCheckpoint, match=f"{keep} bytes" if name != RECORD_NAME else "damaged"):
+            load(store)
+        changed(store, name, good)
+
+
+def test_a_missing_file_is_named():
+    """
+    Data or index: the error says which.
+    """
+    store = saved(["aes"])
+    for name, good in blobs_of(store).items():
+        store.delete(name)
+        with pytest.raises((sk.WrongSize, sk.CheckpointNotFound), match=r"missing|no committed"):
+            load(store)
+        changed(store, name, good)
+
+
+def test_every_damaged_frame_is_listed_with_what_it_holds():
+    """
+    `verify` goes through all of a file; those who have no key are told the same, but for the names.
+    """
+    store = saved(["aes"])
+    [file] = [file for file in data_files(store) if file.name.startswith("model")]
+    bad = bytearray(store.get(file.name, limit=8 * MIB))
+    for at in (MIB // 2, 2 * MIB):
+        bad[at] ^= 1
+    changed(store, file.name, bad)
+
+    with pytest.raises(sk.DamagedCheckpoint) as raised:
+        sk.open(store, options=OPTIONS).verify()
+    assert len(raised.value.details["problems"]) == 2
+    assert all(file.name in each and "'model.w'" in each for each in raised.value.details["problems"])
+    with pytest.raises(sk.DamagedCheckpoint) as raised:
+        verify_stored(store)
+    assert len(raised.value.details["problems"]) == 2
+
+
+def test_without_the_key_what_is_stored_is_checked():
+    """
+    The report says how many files were not decoded; with the key there are none.
+    """
+    store = saved(["aes"])
+
+    assert verify_stored(store).undecoded == len(data_files(store)) == 2
+    assert sk.open(store, options=OPTIONS).verify().undecoded == 0
+
+
+def test_wrong_keys_and_none():
+    """
+    Each is its own error, names the key that is needed, and shows no key.
+    """
+    store = saved(["zstd", "aes"])
+    with pytest.raises(KeyMissing, match=KEYS.ids[0]):
+        load(store, sk.Options())
+    with pytest.raises(WrongKey, match=f"{KEYS.ids[0]}.*{OTHER_KEYS.ids[0]}"):
+        load(store, sk.Options(keys=OTHER_KEYS))
+    with pytest.raises(KeyMissing):
+        sk.save(sample_state(), sk.MemoryStore(), codecs=["aes"], options=sk.Options())
+
+
+def swap_frames(store, file, *, reseal_record):
+    """Exchange the stored bytes of two frames of one size, and make all digests fit."""
+    data = bytearray(store.get(file.name, limit=8 * MIB))
+    frames = int.from_bytes(data[-FOOTER_NBYTES : -FOOTER_NBYTES + 8], "little")
+    tail = table_nbytes(frames)
+    table = decode_table(bytes(data[-tail:]), plain_nbytes=file.nbytes, stored_nbytes=len(data), where="")
+    one, other = [row for row in range(frames) if table.stored_nbytes[row] == table.stored_nbytes.max()][:2]
+    places = [slice(s, s + n) for s, n in zip(table.stored_start.tolist(), table.stored_nbytes.tolist(), strict=True)]
+    data[places[one]], data[places[other]] = bytes(data[places[other]]), bytes(data[places[one]])
+    digests = b"".join(digest(data[place]) for place in places)
+    forged = encode_table(FrameTable(*[getattr(table, name) for name in COLUMNS], digests))
+    data[-tail:] = forged
+    changed(store, file.name, data)
+    if reseal_record:
+        entry = msgspec.structs.replace(file, table_checksum=text_of(digest(forged)))
+        resealed(store, lambda record: with_file(record, file.name, entry))
+
+
+COLUMNS = ("start", "nbytes", "stored_start", "stored_nbytes", "number")
+
+
+def with_file(record, name, entry):
+    return msgspec.structs.replace(record, files=[entry if file.name == name else file for file in record.files])
+
+
+def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
+    """
+    Frames that were exchanged with digests that fit: the table's checksum tells; with a forged record its signature;
+    and were that not looked at, the frames themselves.
+    """
+    store = saved(["aes"])
+    [file] = [file for file in data_files(store) if file.name.startswith("model")]
+    swap_frames(store, file, reseal_record=False)
+    with pytest.raises(sk.ChecksumMismatch, match=r"model.*table of frames"):
+        load(store)
+
+    store = saved(["aes"])
+    [file] = [file for file in data_files(store) if file.name.startswith("model")]
+    swap_frames(store, file, reseal_record=True)
+    with pytest.raises(NotAuthentic, match=RECORD_NAME):
+        load(store)
+    monkeypatch.setattr("shardkeep.run.sources.check_signature", lambda *_: None)
+    with pytest.raises(NotAuthentic, match=file.name):
+        load(store)
+
+
+def test_swapped_files_are_found(monkeypatch):
+    """
+    A file of another save with the same key, under this one's name and with digests that fit.
+    """
+    store, other = saved(["aes"]), saved(["aes"], seed=1)
+    [mine], [its] = ([file for file in data_files(each) if file.name.startswith("optim")] for each in (store, other))
+    changed(store, mine.name, other.get(its.name, limit=MIB))
+    with pytest.raises(sk.DamagedCheckpoint, match=mine.name):
+        load(store)
+    entry = msgspec.structs.replace(its, name=mine.name)
+    resealed(store, lambda record: with_file(record, mine.name, entry))
+    with pytest.raises(NotAuthentic, match=RECORD_NAME):
+        load(store)
+    monkeypatch.setattr("shardkeep.run.sources.check_signature", lambda *_: None)
+    with pytest.raises(NotAuthentic, match=mine.name):
+        load(store)
+
+
+FORGERIES = {
+    "step": lambda record: msgspec.structs.replace(record, step=99),
+    "meta": lambda record: msgspec.structs.replace(record, meta={"a": 2}),
+    "files in another order": lambda record: msgspec.structs.replace(record, files=record.files[::-1]),
+    "a file less": lambda record: msgspec.structs.replace(record, files=record.files[:1]),
+    "no signature": lambda record: msgspec.structs.replace(record, mac=None),
+    "another salt": lambda record: msgspec.structs.replace(
+        record, chains=[[{**each, "salt": "00" * 32} for each in record.chains[0]]]
+    ),
+    "an index in the clear": lambda record: msgspec.structs.replace(
+        record,
+        mac=None,
+        index=msgspec.structs.replace(record.index, chain=None, stored_nbytes=None, table_checksum=None),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
+def test_a_record_that_was_edited_is_not_authentic(change):
+    """
+    Whatever somebody changes in the record who has no key, with a checksum that fits.
+    """
+    store = saved(["aes"])
+    resealed(store, change)
+    with pytest.raises(NotAuthentic, match=RECORD_NAME):
+        load(store)
+
+
+def test_keys_are_rotated_in_the_record_alone():
+    """
+    The data key wrapped by another key: the old one opens it no more, the new one does, and the signature holds.
+    """
+    store = saved(["aes"])
+    before = blobs_of(store)
+    both = KeyRing([bytes(range(1, 33)), bytes(range(32))])
+    resealed(
+        store,
+        lambda record: msgspec.structs.replace(record, chains=[rewrapped(each, both) for each in record.chains]),
+    )
+
+    assert {name for name, data in blobs_of(store).items() if data != before[name]} == {RECORD_NAME}
+    assert bits(load(store, sk.Options(keys=OTHER_KEYS))) == bits(sample_state())
+    with pytest.raises(WrongKey):
+        load(store)
+
+
+MALFORMED = {
+    "a chain that is not there": {"chain": 3},
+    "half of what a coded file has": {"stored_nbytes": None},
+    "a size below zero": {"stored_nbytes": -1},
+    "coded, with digests apart": {"blocks": "x.blocks"},
+    "no checksum": {"table_checksum": "crc:1"},
+}
+
+
+@pytest.mark.parametrize("members", MALFORMED.values(), ids=MALFORMED)
+def test_records_no_writer_makes_are_refused(members):
+    """
+    Before any file is touched.
+    """
+    store = saved(["zstd"])
+    resealed(store, lambda record: with_file(record, record.files[0].name, _replaced(record.files[0], members)))
+    with pytest.raises(sk.MalformedFile, match="no writer"):
+        load(store)
+
+
+def _replaced(entry: FileEntry, members):
+    return msgspec.structs.replace(entry, **members)
+
+
+def test_a_record_of_codecs_in_the_first_version_is_refused():
+    """
+    An old reader would pass over what it does not know, and so nobody may write it.
+    """
+    store = saved(["zstd"])
+    resealed(store, lambda record: msgspec.structs.replace(record, version=1))
+    with pytest.raises(sk.MalformedFile):
+        load(store)
+
+
+def test_the_tables_of_enemies():
+    """
+    Tables with frames that overlap, leave holes, are too large, or stand for more than the record says.
+    """
+    good = FrameTable(*[torch.tensor(c).numpy() for c in ([0, 10], [10, 5], [8, 20], [12, 4], [0, 1])], bytes(32))
+
+    def judged(table, plain_nbytes=15):
+        data = encode_table(table)
+        return decode_table(data, plain_nbytes=plain_nbytes, stored_nbytes=24 + len(data), where="f")
+
+    assert len(judged(good)) == 2
+    for column, values in {
+        "start": [0, 9], "nbytes": [10, 2 * MIB], "stored_start": [8, 19], "stored_nbytes": [12, -4], "number": [1, 1],
+    }.items():  # fmt: skip
+        columns = {name: getattr(good, name) for name in COLUMNS} | {column: torch.tensor(values).numpy()}
+        with pytest.raises(sk.MalformedFile):
+            judged(FrameTable(**columns, digests=bytes(32)))
+    with pytest.raises(sk.MalformedFile):
+        judged(good, plain_nbytes=16)
+
+
+def test_damage_in_digests_that_lie_beside_the_data():
+    """
+    Of a store that takes bytes in order: each flipped byte of data, header, digests, index and record is found.
+    """
+    store = saved(None, store=InOrderStore())
+    rng = random.Random(2)
+    for name, good in blobs_of(store).items():
+        for at in (0, len(good) // 2, len(good) - 1, rng.randrange(len(good))):
+            bad = bytearray(good)
+            bad[at] ^= 1 << rng.randrange(8)
+            changed(store, name, bad)
+            with pytest.raises(sk.DamagedCheckpoint, match=name.replace(".", r"\.")):
+                sk.open(store).verify()
+            with pytest.raises(sk.DamagedCheckpoint):
+                load(store)
+        store.delete(name)
+        with pytest.raises((sk.WrongSize, sk.CheckpointNotFound)):
+            load(store)
+        changed(store, name, good)
+    assert json.loads(store.get(RECORD_NAME, limit=MIB))["version"] == 2
+    assert bits(load(store)) == bits(sample_state())

@@ -1,0 +1,148 @@
+"""What went through codecs comes back bit for bit, whatever the codecs, the ranks and the way it is read."""
+
+import os
+import tempfile
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardkeep as sk
+from shardkeep.codec.known import register_codec
+from shardkeep.testing.thread_ranks import run_thread_ranks
+from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
+from tests.engine.samples import bits, blank_like, random_tensor, rich_state
+from tests.engine.test_reshard import cases, local_part, world_size
+
+register_codec(Counting)
+CODECS = ["zstd", "zstd:3", "lz4", "float", "aes", "test-counting"]
+chains = st.lists(st.sampled_from(CODECS), max_size=3)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases(), chains, st.sampled_from(["memory", "files", "in order"]))
+def test_any_layout_loads_into_any_other_through_any_chain(case, chain, kind):
+    """
+    Every rank gets exactly its part of tensors that other ranks saved in another layout, through random codecs.
+    """
+    fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
+    writers = max(world_size(before) for _, _, before, _ in case)
+    readers = max(world_size(after) for _, _, _, after in case)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        where = {"memory": sk.MemoryStore(), "files": folder, "in order": InOrderStore(slack=1 << 30)}[kind]
+
+        def save(world):
+            state = {f"t{i}": local_part(full, case[i][2], world.rank) for i, full in enumerate(fulls)}
+            return sk.save(state, where, group=world, codecs=chain if world.rank == 0 else None, options=OPTIONS)
+
+        def load(world):
+            state = {f"t{i}": local_part(full, case[i][3], world.rank, blank=True) for i, full in enumerate(fulls)}
+            sk.load(state, where, group=world, options=OPTIONS)
+            return state
+
+        run_thread_ranks(writers, save)
+        states = run_thread_ranks(readers, load)
+        ck = sk.open(where, options=OPTIONS)
+        tree = ck.to_dict()
+        ck.verify()
+
+    assert ck.record.version == (2 if chain or (kind == "in order" and ck.record.files) else 1)
+    for i, full in enumerate(fulls):
+        assert bits(tree[f"t{i}"]) == bits(full)
+        for state in states:
+            for piece, offsets in state[f"t{i}"].pieces:
+                expected = full[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))]
+                assert bits(piece) == bits(expected)
+
+
+def test_every_kind_of_leaf_in_several_windows(tmp_path):
+    """
+    A state of many kinds, and tensors of many windows and odd sizes, written and read by several threads.
+    """
+    state = rich_state()
+    state["large"] = {"a": torch.randn(3, MIB + 1), "b": torch.zeros(5 * MIB, dtype=torch.int8), "c": torch.randn(77)}
+    report = sk.save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS)
+    blank = blank_like(state)
+
+    sk.load(blank, tmp_path / "ck", options=OPTIONS)
+
+    assert bits(blank) == bits(state)
+    stored = sum(os.path.getsize(tmp_path / "ck" / name) for name in os.listdir(tmp_path / "ck"))
+    record = sk.open(tmp_path / "ck", options=OPTIONS).record
+    assert stored == record.stored_nbytes + os.path.getsize(tmp_path / "ck" / "shardkeep.json")
+    assert report.bytes_stored == record.stored_nbytes - dict(record.index.at_rest)[record.index.name]
+    assert report.bytes_stored < 0.9 * report.bytes_written
+
+
+def test_nothing_of_an_encrypted_state_is_readable():
+    """
+    Neither names nor values nor bytes of tensors stand in any file, and the record is what docs say is readable.
+    """
+    store = sk.MemoryStore()
+    state = {"model": {"secret_name": torch.full((1000,), 1.2345678)}, "api": "secret-value", "step": 3}
+    sk.save(state, store, codecs=["aes"], meta={"run": "a"}, options=OPTIONS)
+
+    everything = b"".join(blobs_of(store).values())
+
+    for secret in (b"secret", np.float32(1.2345678).tobytes() * 2, bytes(range(32)), bytes(range(32)).hex().encode()):
+        assert secret not in everything
+    assert b'"run"' in everything
+
+
+def test_a_small_read_decodes_few_frames():
+    """
+    A row of a large tensor costs the frames it lies in: not the file, and not the same frame twice.
+    """
+    store = sk.MemoryStore()
+    full = torch.arange(16 * MIB // 4, dtype=torch.int32).reshape(16, -1)
+    sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
+    ck = sk.open(store)
+    assert torch.equal(ck["m.w"][3, :5], full[3, :5])  # the table and the header are known from here on
+    Counting.taken()
+
+    assert torch.equal(ck["m.w"][5, 17:99], full[5, 17:99])
+    assert Counting.taken()[0] == 1
+    assert torch.equal(ck["m.w"][2:5], full[2:5])
+    assert Counting.taken()[0] == 3
+
+
+def test_frames_are_read_once_by_a_whole_load():
+    """
+    A load of everything decodes each frame once, with the header's and the index's.
+    """
+    store = sk.MemoryStore()
+    full = torch.arange(20 * MIB // 4, dtype=torch.int32)
+    sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
+    Counting.taken()
+    state = {"m": {"w": torch.zeros_like(full)}}
+
+    sk.load(state, store, options=sk.Options(io_threads=1))
+
+    assert torch.equal(state["m"]["w"], full)
+    assert Counting.taken()[0] == 20 + 2
+
+
+def test_one_share_of_keys_for_real_ranks(rank_pool, tmp_path):
+    """
+    Ranks that are processes of their own each open the chain with the key they have, and load what others wrote.
+    """
+    results = rank_pool.run(4, _save_and_load, str(tmp_path / "ck"))
+
+    assert results == [True] * 4
+    assert bits(sk.open(tmp_path / "ck", options=OPTIONS).to_dict()["m"]["w"]) == bits(_full())
+
+
+def _full():
+    return torch.arange(4 * 1000, dtype=torch.float32).reshape(4, 1000)
+
+
+def _save_and_load(where):
+    from torch import distributed as dist
+
+    rank, options = dist.get_rank(), sk.Options(keys=KEYS)
+    box = sk.ShardedBox(_full()[rank : rank + 1].clone(), offsets=(rank, 0), shape=(4, 1000))
+    sk.save({"m": {"w": box}, "r": sk.PerRank(rank)}, where, codecs=["float", "aes"], options=options)
+    state = {"m": {"w": torch.zeros(4, 1000)}, "r": sk.PerRank(-1)}
+    sk.load(state, where, options=options)
+    return torch.equal(state["m"]["w"], _full()) and state["r"].value == rank
