@@ -3,6 +3,7 @@
 import contextlib
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ import torch.distributed.checkpoint as theirs
 from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from shardkeep.stage.buffers import Arenas
+from shardkeep.stage.pieces import take_pieces
+from shardkeep.stage.tensors import TorchScattered
+from shardkeep.stage.windows import windows_for
 from tests.protocol.samples import quietly
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -133,3 +138,79 @@ def test_saves_from_an_accelerator(tmp_path, kind):
         quietly(theirs.load, found, storage_reader=theirs.FileSystemReader(tmp_path / str(step)), no_dist=True)
         assert found["w"].eq(step).all()
     stager.close()
+
+
+def device_pieces(tensors):
+    return take_pieces(tensors, Arenas(), staging="device", optimizers=[], threads=2)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_copies_on_the_device_come_between(side):
+    """
+    A copy on the device has what was queued before it, bit for bit and without a graph, whatever is queued after it.
+    """
+    device = torch.accelerator.current_accelerator()
+    bits = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn]
+    state = [torch.empty_like(bits).view(dtype) for dtype in (*dtypes, torch.int64, torch.bool, torch.uint16)]
+    weight = torch.nn.Parameter(torch.zeros(1000, 1000, device=device))
+    with torch.Stream(device) if side else contextlib.nullcontext():
+        for step in range(ROUNDS):
+            delay()
+            for tensor in state:
+                tensor.view(torch.uint8).copy_(bits)
+            weight.detach().fill_(step)
+            found = device_pieces([*state, weight, state[0]])
+            for tensor in state:
+                tensor.view(torch.uint8).zero_()
+            weight.detach().fill_(-1)
+            torch.accelerator.synchronize()
+            copies = found.tensors
+            assert all(torch.equal(copy.view(torch.uint8), bits) for copy in copies[: len(state)])
+            assert copies[-1].data_ptr() == copies[0].data_ptr()
+            assert not copies[-2].requires_grad
+            assert (copies[-2] == step).all()
+
+
+def test_memory_of_copies_that_are_given_up_is_free_for_the_caller():
+    """
+    Copies that nobody wants any more, still queued, do not write into what the caller puts in their memory next.
+    """
+    device = torch.accelerator.current_accelerator()
+    state = [torch.zeros(4 << 20, device=device) for _ in range(8)]
+    for step in range(ROUNDS):
+        delay()
+        device_pieces(state).tensors.clear()
+        mine = [torch.full_like(tensor, step + 1.0) for tensor in state]
+        torch.accelerator.synchronize()
+        assert all(bool((tensor == step + 1).all()) for tensor in mine)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_each_thread_with_a_window_has_a_stream_after_the_callers(side):
+    """
+    Threads copy on streams of their own, the same ones each time, after what their caller has queued.
+    """
+    device = torch.accelerator.current_accelerator()
+    target = torch.zeros(1 << 20, device=device)
+    seen = []
+
+    def work(lend):
+        lend()
+        stream = torch.accelerator.current_stream()
+        value = target.max().item()
+        return stream.stream_id, value
+
+    with torch.Stream(device) if side else contextlib.nullcontext():
+        own = torch.accelerator.current_stream().stream_id
+        for step in range(ROUNDS):
+            delay()
+            target.fill_(step)
+            memory = [TorchScattered(target, target.dtype)]
+            with windows_for(memory, 1 << 20, 4) as lend, ThreadPoolExecutor(4) as pool:
+                found = [future.result() for future in [pool.submit(work, lend) for _ in range(4)]]
+            assert {value for _, value in found} == {float(step)}
+            seen += [stream for stream, _ in found]
+        assert torch.accelerator.current_stream().stream_id == own
+    assert side or own not in seen  # of side streams torch has no more than a few, in turn
+    assert len(set(seen)) <= 4
