@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,18 +119,44 @@ def _copy_on_device(taken: Pieces, rows: list[int], staging: str, optimizers: Se
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
     devices = {tensors[at].device for at in rows}
     copies: dict[Hashable, torch.Tensor] = {}
-    alike: dict[tuple[torch.device, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    alike: dict[torch.device, dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
     for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
         source = tensors[at]
-        if key not in copies:
-            copies[key] = torch.empty_like(source)
-            ours, theirs = alike.setdefault((source.device, source.element_size()), ([], []))
-            ours.append(as_raw(copies[key]))
+        copy = copies.get(key)
+        if copy is None:
+            copies[key] = copy = torch.empty_like(source)
+            # As numbers that no device changes on the way, as it does with some that are not a number.
+            ours, theirs = alike.setdefault(source.device, {}).setdefault(source.element_size(), ([], []))
+            ours.append(as_raw(copy))
             theirs.append(as_raw(source))
-        tensors[at] = copies[key]
-    for ours, theirs in alike.values():  # a few kernels: each one has to wait where the device's queue is full
-        torch._foreach_copy_(ours, theirs)
-    taken.events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+        tensors[at] = copy
+    for device in devices:
+        taken.events[device] = _queue_copies(device, alike.get(device, {}))
+
+
+def _queue_copies(
+    device: torch.device, alike: Mapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
+) -> torch.Event:
+    """
+    Copy on a device after all that is queued there, and before what will be; return what comes after the copies.
+
+    They are put on a stream of their own: the caller's may be so full that each kernel waits for another to end.
+    """
+    caller = torch.accelerator.current_stream(device)
+    queued = caller.record_event()
+    if not alike:
+        return queued
+    side = torch.Stream(device)
+    side.wait_event(queued)
+    try:
+        with side, torch.no_grad():
+            for ours, theirs in alike.values():
+                torch._foreach_copy_(ours, theirs)
+    finally:
+        # Whatever happens: the memory of copies that are given up goes to what the caller queues next.
+        copied = side.record_event()
+        caller.wait_event(copied)
+    return copied
 
 
 def _chosen_for_copy(
@@ -145,8 +171,7 @@ def _chosen_for_copy(
         if on_device:
             _say_that_nothing_guards()
         return [], True
-    guarded = _guarded_memory(optimizers)
-    chosen = [at for at in on_device if tensors[at].untyped_storage().data_ptr() not in guarded]
+    chosen = _unguarded(tensors, on_device, optimizers)
     if staging == "overlap":
         return chosen, True
     full = _without_room(tensors, chosen)
@@ -169,17 +194,26 @@ def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 
-def _guarded_memory(optimizers: Iterable[Optimizer]) -> set[int]:
-    """Return where the storages begin that change in the step of one of these optimizers, and at no other time."""
-    found: set[int] = set()
+def _unguarded(tensors: Sequence[torch.Tensor], rows: list[int], optimizers: Iterable[Optimizer]) -> list[int]:
+    """Return those in memory that may change at another time than in the step of one of these optimizers."""
+    guards = list(_guards(optimizers))
+    begins = {guard.data_ptr() for guard in guards}
+    rest = [row for row in rows if tensors[row].data_ptr() not in begins]
+    if rest:  # they may still be other parts of the same storages, which cost more to ask for
+        storages = {guard.untyped_storage().data_ptr() for guard in guards}
+        rest = [row for row in rest if tensors[row].untyped_storage().data_ptr() not in storages]
+    return rest
+
+
+def _guards(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """Give the tensors on accelerators whose memory changes in the step of one of these, and at no other time."""
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
         for value in (*parameters, *kept):
             tensor: Any = value._local_tensor if is_dtensor(value) else value
-            if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
-                found.add(tensor.untyped_storage().data_ptr())
-    return found
+            if isinstance(tensor, torch.Tensor) and not (tensor.is_cpu or tensor.is_meta):
+                yield tensor
 
 
 def _free_nbytes(device: torch.device) -> int:
