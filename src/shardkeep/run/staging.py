@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
-_MOST_EMPTIERS = 16
+_MOST_EMPTIERS = 12
 """So many copies at a time keep up with the link to an accelerator."""
+_EMPTIERS_PER_CORE = 0.75
+"""Of more, whoever queues copies waits for a core, and the link for it."""
 _FEW_EMPTIERS = 4
 """Where nobody waits: training needs the cores."""
 
@@ -99,7 +101,7 @@ class Staging:
             self.queued.set_result({})
             yield
             return
-        emptiers = min(_MOST_EMPTIERS if self._urgent else _FEW_EMPTIERS, cores())
+        emptiers = min(_MOST_EMPTIERS if self._urgent else _FEW_EMPTIERS, max(2, int(_EMPTIERS_PER_CORE * cores())))
         try:
             with ThreadPoolExecutor(1 + emptiers, thread_name_prefix="shardkeep-stage") as threads:
                 filling = threads.submit(self._fill_all, threads)
