@@ -1,0 +1,301 @@
+"""Codecs as an argument: of saves that wait or do not, for all or for some, with keys from wherever they are."""
+
+import glob
+import os
+import threading
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.codec.keys import new_key
+from shardkeep.codec.known import register_codec
+from shardkeep.codec.problems import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
+from shardkeep.codec.zstd_codec import Zstd
+from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.thread_ranks import run_thread_ranks
+from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
+from tests.engine.samples import bits, blank_like
+
+register_codec(Counting)
+
+
+def sample_state():
+    return {
+        "model": {"w": torch.randn(3 * MIB // 4 + 5), "zeros": torch.zeros(2 * MIB)},
+        "optim": {"m": torch.randn(999)},
+        "lone": torch.randn(7),
+        "lr": 0.1,
+    }
+
+
+def loaded(where, like, options=OPTIONS):
+    blank = blank_like(like)
+    sk.load(blank, where, options=options)
+    return blank
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_asynchronous_saves_go_through_codecs(tmp_path, writer):
+    """
+    Threads or another process encode what was the state at the call; that process is given no user's key.
+    """
+    state = sample_state()
+    before = bits(state)
+    handle = sk.async_save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS, writer=writer)
+    handle.staged.wait(60)
+    state["model"]["w"].zero_()
+    report = handle.result(60)
+    sk.finish_saves()
+
+    found = loaded(tmp_path / "ck", state)
+    assert bits(found) == before
+    assert report.bytes_stored < report.bytes_written / 2
+
+
+def test_a_codec_of_the_program_is_unknown_to_the_process_that_writes(tmp_path):
+    """
+    The error says what to do; nothing is left of the save.
+    """
+    handle = sk.async_save(sample_state(), tmp_path / "ck", codecs=["test-counting"], writer="process")
+    with pytest.raises(UnknownCodec, match=r'writer="thread"'):
+        handle.result(60)
+    sk.finish_saves()
+    assert not os.listdir(tmp_path / "ck")
+
+
+def test_codecs_by_top_level_key():
+    """
+    What is named goes through its chain, a tensor of its own too; the rest stays plain safetensors; equal chains are one.
+    """
+    store, state = sk.MemoryStore(), sample_state()
+    codecs = {"model": ["zstd"], "lone": [Zstd()], "optim": ["lz4"]}
+    sk.save(state | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)}, store, codecs=codecs)
+
+    record = sk.open(store).record
+    chains = {file.name.rpartition("-00000-of")[0]: file.chain for file in record.files}
+    assert chains == {"model": 0, "optim": 1, "other": None, "state-c0": None, "state-c1": 0}
+    assert [[each["name"] for each in chain] for chain in record.chains] == [["zstd"], ["lz4"]]
+    assert {name.rpartition(".")[2] for name, chain in ((f.name, f.chain) for f in record.files) if chain is None} == {
+        "safetensors"
+    }
+    assert bits(
+        {key: loaded(store, state | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)})[key] for key in state}
+    ) == bits(state)
+
+
+def test_one_encrypted_part_makes_the_index_secret():
+    """
+    With a mapping, too, names of tensors are encrypted once anything is.
+    """
+    store = sk.MemoryStore()
+    sk.save(
+        {"a": {"plain": torch.ones(3)}, "b": {"x": torch.ones(4)}},
+        store,
+        codecs={"a": ["zstd"], "b": ["aes"]},
+        options=OPTIONS,
+    )
+    record = sk.open(store, options=OPTIONS).record
+    assert (record.index.chain, record.mac is not None) == (1, True)
+    with pytest.raises(KeyMissing):
+        sk.open(store)
+
+
+def test_more_groups_than_files_are_cut_by_chain():
+    """
+    With many top-level keys all is one group, but what goes through one chain is apart from what goes through another.
+    """
+    store = sk.MemoryStore()
+    state = {f"k{i}": {"w": torch.full((4,), float(i))} for i in range(12)}
+    sk.save(state, store, codecs={"k3": ["zstd"], "k11": ["lz4"]})
+    assert bits(loaded(store, state)) == bits(state)
+    assert len(sk.open(store).record.files) == 3
+
+
+@pytest.mark.parametrize(
+    ("codecs", "error", "says"),
+    [
+        (["zsdt"], UnknownCodec, "zsdt"),
+        ([3], InvalidCodec, "3"),
+        (7, InvalidCodec, "7"),
+        (["zstd:x"], InvalidCodec, "x"),
+        ({"modle": ["zstd"]}, sk.StateError, "modle"),
+        (["aes"], KeyMissing, "key"),
+    ],
+)
+def test_what_cannot_be_is_said_on_all_ranks_before_anything_is_written(codecs, error, says):
+    """
+    Rank 0's argument, told to both; the place stays empty.
+    """
+    store = sk.MemoryStore()
+
+    def save(world):
+        with pytest.raises(error, match=says):
+            sk.save({"model": {"w": torch.ones(3)}}, store, codecs=codecs if world.rank == 0 else None, group=world)
+
+    run_thread_ranks(2, save)
+    assert not blobs_of(store)
+
+
+def test_keys_come_from_wherever_the_user_has_them(tmp_path, monkeypatch):
+    """
+    A file, the environment by file or by text, a function, an object; a broken file matters only where keys are needed.
+    """
+    text, state = new_key(), sample_state()
+    (tmp_path / "keys").write_text(f"# first\n{text}\n")
+    given = {
+        "path": sk.Options(keys=tmp_path / "keys"),
+        "function": sk.Options(keys=lambda: bytes.fromhex(text)),
+    }
+    sk.save(state, tmp_path / "ck", codecs=["aes"], options=given["path"])
+    for options in given.values():
+        assert bits(loaded(tmp_path / "ck", state, options)) == bits(state)
+        assert text not in repr(options)
+    monkeypatch.setenv("SHARDKEEP_KEY", text)
+    assert bits(loaded(tmp_path / "ck", state, None)) == bits(state)
+    monkeypatch.setenv("SHARDKEEP_KEY_FILE", str(tmp_path / "gone"))
+    with pytest.raises(KeyMissing, match="gone"):
+        loaded(tmp_path / "ck", state, None)
+    sk.save(state, tmp_path / "plain", codecs=["zstd"])
+    assert bits(loaded(tmp_path / "plain", state, None)) == bits(state)
+    monkeypatch.delenv("SHARDKEEP_KEY_FILE")
+    monkeypatch.setenv("SHARDKEEP_KEY", "short")
+    with pytest.raises(InvalidKey, match="SHARDKEEP_KEY"):
+        loaded(tmp_path / "ck", state, None)
+
+
+def test_a_service_is_asked_once_for_a_save(tmp_path):
+    """
+    However many files there are, and whoever writes them.
+    """
+
+    class Service:
+        asked = 0
+
+        def wrap(self, data_key):
+            Service.asked += 1
+            return KEYS.wrap(data_key)
+
+        def unwrap(self, key_id, wrapped):
+            Service.asked += 1
+            return KEYS.unwrap(key_id, wrapped)
+
+    sk.save(sample_state(), tmp_path / "ck", codecs=["aes"], options=sk.Options(keys=Service()))
+    assert Service.asked == 1
+    handle = sk.async_save(
+        sample_state(), tmp_path / "two", codecs=["aes"], options=sk.Options(keys=Service()), writer="process"
+    )
+    handle.result(60)
+    sk.finish_saves()
+    assert Service.asked == 2
+
+
+def test_a_failure_at_any_point_leaves_nothing_and_the_old_checkpoint():
+    """
+    Whichever operation on the store fails, of a save that overwrites a coded checkpoint.
+    """
+    state, at = {"model": {"w": torch.randn(9)}, "optim": {"m": torch.ones(3)}}, 0
+    while True:
+        inner = sk.MemoryStore()
+        sk.save(
+            {"model": {"w": torch.zeros(9)}, "optim": {"m": torch.zeros(3)}}, inner, codecs=["aes"], options=OPTIONS
+        )
+        before = blobs_of(inner)
+        store = FaultyStore(inner, "full", at=at, verbs=("create", "write_at", "finish", "put"))
+        try:
+            sk.save(state, store, codecs=["zstd", "aes"], overwrite=True, options=sk.Options(keys=KEYS, io_threads=1))
+            break
+        except sk.StorageFull:
+            assert blobs_of(inner) == before
+        at += 1
+    assert at > 10
+    assert bits(loaded(inner, state)) == bits(state)
+
+
+# -- stores that take bytes only in order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"], {"model": ["lz4"]}])
+def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
+    """
+    One thread writes every blob from its first byte to its last; several stay within what they have under way.
+    """
+    state = sample_state() | {"large": {"x": torch.randn(5 * MIB)}}
+    for threads, slack in ((1, 0), (4, 4 * 2 * 4 * MIB)):
+        store = InOrderStore(slack)
+        options = sk.Options(io_threads=threads, host_budget_bytes=threads * 8 * MIB)
+        sk.save(state, store, codecs=codecs, options=options)
+        assert bits(loaded(store, state)) == bits(state)
+        sk.open(store).verify()
+        record = sk.open(store).record
+        assert {info.name for info in store.list()} == {"shardkeep.json", *record.names}
+        assert all((file.blocks is None) == (file.chain is not None) for file in record.files)
+        assert {info.name: info.nbytes for info in store.list() if info.name in record.at_rest} == record.at_rest
+
+
+def test_a_failed_save_in_order_leaves_nothing():
+    """
+    Neither data nor the digests beside them, whatever fails.
+    """
+    at = 0
+    while True:
+        inner = InOrderStore()
+        store = FaultyStore(inner, "error", at=at, verbs=("create", "write_at", "finish", "put"))
+        try:
+            sk.save({"a": {"w": torch.ones(9)}, "b": {"w": torch.ones(9)}}, store, options=sk.Options(io_threads=1))
+            break
+        except sk.StorageError:
+            assert not blobs_of(inner)
+        at += 1
+    assert at > 12
+    assert len(blobs_of(inner)) == 6
+
+
+# -- two saves that commit at once ----------------------------------------------------------------------------------
+
+
+class _Meeting(sk.LocalStore):
+    """A place whose savers all look before any of them claims it."""
+
+    def __init__(self, path, barrier):
+        super().__init__(path)
+        self._barrier = barrier
+
+    def put(self, name, data, **how):
+        if name.startswith("claim-"):
+            self._barrier.wait(30)
+        super().put(name, data, **how)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
+    """
+    The other is told who won, and its files are gone.
+    """
+    if overwrite:
+        sk.save({"w": torch.zeros(3)}, tmp_path / "ck", step=0)
+    barrier, outcomes = threading.Barrier(2), {}
+
+    def save(number):
+        try:
+            store = _Meeting(tmp_path / "ck", barrier)
+            outcomes[number] = sk.save(
+                {"w": torch.full((3,), float(number))}, store, step=number, overwrite=overwrite, codecs=["zstd"]
+            )
+        except sk.CheckpointExists as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    [winner] = [each for each in outcomes.values() if isinstance(each, sk.SaveReport)]
+    [loser] = [each for each in outcomes.values() if isinstance(each, sk.CheckpointExists)]
+    assert winner.save_id in str(loser)
+    assert f"step {winner.step}" in str(loser)
+    ck = sk.open(tmp_path / "ck")
+    ck.verify()
+    assert ck["w"].tensor().tolist() == [float(winner.step)] * 3
+    assert sorted(map(os.path.basename, glob.glob(f"{tmp_path}/ck/*"))) == sorted(["shardkeep.json", *ck.record.names])
