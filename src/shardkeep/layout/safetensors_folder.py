@@ -72,17 +72,15 @@ def look(store: Store) -> Folder:
 
     """
     if isinstance(store, LocalStore):
-        with storage_errors("cannot list", store.url):
-            names = os.listdir(store.url)
-        folder = os.path.abspath(store.url) if not os.path.isabs(store.url) else store.url
+        path = store.url
+        with storage_errors("cannot list", path):
+            names = os.listdir(path)
         opens: Reads = PathStore(direct=False)
-        return _seen(store, names, lambda name: os.path.join(store.url, name), opens, _is_in(folder))
+        # Asked for one by one: a file may be renamed after the listing.
+        there = lambda name: os.path.exists(os.path.join(path, name))  # noqa: E731 - as short as its use
+        return _seen(store, names, lambda name: os.path.join(path, name), opens, there)
     names = [info.name for info in store.list()]
     return _seen(store, names, str, store, set(names).__contains__)
-
-
-def _is_in(folder: str) -> Callable[[str], bool]:
-    return lambda name: os.path.exists(os.path.join(folder, name))
 
 
 def _seen(

@@ -41,8 +41,8 @@ SLOWEST_BYTES_PER_S = 50 << 20
 """A rank that writes this fast is waited for, however much it has to write."""
 
 
-_REPLACED = re.compile(r"model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
-"""What this makes."""
+_MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
+"""What only this makes."""
 
 
 class BadMapping(StateError, ValueError, KeyError):
@@ -257,8 +257,9 @@ def _write(job: _Job, numbers: Sequence[int], names: Names, num_threads: int) ->
 
 
 def _publish(job: _Job, names: Names) -> None:
-    # Where files are not called as those that they replace, these have to go.
-    old = [name for name in look(job.output).files if names.marks and _REPLACED.fullmatch(name)]
+    # Where new files cannot take the names of those that they replace, these have to go.
+    there = () if names.renames else look(job.output).files
+    old = [name for name in there if name in job.names or _MARKED.fullmatch(name)]
     publish(
         job.output,
         names,

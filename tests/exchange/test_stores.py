@@ -1,0 +1,244 @@
+"""Conversions and exports with both ends in stores: S3 for real, and memory where every step can be made to fail."""
+
+import io
+import json
+import uuid
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+import shardkeep as sk
+from shardkeep.codec.keys import KeyRing
+from shardkeep.exchange import archive_blob
+from shardkeep.layout.safetensors_folder import NOTE
+from shardkeep.store.memory import MemoryStore
+from shardkeep.store.place import open_place
+from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
+from tests.engine.samples import bits, random_tensor
+from tests.exchange.samples import in_any_order, training_state
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def root(request, monkeypatch, tmp_path):
+    """The URL of an empty place; nothing is written to the directory that the test is in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if request.param == "s3":
+        server = request.getfixturevalue("s3_server")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server.url(f"exchange-{uuid.uuid4().hex}")
+    else:
+        yield f"memory://{uuid.uuid4().hex}"
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def names_at(where):
+    return [info.name for info in open_place(where).list()]
+
+
+def blob_at(where, name):
+    return open_place(where).get(name, limit=1 << 30)
+
+
+def test_every_layout_from_store_to_store(root):
+    """
+    A state goes from layout to layout, each in a place of a store, and comes back bit for bit; all of it is verified.
+    """
+    state = training_state()
+    sk.save(state, f"{root}/a", step=3, meta={"note": "x"})
+    path = ["native", "safetensors", "native", "dcp", "safetensors", "native"]
+    for number, layout in enumerate(path):
+        where = f"{root}/{chr(ord('a') + number)}"
+        report = sk.convert(where, f"{root}/{chr(ord('b') + number)}", layout, max_shard_bytes=1000)
+        assert report.layout == layout
+        sk.open(report.to).verify()
+        if number == 2:
+            found = sk.open(report.to)
+            assert (found.step, found.meta) == (3, {"note": "x"})
+            assert bits(found.to_dict()) == bits(state)
+    assert in_any_order(sk.open(report.to).to_dict()) == in_any_order(state)
+
+
+def test_a_conversion_replaces_any_layout(root):
+    """
+    Into a place that holds a checkpoint of another layout nothing is converted unless asked for, and then only the new
+    one is there.
+    """
+    for k in (1, 2):
+        sk.save({"w": torch.full((300,), float(k))}, f"{root}/{k}")
+    for before in ("native", "dcp", "safetensors"):
+        for after in ("native", "dcp", "safetensors"):
+            to = f"{root}/{before}-{after}"
+            sk.convert(f"{root}/1", to, before)
+            with pytest.raises(sk.CheckpointExists):
+                sk.convert(f"{root}/2", to, after)
+            assert sk.open(to)["w"][0] == 1
+            sk.convert(f"{root}/2", to, after, overwrite=True)
+            assert torch.equal(sk.open(to)["w"].tensor(), torch.full((300,), 2.0))
+            fresh = sk.convert(f"{root}/2", f"{to}-fresh", after).to
+            assert len(names_at(to)) == len(names_at(fresh)) + (before == after == "safetensors")
+    with pytest.raises(sk.CheckpointError, match="its own place"):
+        sk.convert(f"{root}/1", f"{root}/1/", "native", overwrite=True)
+
+
+def test_exported_models(root):
+    """
+    Models in one file or several are what the safetensors library reads, also when they replace others, of which nothing
+    stays; configuration is copied from a store.
+    """
+    for name in ("config.json", "tokenizer.json", "model.bin"):
+        open_place(f"{root}/base").put(name, b"{}")
+    for turn, most in enumerate([5e9, 5e9, 100, 100, 5e9]):
+        state = {"model": {f"l{i}.w": random_tensor((40,), torch.float32, 10 * turn + i) for i in range(3)}}
+        sk.save(state, f"{root}/{turn}")
+        report = sk.export(
+            f"{root}/{turn}", f"{root}/hf", config=f"{root}/base", max_shard_bytes=most, overwrite=turn > 0
+        )
+        names = names_at(f"{root}/hf")
+        assert sorted({*report.files, "config.json", "tokenizer.json", *({INDEX} & {*names})}) == names
+        found = {}
+        for name in report.files:
+            found |= load_safetensors(blob_at(f"{root}/hf", name))
+        assert in_any_order(found) == in_any_order(state["model"])
+        assert in_any_order(sk.open(f"{root}/hf").to_dict()) == in_any_order(state["model"])
+        if INDEX in names:
+            weights = json.loads(blob_at(f"{root}/hf", INDEX))["weight_map"]
+            assert set(weights.values()) == set(report.files)
+        else:
+            assert report.files == ["model.safetensors"]
+            alone = sk.open(f"{root}/hf/model.safetensors")
+            assert in_any_order(alone.to_dict()) == in_any_order(state["model"])
+    with pytest.raises(sk.CheckpointExists, match="a model is already there"):
+        sk.export(f"{root}/0", f"{root}/hf")
+    with pytest.raises(sk.CheckpointExists, match="another layout"):
+        sk.export(f"{root}/0", f"{root}/1", overwrite=True)
+
+
+def test_files_for_torch_load(root, monkeypatch):
+    """
+    A file in a store is what torch.load reads; another takes its place only when asked, and in one step or not at all.
+    """
+    states = [{"w": random_tensor((5000,), torch.float32, k), "step": k} for k in range(3)]
+    for k, state in enumerate(states):
+        sk.save(state, f"{root}/{k}")
+
+    def found():
+        return torch.load(io.BytesIO(blob_at(f"{root}/out", "w.pt")), weights_only=True)
+
+    sk.export(f"{root}/0", f"{root}/out/w.pt", format="torch")
+    assert bits(found()) == bits(states[0])
+    with pytest.raises(sk.CheckpointExists):
+        sk.export(f"{root}/1", f"{root}/out/w.pt", format="torch")
+    sk.export(f"{root}/1", f"{root}/out/w.pt", format="torch", overwrite=True)
+    assert bits(found()) == bits(states[1])
+    monkeypatch.setattr(archive_blob, "_MOST_REPLACED_NBYTES", 1000)
+    with pytest.raises(sk.StorageError, match="in one step"):
+        sk.export(f"{root}/2", f"{root}/out/w.pt", format="torch", overwrite=True)
+    assert bits(found()) == bits(states[1])
+    assert names_at(f"{root}/out") == ["w.pt"]
+    with pytest.raises(sk.CheckpointError, match="no file"):
+        sk.export(f"{root}/0", "memory://x", format="torch")
+
+
+def test_codecs(root):
+    """
+    A conversion and an export as a native checkpoint go through codecs, are opened with the key alone, and hold what they
+    should; where others could not read the files, codecs are refused.
+    """
+    keys = KeyRing.from_text(bytes(range(32)).hex(), named="test")
+    state = training_state()
+    sk.save(state, f"{root}/a")
+    options = sk.Options(keys=keys)
+    sk.convert(f"{root}/a", f"{root}/coded", codecs=["float", "aes"], options=options)
+    assert bits(sk.open(f"{root}/coded", options=options).to_dict()) == bits(state)
+    with pytest.raises(sk.CheckpointError, match="key"):
+        sk.open(f"{root}/coded")
+    assert not any(name.endswith(".safetensors") for name in names_at(f"{root}/coded"))
+    report = sk.export(
+        f"{root}/coded", f"{root}/weights", format="native", codecs=["float"], dtype="bf16", options=options
+    )
+    found = sk.open(f"{root}/weights").to_dict()
+    model = state["model"]
+    assert list(found) == list(model)
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in model.items()}
+    assert bits(found) == bits(expected)
+    assert report.ties == {"head.weight": "embed.weight"}
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    for other in ("hf", "torch"):
+        with pytest.raises(sk.StateError, match="codecs are for format='native'"):
+            sk.export(f"{root}/a", f"{root}/x", format=other, codecs=["zstd"])
+
+
+@pytest.mark.parametrize("most", [5e9, 100])
+def test_a_death_anywhere_leaves_the_old_model_or_the_new(most):
+    """
+    Wherever an export to a store dies, the place is opened as the model that was there or as the new one, whole; the next
+    export leaves nothing of it.
+    """
+    states = [{f"l{i}": random_tensor((40,), torch.float32, 10 * k + i) for i in range(3)} for k in range(2)]
+    sources = [MemoryStore() for _ in states]
+    for state, source in zip(states, sources, strict=True):
+        sk.save(state, source)
+    seen = set()
+    for at in range(200):
+        store = MemoryStore()
+        sk.export(sources[0], store, max_shard_bytes=most)
+        dying = FaultyStore(store, "crash", at=at, verbs=("create", "write_at", "finish", "put", "delete"))
+        try:
+            sk.export(sources[1], dying, max_shard_bytes=most, overwrite=True)
+        except InjectedCrash:
+            found = bits(sk.open(store).to_dict())
+            assert found in [bits(state) for state in states]
+            seen.add(found == bits(states[1]))
+            sk.export(sources[0], store, max_shard_bytes=most, overwrite=True)
+            assert bits(sk.open(store).to_dict()) == bits(states[0])
+            assert {info.name for info in store.list()} <= {*(file.name for file in sk.open(store).record.files), INDEX}
+        else:
+            break
+    assert bits(sk.open(store).to_dict()) == bits(states[1])
+    assert seen == {True, False}
+
+
+def test_a_failure_takes_back_what_was_written():
+    """
+    Whatever operation of an export fails, a place that was empty is empty again, and one with a model has that model.
+    """
+    source, before = MemoryStore(), MemoryStore()
+    sk.save({"w": torch.ones(300), "v": torch.ones(300)}, source)
+    sk.export(source, before)
+    for at in range(100):
+        store, fresh = MemoryStore(), MemoryStore()
+        sk.export(source, store)
+        old = {info.name: store.get(info.name, limit=1 << 20) for info in store.list()}
+        failed = 0
+        for inner, replaces in ((store, True), (fresh, False)):
+            faulty = FaultyStore(inner, "error", at=at, verbs=("create", "write_at", "finish"))
+            try:
+                sk.export(source, faulty, max_shard_bytes=1300, overwrite=replaces)
+            except sk.StorageError:
+                failed += 1
+        if not failed:
+            break
+        assert {info.name: store.get(info.name, limit=1 << 20) for info in store.list()} == old
+        assert list(fresh.list()) == []
+    assert at > 4
+
+
+def test_a_place_where_nothing_was_finished_holds_nothing():
+    """
+    Shards of an export that died in an empty place are no checkpoint, though a listing shows them.
+    """
+    source, store = MemoryStore(), MemoryStore()
+    sk.save({"w": torch.ones(300), "v": torch.ones(300)}, source)
+    dying = FaultyStore(store, "crash", at=1, verbs=("finish",))
+    with pytest.raises(InjectedCrash):
+        sk.export(source, dying, max_shard_bytes=1300)
+    assert {info.name for info in store.list()} >= {NOTE, "model-00001-of-00002.safetensors"}
+    with pytest.raises(sk.CheckpointNotFound):
+        sk.open(store)
+    assert sk.export(source, store).files == ["model.safetensors"]
+    assert [info.name for info in store.list()] == ["model.safetensors"]

@@ -1,0 +1,177 @@
+"""Hugging Face models by URL: our writer, reader and consolidation in stores, S3 for real."""
+
+import json
+import uuid
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load as load_safetensors
+
+import shardkeep as sk
+from shardkeep.dcp import CheckpointException
+from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
+from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from shardkeep.store.memory import MemoryStore
+from shardkeep.store.place import open_place
+from tests.hugging_face.samples import INDEX, full_state, load, same, save, spread_state
+from tests.protocol.samples import blank, holds, quietly
+from tests.toolkit.samples import numbered
+
+MAPPING = {"a": 1, "b": 2, "c": 3}
+
+
+@pytest.fixture
+def s3_root(s3_server, monkeypatch):
+    """The URL of an empty place of S3."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.url(f"hf-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def root():
+    """The URL of an empty place in memory."""
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def names_at(where):
+    return [info.name for info in open_place(where).list()]
+
+
+def tensors_at(where):
+    """What the safetensors library finds in a place."""
+    found = {}
+    for name in names_at(where):
+        if name.endswith(".safetensors"):
+            found |= load_safetensors(open_place(where).get(name, limit=1 << 20))
+    return found
+
+
+def loaded(where, state):
+    return load("ours", {key: torch.zeros_like(value) for key, value in state.items()}, where, no_dist=True)
+
+
+def save_twice_and_load(url, environment):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for _ in range(2):
+            save("ours", spread_state(), url, save_distributed=True, enable_consolidation=True)
+            dist.barrier()
+        wrong = []
+        for place in (url, f"{url}/sharded"):
+            into, expected = blank(spread_state(1)), spread_state(1)
+            load("ours", into, place)
+            found, wanted = holds(into), holds(expected)
+            wrong += [key for key in wanted if found[key] != wanted[key]]
+        return wrong
+
+
+def test_ranks_save_shards_and_a_model_to_s3(rank_pool, s3_root, s3_server):
+    """
+    Two ranks save shards to S3 and make a model of them, twice; both are loaded as other cuts, and nothing of the first
+    save is left.
+    """
+    assert rank_pool.run(2, save_twice_and_load, s3_root, s3_server.environment) == [[], []]
+    assert len([name for name in names_at(f"{s3_root}/sharded") if name.startswith("shard-")]) == 2
+    [model, index] = names_at(s3_root)
+    assert index == INDEX
+    assert set(json.loads(open_place(s3_root).get(INDEX, limit=1 << 20))["weight_map"].values()) == {model}
+    whole = {**full_state(), "chunks": numbered(10, 3)}
+    assert same(tensors_at(s3_root), whole) == []
+    opened = sk.open(s3_root).to_dict()
+    assert same(opened, whole) == []
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_save_replaces_another(root, shards):
+    """
+    A model or shards in the place of others: what is loaded is the new one, and the old files are gone.
+    """
+    for turn in range(3):
+        state = {key: numbered(5, 4) + 10 * turn for key in MAPPING}
+        mapping = MAPPING if turn < 2 else None
+        save("ours", state, root, no_dist=True, save_distributed=shards, fqn_to_index_mapping=mapping)
+        assert same(loaded(root, state), state) == []
+        assert same(tensors_at(root), state) == []
+        assert len(names_at(root)) == (3 if turn < 2 else 1) + (not shards)
+
+
+def test_shards_beside_a_model_are_refused(root):
+    """
+    Where a model that no save made is, shards are not put beside it.
+    """
+    sk.save({"a": numbered(3)}, f"{root}/native")
+    sk.export(f"{root}/native", f"{root}/hf")
+    with pytest.raises(CheckpointException, match="which no save made"):
+        save("ours", {"a": numbered(3)}, f"{root}/hf", no_dist=True, save_distributed=True)
+    assert names_at(f"{root}/hf") == ["model.safetensors"]
+
+
+class Died(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("kind", ["shards", "whole", "consolidated"])
+def test_a_death_anywhere_leaves_the_old_or_the_new(root, monkeypatch, kind):
+    """
+    Wherever a save to a store dies, the place is read as the older model or as the new one, never as a mixture; the next
+    save is complete and leaves nothing of either.
+    """
+    old = {"a": numbered(5, 4), "b": numbered(7), "c": numbered(2)}
+    new = {key: value + 100 for key, value in old.items()}
+    options = {"fqn_to_index_mapping": MAPPING, "save_distributed": kind != "whole"}
+    options["enable_consolidation"] = kind == "consolidated"
+    seen_states = set()
+    for after in range(0, 60, 1 if kind == "whole" else 2):
+        where = f"{root}/{after}"
+        save("ours", old, where, no_dist=True, **options)
+        calls = []
+        with monkeypatch.context() as patch:
+            for verb in ("create", "put", "delete"):
+                strike(patch, verb, calls, after)
+            with suppress(Died, CheckpointException):
+                save("ours", new, where, no_dist=True, **options)
+        for place in [where, f"{where}/sharded"] if kind == "consolidated" else [where]:
+            found = loaded(place, old)
+            assert same(found, new) == [] or same(found, old) == []
+            seen_states.add(same(found, new) == [])
+        save("ours", old, where, no_dist=True, **options)
+        assert same(loaded(where, old), old) == []
+        assert len(names_at(where)) == 3 + (kind != "shards")
+        if len(calls) <= after:
+            break
+    assert len(calls) <= after
+    assert seen_states == {True, False}
+
+
+def strike(patch, verb, calls, after):
+    real = getattr(MemoryStore, verb)
+
+    def step(self, *args, **kwargs):
+        calls.append((verb, *args[:1]))
+        if len(calls) > after:
+            raise Died
+        return real(self, *args, **kwargs)
+
+    patch.setattr(MemoryStore, verb, step)
+
+
+def test_consolidation_and_quantized_models(root, tmp_path):
+    """
+    Shards of a store are made into a model of a directory and the other way round, and the reader of quantized models
+    finds its index in a store.
+    """
+    state = {"a": numbered(6, 4), "b": numbered(5)}
+    save("ours", state, f"{root}/shards", no_dist=True, save_distributed=True)
+    consolidate_safetensors_files(f"{root}/shards", str(tmp_path / "model"), {"a": 1, "b": 2})
+    assert same(loaded(tmp_path / "model", state), state) == []
+    save("ours", state, tmp_path / "shards", no_dist=True, save_distributed=True)
+    for _ in range(2):
+        consolidate_safetensors_files(str(tmp_path / "shards"), f"{root}/model", {"a": 1, "b": 2})
+        assert same(tensors_at(f"{root}/model"), state) == []
+        assert len(names_at(f"{root}/model")) == 3
+    reader = QuantizedHuggingFaceStorageReader(f"{root}/model")
+    assert set(quietly(reader.read_metadata).state_dict_metadata) == {"a", "b"}
