@@ -12,6 +12,7 @@ import shardkeep as sk
 from shardkeep.codec.keys import KeyRing
 from shardkeep.exchange import archive_blob
 from shardkeep.layout.safetensors_folder import NOTE
+from shardkeep.layout.safetensors_publish import begin, prepare, publish
 from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_place
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
@@ -242,3 +243,18 @@ def test_a_place_where_nothing_was_finished_holds_nothing():
         sk.open(store)
     assert sk.export(source, store).files == ["model.safetensors"]
     assert [info.name for info in store.list()] == ["model.safetensors"]
+
+
+def test_of_two_exports_at_once_one_is_told(root):
+    """
+    An export that ends after another one began in the same place is not committed, and says so.
+    """
+    store = open_place(f"{root}/hf")
+    first = begin(store, str(uuid.uuid4()), prepare(store), ["model.safetensors"])
+    store.put("model.safetensors", b"")
+    begin(store, str(uuid.uuid4()), prepare(store), ["model.safetensors"])
+    store.put("model.safetensors", b"")
+    with pytest.raises(sk.CheckpointExists, match="another save began"):
+        publish(store, first, ["model.safetensors"], weights=None, replaces_saves=False)
+    with pytest.raises(sk.CheckpointNotFound):
+        sk.open(f"{root}/hf")

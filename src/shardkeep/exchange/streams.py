@@ -233,7 +233,7 @@ def write_streamed(
         The digests of each file's blocks, and keys of tensors whose finite numbers are infinite after the conversion.
 
     """
-    threads, window = _limits(store, options)
+    threads, window = _limits(options, store, source.store)
     gathering = Gathering(source, threads=1, budget_nbytes=2 * window)
     sink = _Sink(store, {file.job.name: file for file in files}, gathering, progress)
     digests = write_files(store, [file.job for file in files], threads=threads, window_nbytes=window, sink=sink)
@@ -257,7 +257,7 @@ def check_written(
         ChecksumMismatch: they differ; names the file, the offset and the tensors.
 
     """
-    threads, window = _limits(store, options)
+    threads, window = _limits(options, store)
     known = Digests()
     entries = [entry_of(file.job) for file in files] if entries is None else entries
     for file, entry, of_file in zip(files, entries, digests, strict=True):
@@ -277,6 +277,7 @@ def check_written(
     read_files(store, entries, plans, {}, key_at=key_at, threads=threads, window_nbytes=window, headers=known)
 
 
-def _limits(store: object, options: Options) -> tuple[int, int]:
+def _limits(options: Options, *stores: object) -> tuple[int, int]:
     """Return threads and the size of a window: each thread has one to write, and one to read through."""
-    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes // 2)
+    threads = max(requests_of(store, options.io_threads) for store in stores)
+    return window_for(threads, options.host_budget_bytes // 2)

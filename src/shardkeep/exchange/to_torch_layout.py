@@ -34,7 +34,7 @@ from shardkeep.protocol.metadata import (
 from shardkeep.protocol.stored_items import CURRENT_DCP_VERSION, _StorageInfo
 from shardkeep.run.read import Source
 from shardkeep.storages.commit import Commit
-from shardkeep.storages.commit_place import place_of
+from shardkeep.storages.commit_place import first_number, place_of
 from shardkeep.storages.file_writer import keep_sums
 from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.native_view import NativeView, StoredObject
@@ -76,7 +76,7 @@ def write_torch_layout(
     metadata, items = _described(source, store.url, options)
     files: list[Streamed] = []
     places: dict[MetadataIndex, _StorageInfo] = {}
-    names = _free_names(taken)
+    names = _free_names(taken, first_number(place_of(store)))
     for group in _groups(items):
         name = next(names)
         files.append(_lay_out(name, group, places))
@@ -127,9 +127,8 @@ def _described(source: Source, to: str, options: Options) -> tuple[Metadata, lis
     return Metadata(made, planner_data=paths, storage_meta=meta, version=CURRENT_DCP_VERSION), items
 
 
-def _free_names(taken: Collection[str]) -> Iterator[str]:
+def _free_names(taken: Collection[str], number: int) -> Iterator[str]:
     """Give names of data files that are not taken: by a checkpoint that must stay whole until this one is."""
-    number = 0
     while True:
         name = f"__0_{number}{DATA_SUFFIX}"
         if name not in taken:

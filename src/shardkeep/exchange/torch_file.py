@@ -24,7 +24,7 @@ from shardkeep.format.torch_archive_writer import ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.run.read import Source
-from shardkeep.store.protocol import BlobReader
+from shardkeep.store.protocol import BlobReader, requests_of
 
 
 def write_torch_file(
@@ -44,7 +44,8 @@ def write_torch_file(
     if exists(path) and not overwrite:
         raise _taken(to)
     layout, names = _layout(picked, source, options)
-    gathering = Gathering(source, threads=options.io_threads, budget_nbytes=options.host_budget_bytes // 2)
+    threads = requests_of(source.store, options.io_threads)
+    gathering = Gathering(source, threads=threads, budget_nbytes=options.host_budget_bytes // 2)
     done, total = [0], sum(layout.sizes)
     hashes = [xxhash.xxh3_128() for _ in names]
 

@@ -110,6 +110,7 @@ def publish(
 
     Raises:
         BlobNotFound: a file is not there; what was in the place is as it was.
+        CheckpointExists: another save to the place, which is a store, began meanwhile.
 
     """
     final = list(map(names.final, files))
@@ -127,10 +128,11 @@ def publish(
         index = {"metadata": {"total_size": total_nbytes}, "weight_map": by_tensor}
         store.put(temporary(INDEX_NAME, names.save_id), json.dumps(index, indent=2).encode(), replace=True)
     note = Note(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
-    store.put(NOTE, note.encode(), replace=True)
     if isinstance(store, LocalStore):
+        store.put(NOTE, note.encode(), replace=True)
         _carry_out(store.url, note)
     else:
+        stored.commit(store, note)
         stored.carry_out(store, note)
 
 

@@ -14,11 +14,12 @@ that died, other programs see both.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shardkeep.errors import BlobNotFound
+from shardkeep.errors import BlobNotFound, CheckpointExists, StorageError
 from shardkeep.layout.safetensors_folder import NOTE, Folder, Note, look, read_note, temporary
 from shardkeep.layout.safetensors_names import INDEX_NAME
 from shardkeep.store.protocol import Store
@@ -56,6 +57,29 @@ def check_written(store: Store, names: Sequence[str]) -> None:
             hint="does another job save into the same place?",
             file=missing[0],
         )
+
+
+def commit(store: Store, note: Note) -> None:
+    """
+    Say that a save is complete, unless another one has begun here since.
+
+    Raises:
+        CheckpointExists: one has.
+
+    """
+    seen = store.version(NOTE)
+    now = read_note(store)
+    try:
+        if now is not None and now.save_id != note.save_id:
+            raise StorageError(f"save {now.save_id} has begun", errno=errno.EEXIST)
+        store.put(NOTE, note.encode(), over=seen)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        raise CheckpointExists(
+            f"{store.url}: another save began to write here meanwhile, and this one was not committed",
+            hint="let one job at a time write models to a place",
+        ) from exc
 
 
 def take_back(store: Store, note: Note, *, last: bool) -> None:

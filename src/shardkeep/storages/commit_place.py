@@ -7,6 +7,7 @@ Both do the same few things. Of a store it is also known how large its files are
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -69,6 +70,16 @@ def place_for(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Place:
 def place_of(store: Store) -> Place:
     """Return the place that a store is."""
     return LocalPlace(store) if isinstance(store, LocalStore) else StorePlace(store)
+
+
+def first_number(place: Place) -> int:
+    """
+    Return the number that the data files of a save are counted from.
+
+    Large uploads to a store replace what has their name, so that two jobs that save to one place at the same time must
+    not come to the same names.
+    """
+    return secrets.randbelow(10**9) * 1000 if place.shared else 0
 
 
 class StorePlace:

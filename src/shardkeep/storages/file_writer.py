@@ -37,7 +37,7 @@ from shardkeep.stage.blocking import BlockingAsyncStager
 from shardkeep.storages.buckets import _split_by_size_and_type
 from shardkeep.storages.choosing import file_system_for, is_of_store, pointed
 from shardkeep.storages.commit import Commit
-from shardkeep.storages.commit_place import place_for
+from shardkeep.storages.commit_place import first_number, place_for
 from shardkeep.storages.file_systems import FileSystem, FileSystemBase, PathLike
 from shardkeep.storages.metadata_files import files_of, metadata_files
 from shardkeep.storages.writing import FilePlan, write_plans
@@ -144,7 +144,7 @@ class _FileSystemWriter(StorageWriter):
             else [[item] for item in plan.items]
         )
         files: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
-        number = 0
+        number = first_number(place_for(self.fs, self.path, sync=self.sync_files))
         for bucket in filter(None, self._split_formats(buckets)):
             # A name that is taken belongs to a checkpoint that must stay whole until this one is.
             while True:

@@ -43,6 +43,7 @@ from shardkeep.storages.hugging_face_files import (
 from shardkeep.storages.hugging_face_names import SHARDED_DIR_NAME, _metadata_fn
 from shardkeep.storages.hugging_face_reader import place_of
 from shardkeep.storages.safetensors_writes import no_tensor, write_files
+from shardkeep.store.protocol import requests_of
 
 _OURS = "shardkeep"
 """Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
@@ -85,6 +86,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self._new_save: str | None = None
         self._keys_known = True
         self._names: Names | None = None
+        self._alone = False
         self.fs, self.path = by_store(self.fs, self.path)
         self._point_to(self.path)
 
@@ -145,6 +147,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 if plan.items
             )
         store = place_of(self)
+        self._alone = len(plans) == 1
         folder = prepare(store)
         self._check_place(folder, {item.index.fqn for plan in plans for item in plan.items})
         self._names = begin(store, self.save_id, folder)
@@ -206,7 +209,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self._new_save = names.save_id
         files = files_of(plan.items, numbers, self._split_by_storage_plan)
         options = Options()
-        threads, window = window_for(max(self.thread_count, options.io_threads), options.host_budget_bytes)
+        threads = max(self.thread_count, requests_of(store, options.io_threads))
+        threads, window = window_for(threads, options.host_budget_bytes)
         if _OURS not in said and not names.renames:
             for file in files:
                 store.delete(file.name)
@@ -240,7 +244,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def _discard_written(self) -> None:
         """Remove what all ranks wrote last, unless it is being published; for a save that will not be."""
         if self._new_save is not None:
-            discard(place_of(self), self._new_save, last=False)
+            discard(place_of(self), self._new_save, last=self._alone)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""

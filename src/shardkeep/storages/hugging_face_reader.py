@@ -45,7 +45,7 @@ from shardkeep.storages.file_reader import FileSystemReader
 from shardkeep.storages.hugging_face_names import _HFStorageInfo
 from shardkeep.storages.safetensors_handle import SafeFile
 from shardkeep.store.paths import PathStore
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, requests_of
 
 _LARGEST_NBYTES = 8
 """Of an element, in whatever a planner makes for it."""
@@ -241,7 +241,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             result_queue.put(True)
 
     def _threads(self) -> int:
-        return max(self.thread_count, Options().io_threads)
+        return max(self.thread_count, requests_of(store_of(self.fs, self.path), Options().io_threads))
 
 
 class _Entries:

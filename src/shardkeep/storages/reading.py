@@ -27,6 +27,7 @@ from shardkeep.run.item_files import Files, Item, batches, check_inside, read_ra
 from shardkeep.run.read import Reads
 from shardkeep.run.torch_fetch import Wanted, fill, plain_stream
 from shardkeep.state.devices import settle
+from shardkeep.store.protocol import requests_of
 
 log = logging.getLogger("shardkeep")
 
@@ -86,7 +87,8 @@ def _read_objects(
         Item(files.number(place.file), place.offset, place.nbytes, request.storage_index.fqn) for request, place in some
     ]
     check_inside(files, items)
-    held = read_raw(files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+    threads = requests_of(files.store, options.io_threads)
+    held = read_raw(files, items, threads=threads, budget_nbytes=options.host_budget_bytes)
     for (request, place), data in zip(some, held, strict=True):
         planner.load_bytes(request, plain_stream(place, data, transforms.transform_load_stream, request))
 
@@ -111,7 +113,8 @@ def _read_tensors(
         return made
 
     settle(targets)
-    _, casts = fill(files, wanted, undo=undo, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+    threads = requests_of(files.store, options.io_threads)
+    _, casts = fill(files, wanted, undo=undo, threads=threads, budget_nbytes=options.host_budget_bytes)
     settle(targets)
     # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
     torch.autograd.graph.increment_version(targets)

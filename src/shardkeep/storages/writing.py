@@ -35,7 +35,7 @@ from shardkeep.storages.choosing import store_of
 from shardkeep.storages.file_systems import FileSystemBase, PathLike
 from shardkeep.storages.safetensors_layout import header_of, in_order
 from shardkeep.storages.stream_store import sync_stream, write_all
-from shardkeep.store.protocol import is_name
+from shardkeep.store.protocol import is_name, requests_of
 
 if TYPE_CHECKING:
     from shardkeep.storages.file_writer import _FileSystemWriter
@@ -100,7 +100,7 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
         return _write_streams(writer, planner, plans)
     settle(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
     laid = [_lay_out(plan, of_file) for plan, of_file in zip(plans, held, strict=True)]
-    threads, window = window_for(options.io_threads, options.host_budget_bytes)
+    threads, window = window_for(requests_of(store, options.io_threads), options.host_budget_bytes)
     jobs = [job for job, _ in laid]
     digests = write_files(store, jobs, threads=threads, window_nbytes=window)
     results: list[WriteResult] = []
