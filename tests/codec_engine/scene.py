@@ -24,14 +24,15 @@ class InOrderStore(MemoryStore):
     def __init__(self, slack=0):
         super().__init__()
         self._slack = slack
+        self.writes = []
 
     def create(self, name, nbytes):
-        return _InOrderWriter(super().create(name, nbytes), name, self._slack)
+        return _InOrderWriter(super().create(name, nbytes), name, self._slack, self.writes)
 
 
 class _InOrderWriter:
-    def __init__(self, inner, name, slack):
-        self._inner, self._name, self._slack = inner, name, slack
+    def __init__(self, inner, name, slack, writes):
+        self._inner, self._name, self._slack, self._writes = inner, name, slack, writes
         self._lock = threading.Lock()
         self._early = {}
         self._end = 0
@@ -39,6 +40,7 @@ class _InOrderWriter:
     def write_at(self, offset, data):
         with self._lock:
             assert self._end <= offset <= self._end + self._slack, f"{self._name}: {offset} after {self._end}"
+            self._writes.append((self._name, offset, data.nbytes))
             self._early[offset] = offset + data.nbytes
             while self._end in self._early:
                 self._end = self._early.pop(self._end)

@@ -233,6 +233,22 @@ def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
         assert {info.name: info.nbytes for info in store.list() if info.name in record.at_rest} == record.at_rest
 
 
+def test_windows_of_a_large_file_are_parts_of_its_upload():
+    """
+    Each is written where a part of 8 MiB begins and ends, but for the first, which follows the header: so uploads need
+    no copies.
+    """
+    store = InOrderStore(1 << 30)
+    sk.save({"m": {"w": torch.zeros(20 * MIB), "x": torch.ones(MIB + 1)}}, store)
+    [name] = [info.name for info in store.list() if info.name.endswith(".safetensors")]
+    header, *windows = sorted((offset, nbytes) for each, offset, nbytes in store.writes if each == name)
+    first, *middle, _last = windows
+    assert sum(first) == 8 * MIB
+    assert first[0] == header[1] <= MIB
+    assert all(offset % (8 * MIB) == 0 and nbytes == 8 * MIB for offset, nbytes in middle)
+    assert len(middle) == 9
+
+
 def test_a_failed_save_in_order_leaves_nothing():
     """
     Neither data nor the digests beside them, whatever fails.

@@ -30,6 +30,7 @@ MAX_HEADER_NBYTES = 100_000_000
 
 _MARK = b'"shardkeep.blocks":"'
 _APART_MAGIC = b"SKBLOCK1"
+_LARGE_BLOCKS = 128
 
 
 class HeaderEntry(NamedTuple):
@@ -79,7 +80,9 @@ def build_header(
         )
     parts.append("}")
     text = "".join(parts).encode()
-    total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    # Apart, windows of a large file can then begin where the parts of an upload do.
+    unit = block_nbytes if apart and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
+    total = -(-(8 + len(text)) // unit) * unit
     if total > MAX_HEADER_NBYTES:
         raise StateError(
             f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows"

@@ -187,8 +187,13 @@ def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -
 
 
 def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
-    for start in range(0, job.data_nbytes, window_nbytes):
-        yield Window(job, start, min(start + window_nbytes, job.data_nbytes))
+    """Cut a file into windows of whole blocks; with digests apart, where a store cuts it into parts, if that can be."""
+    lead = len(job.header) % window_nbytes
+    stop = window_nbytes - lead if job.apart and not lead % job.block_nbytes else window_nbytes
+    start = 0
+    while start < job.data_nbytes:
+        yield Window(job, start, min(stop, job.data_nbytes))
+        start, stop = stop, stop + window_nbytes
 
 
 def _tasks(
@@ -205,7 +210,7 @@ def _tasks(
                 undo.callback(_remove, store, native.blocks_name(job.name))
                 writer.write_at(0, memoryview(job.header))
             job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
-            opened[job.name] = _OpenFile(job, writer, count_blocks(job.data_nbytes, window_nbytes))
+            opened[job.name] = _OpenFile(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
         yield opened[job.name], window
 
 
