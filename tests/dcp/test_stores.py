@@ -3,6 +3,7 @@
 import io
 import pickle
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -18,9 +19,15 @@ from shardkeep import dcp
 from shardkeep.dcp import format_utils
 from shardkeep.dcp._extension import ZStandard
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
-from shardkeep.errors import CheckpointError, ChecksumMismatch
+from shardkeep.errors import CheckpointError, ChecksumMismatch, WrongSize
+from shardkeep.layout.torch_files import Sums
+from shardkeep.protocol.metadata import Metadata
 from shardkeep.storages import blob_streams
+from shardkeep.storages.commit import Commit
+from shardkeep.storages.commit_place import place_of
+from shardkeep.storages.metadata_files import metadata_files
 from shardkeep.storages.store_file_system import StoreFileSystem
+from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_place
 from tests.dcp.sides import failure_of, quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
@@ -186,6 +193,23 @@ def test_which_file_system_a_place_is_in(root, tmp_path):
     assert fs.ls(f"{root}/b") == [f"{root}/b/.metadata"]
     with pytest.raises(CheckpointError, match="'rb' or 'wb'"), fs.create_stream(f"{root}/b/x", "ab"):
         pass
+
+
+def test_files_of_dead_saves_are_swept():
+    """
+    A save removes data files that no metadata name if they are older than it by more than clocks may differ.
+    """
+    store = MemoryStore()
+    for name in ("__0_1.distcp", "__0_2.distcp", "mine.distcp"):
+        store.put(name, b"x")
+    for name in ("__0_1.distcp", "mine.distcp"):
+        store._blobs[name].modified_s -= 2 * 3600
+    files = metadata_files(Metadata({}, storage_data={}), ".metadata")
+    Commit(place_of(store)).publish(files, sums={}, own=[], keep=set(), began_s=time.time())
+    assert [info.name for info in store.list()] == [".metadata", "__0_2.distcp", "mine.distcp"]
+    written = {"__0_3.distcp": Sums(nbytes=5, block_nbytes=1, checksum="")}
+    with pytest.raises(WrongSize, match="no bytes where 5 were written"):
+        Commit(place_of(store)).publish(files, sums=written, own=[], keep=set(written), began_s=time.time())
 
 
 def test_conversions_by_url(root):

@@ -169,6 +169,8 @@ def test_codecs(root):
     assert bits(found) == bits(expected)
     assert report.ties == {"head.weight": "embed.weight"}
     assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    with pytest.raises(sk.CheckpointError, match="its own place"):
+        sk.export(f"{root}/a", f"{root}/a", format="native", overwrite=True)
     for other in ("hf", "torch"):
         with pytest.raises(sk.StateError, match="codecs are for format='native'"):
             sk.export(f"{root}/a", f"{root}/x", format=other, codecs=["zstd"])

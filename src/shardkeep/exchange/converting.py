@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardkeep.errors import CheckpointError, PickleRefused, StateError, UnsupportedLeaf
+from shardkeep.errors import PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.exchange.pruning import without
-from shardkeep.exchange.replacing import replacing
+from shardkeep.exchange.replacing import check_apart, replacing
 from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import Contents, write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
@@ -27,7 +27,6 @@ from shardkeep.run.coding import Codecs
 from shardkeep.run.read import Headers, Source
 from shardkeep.run.sources import find
 from shardkeep.state.names import Patterns
-from shardkeep.store.local import LocalStore
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -121,7 +120,7 @@ def convert(
         options = replace(options, allow_pickle=True)
     origin = open_store(where, direct=options.direct_io)
     target = open_store(to, direct=options.direct_io)
-    _check_apart(origin, target)
+    check_apart(origin, target)
     source = without(find(origin).open(options, Headers()), drop)
     if not options.allow_pickle:
         _refuse_pickles(source)
@@ -158,18 +157,6 @@ def convert(
     )
     log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
     return report
-
-
-def _check_apart(origin: Store, target: Store) -> None:
-    if isinstance(origin, LocalStore) and isinstance(target, LocalStore):
-        source, to = (os.path.realpath(store.url) for store in (origin, target))
-        same = to in (source, os.path.dirname(source) if os.path.isfile(source) else source)
-    else:
-        same = origin is target or origin.url.rstrip("/") == target.url.rstrip("/")
-    if same:
-        raise CheckpointError(
-            f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another place"
-        )
 
 
 def _refuse_pickles(source: Source) -> None:

@@ -16,6 +16,7 @@ from shardkeep.errors import CheckpointError, StateError
 from shardkeep.exchange.models import write_model
 from shardkeep.exchange.picked_index import contents_of
 from shardkeep.exchange.picking import Picked, dtype_of, pick
+from shardkeep.exchange.replacing import check_apart, replacing
 from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.torch_file import write_torch_file
@@ -99,8 +100,9 @@ def export(
             pairs of regular expression and replacement, or a callable (None drops a name).
         prefix: only names that begin so, and without it. None: `model.` where the state has a dict `model` at its top,
             else nothing.
-        config: a directory, or the URL of a place, with `config.json`: all files in it but weights are copied beside the model.
-        overwrite: replace what is there.
+        config: a directory, or the URL of a place, with `config.json`: all files in it but weights are copied beside the
+            model.
+        overwrite: replace what is there: for "native" any checkpoint, for "hf" a model and nothing else.
         codecs: what the files go through, as for `save`: compressed, encrypted. For "native" only: no other program could
             read what they make of the files of "hf" and "torch".
         options: threads, memory and keys.
@@ -132,7 +134,8 @@ def export(
             hint='give format="native", which shardkeep opens and loads, or leave the codecs out',
         )
     options = options or Options()
-    source = find(open_store(where, direct=options.direct_io)).open(options, Headers())
+    origin = open_store(where, direct=options.direct_io)
+    source = find(origin).open(options, Headers())
     picked = pick(source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=dtype_of(dtype))
     if format == "hf":
         target = open_store(to, direct=options.direct_io)
@@ -152,15 +155,17 @@ def export(
     elif format == "native":
         target = open_store(to, direct=options.direct_io)
         shown, left_out = target.url, []
-        made = write_native(
-            target,
-            source,
-            contents_of(picked, source.index),
-            overwrite=overwrite,
-            codecs=codecs,
-            options=options,
-            progress=progress,
-        )
+        check_apart(origin, target)
+        with replacing(target, "native", overwrite=overwrite):
+            made = write_native(
+                target,
+                source,
+                contents_of(picked, source.index),
+                overwrite=overwrite,
+                codecs=codecs,
+                options=options,
+                progress=progress,
+            )
         files, nbytes = made.files, made.nbytes
         infinite = {picked.tensors[name].key for name in made.infinite}
     else:

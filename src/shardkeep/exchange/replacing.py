@@ -25,6 +25,25 @@ from shardkeep.store.protocol import Store
 log = logging.getLogger("shardkeep")
 
 
+def check_apart(origin: Store, target: Store) -> None:
+    """
+    Refuse to write a checkpoint into the place that it is read from.
+
+    Raises:
+        CheckpointError: both are one place.
+
+    """
+    if isinstance(origin, LocalStore) and isinstance(target, LocalStore):
+        source, to = (os.path.realpath(store.url) for store in (origin, target))
+        same = to in (source, os.path.dirname(source) if os.path.isfile(source) else source)
+    else:
+        same = origin is target or origin.url.rstrip("/") == target.url.rstrip("/")
+    if same:
+        raise CheckpointError(
+            f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another place"
+        )
+
+
 def files_of_others(store: Store, layout: str) -> list[str]:
     """Name the files of checkpoints of other layouts in a place, in the order in which they are to go."""
     names = names_in(store)
