@@ -1,5 +1,6 @@
 """Codecs as an argument: of saves that wait or do not, for all or for some, with keys from wherever they are."""
 
+import errno
 import glob
 import os
 import threading
@@ -12,6 +13,7 @@ from shardkeep.codec.keys import new_key
 from shardkeep.codec.known import register_codec
 from shardkeep.codec.problems import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
 from shardkeep.codec.zstd_codec import Zstd
+from shardkeep.layout.native import save_id_of
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
@@ -212,6 +214,25 @@ def test_a_failure_at_any_point_leaves_nothing_and_the_old_checkpoint():
     assert bits(loaded(inner, state)) == bits(state)
 
 
+def test_codecs_need_no_room_for_what_they_save(tmp_path, monkeypatch):
+    """
+    A disk with less room than the state: with codecs it is tried, without it is refused before the first byte.
+    """
+    store = sk.LocalStore(tmp_path / "ck")
+    monkeypatch.setattr(store, "free_nbytes", lambda: 100_000, raising=False)
+
+    def reserve(_fd, nbytes):
+        if nbytes > 100_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shardkeep.store.local.reserve", reserve)
+    state = {"m": {"w": torch.zeros(MIB)}}
+    with pytest.raises(sk.StorageFull, match="nothing was written"):
+        sk.save(state, store)
+    sk.save(state, store, codecs=["zstd"])
+    assert bits(loaded(store, state)) == bits(state)
+
+
 # -- stores that take bytes only in order ---------------------------------------------------------------------------
 
 
@@ -229,6 +250,7 @@ def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
         sk.open(store).verify()
         record = sk.open(store).record
         assert {info.name for info in store.list()} == {"shardkeep.json", *record.names}
+        assert {save_id_of(name) for name in record.names} == {record.save_id}
         assert all((file.blocks is None) == (file.chain is not None) for file in record.files)
         assert {info.name: info.nbytes for info in store.list() if info.name in record.at_rest} == record.at_rest
 

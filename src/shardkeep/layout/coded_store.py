@@ -20,7 +20,7 @@ from shardkeep.format.record import Blob
 from shardkeep.layout.frame_reader import SCRATCH_NBYTES, FrameReader, check_size, read_table
 from shardkeep.layout.frame_writer import FrameWriter, Seal, room_for, scratch_nbytes
 from shardkeep.store.aligned import ScratchPool
-from shardkeep.store.protocol import BlobReader, BlobWriter, Creates, Deletes, Gets, Opens, is_sequential
+from shardkeep.store.protocol import BlobReader, BlobWriter, Creates, Deletes, Gets, Opens, create_upto
 
 _TABLES_NBYTES = 64 << 20
 
@@ -49,14 +49,13 @@ class EncodingStore:
         self._scratch = {id(chain): ScratchPool(scratch_nbytes(chain)) for chain in chains.values()}
         self.seals: dict[str, Seal] = {}
         """What stands for each coded blob that is finished."""
-        self.sequential = is_sequential(inner)
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
         """Begin a blob of so many plain bytes."""
         chain = self._chains.get(name)
         if chain is None:
             return self._inner.create(name, nbytes)
-        writer = self._inner.create(name, room_for(nbytes, chain))
+        writer = create_upto(self._inner, name, room_for(nbytes, chain))
         try:
             return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self._keep)
         except BaseException:

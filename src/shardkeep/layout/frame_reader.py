@@ -183,8 +183,8 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
         return
     first = int(np.searchsorted(table.start, start, "right")) - 1
     last = int(np.searchsorted(table.start, stop, "left"))
-    ends = (table.stored_start + table.stored_nbytes)[first:last].tolist()
     starts = table.stored_start[first:last].tolist()
+    ends = (table.stored_start[first:last] + table.stored_nbytes[first:last]).tolist()
     begin = 0
     for row in range(1, last - first + 1):
         joins = row < last - first and starts[row] == ends[row - 1] and ends[row] - starts[begin] <= REQUEST_NBYTES

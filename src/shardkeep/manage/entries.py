@@ -72,7 +72,7 @@ def entry_of(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
         status="committed",
         layout="native",
         saved_at=_time(record.saved_at),
-        nbytes=record.index.nbytes + sum(file.nbytes for file in record.files),
+        nbytes=record.stored_nbytes,
         metrics=metrics_in(record.meta),
         pinned=pinned,
         timeline=timeline_in(record.meta),

@@ -263,12 +263,18 @@ class LocalStore:
         return f"LocalStore({self.url!r}, direct={self._direct})"
 
     def create(self, name: str, nbytes: int) -> _LocalWriter:
+        return self._create(name, nbytes, reserved=nbytes)
+
+    def create_upto(self, name: str, nbytes: int) -> _LocalWriter:
+        return self._create(name, nbytes, reserved=0)
+
+    def _create(self, name: str, nbytes: int, *, reserved: int) -> _LocalWriter:
         path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot create", self.url, name):
             files = self._new_file(path, direct=self._direct)
             writer = _LocalWriter(self.url, name, path, nbytes, files, durable=self._durable)
             try:
-                reserve(files.buffered, nbytes)
+                reserve(files.buffered, reserved)
             except BaseException:
                 writer.abandon()
                 raise

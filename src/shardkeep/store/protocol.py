@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -183,6 +183,16 @@ def free_nbytes(store: object) -> int | None:
     """Ask a store how much more fits in it; None where it cannot say."""
     ask = getattr(store, "free_nbytes", None)
     return None if ask is None else ask()
+
+
+def create_upto(store: Creates, name: str, nbytes: int) -> BlobWriter:
+    """
+    Begin a blob that is likely to end much earlier.
+
+    No room is taken for it beforehand where the store has a verb `create_upto` for that: all of it may not be there.
+    """
+    create: Callable[[str, int], BlobWriter] = getattr(store, "create_upto", store.create)
+    return create(name, nbytes)
 
 
 def delete_all(store: Deletes, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from shardkeep.store.protocol import (
     BlobWriter,
     Store,
     Version,
+    create_upto,
     delete_all,
     free_nbytes,
     is_sequential,
@@ -98,15 +99,21 @@ class RetryingStore:
         return f"RetryingStore({self.inner!r})"
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
+        return self._create(name, lambda: self.inner.create(name, nbytes))
+
+    def create_upto(self, name: str, nbytes: int) -> BlobWriter:
+        return self._create(name, lambda: create_upto(self.inner, name, nbytes))
+
+    def _create(self, name: str, create: Callable[[], BlobWriter]) -> BlobWriter:
         def work(failed: int) -> BlobWriter:
             try:
-                return self.inner.create(name, nbytes)
+                return create()
             except StorageError as error:
                 if not failed or error.errno != errno.EEXIST:
                     raise
             # Made by the attempt that failed: nobody else makes a blob of that name at the same time.
             self.inner.delete(name)
-            return self.inner.create(name, nbytes)
+            return create()
 
         writer = self._patience.attempt(f"to create {self.url}/{name}", work)
         return _RetryingWriter(writer, f"{self.url}/{name}", self._patience)
