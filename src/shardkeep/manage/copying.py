@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardkeep.errors import ChecksumMismatch, SaveCancelled
+from shardkeep.errors import DamagedCheckpoint, SaveCancelled, WrongSize
 from shardkeep.format.checksum import digest
 from shardkeep.format.record import Record
 from shardkeep.manage.proofs import Piece, Proof, open_sized, prove
@@ -120,7 +120,10 @@ class _Pass:
             writer = None if self._target is None else self._target.create(proof.name, proof.nbytes)
             try:
                 reader = open_sized(self._source, proof.name, proof.nbytes)
-            except BaseException:
+            except BaseException as error:
+                if writer is None and isinstance(error, WrongSize):  # it has gone since it was listed
+                    self.damaged.add(proof.name)
+                    continue
                 if writer is not None:
                     writer.abandon()
                 raise
@@ -159,7 +162,7 @@ class _Pass:
             file.reader.read_into(start, window)
             for piece in pieces:
                 piece.check(digest(window[piece.start - start :][: piece.nbytes]), where)
-        except ChecksumMismatch:
+        except DamagedCheckpoint:
             if self._target is not None:
                 raise
             self.damaged.add(file.proof.name)

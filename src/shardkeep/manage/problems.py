@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkeep.errors import CheckpointError, EarlierSaveFailed
+from shardkeep.errors import CheckpointError, DamagedCheckpoint, EarlierSaveFailed
 from shardkeep.events import Event
 
 
@@ -20,6 +20,10 @@ class NotPromoted(EarlierSaveFailed):
 
     What went wrong is the cause.
     """
+
+
+class NearCopyDamaged(DamagedCheckpoint):
+    """A checkpoint that was to be promoted is not what was saved: it is left alone, and not promoted."""
 
 
 class PruneFailed(Event, frozen=True, kw_only=True):

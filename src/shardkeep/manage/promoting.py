@@ -18,7 +18,7 @@ from datetime import datetime
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointExists, StorageError, StorageFull
+from shardkeep.errors import BlobNotFound, CheckpointExists, DamagedCheckpoint, StorageError, StorageFull, WrongSize
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layout import leftovers
 from shardkeep.layout.native import claim_name, read_record
@@ -29,6 +29,7 @@ from shardkeep.manage.lease import Lease
 from shardkeep.manage.lineage import newest_first
 from shardkeep.manage.pins import is_pinned, pin
 from shardkeep.manage.promotable import SaveOf, to_promote
+from shardkeep.manage.proofs import open_sized
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.tiers import FAR, Tiers
 from shardkeep.run.coordinating import discard
@@ -172,9 +173,9 @@ class Promoting:
     def _record_of(self, entry: Entry) -> bytes | None:
         try:
             data = self._near.root.place(entry.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-        except BlobNotFound:
+            return data if decode_record(data, RECORD_NAME) == entry.record else None
+        except (BlobNotFound, DamagedCheckpoint):
             return None
-        return data if entry.record is not None and decode_record(data, RECORD_NAME) == entry.record else None
 
     def _prepare(self, entry: Entry, place: Store) -> None:
         """Say in the far place who writes there, and that it all fits."""
@@ -262,9 +263,14 @@ def _insist_on_files(place: Store, record: Record) -> None:
     """Look whether rank 0, too, sees all files, with their sizes."""
     listed = {info.name: info.nbytes for info in place.list()}
     for name, nbytes in record.at_rest.items():
-        if listed.get(name) != nbytes:
+        if listed.get(name) == nbytes:
+            continue
+        try:
+            # A network file system may list what was there a while ago; asked for by name it looks again.
+            open_sized(place, name, nbytes).close()
+        except WrongSize as exc:
             raise StorageError(
                 f"{place.url}: {name} of {nbytes} bytes was copied there, and rank 0 does not find it",
                 hint="all ranks must see one file system or object store",
                 name=name,
-            )
+            ) from exc

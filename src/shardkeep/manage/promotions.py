@@ -21,12 +21,12 @@ from weakref import WeakMethod
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, SaveCancelled
+from shardkeep.errors import CheckpointError, DamagedCheckpoint, SaveCancelled
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, tell
 from shardkeep.manage.copying import Limits, copy_blobs
 from shardkeep.manage.jobs import Job
 from shardkeep.manage.pending import Pending
-from shardkeep.manage.problems import NotPromoted
+from shardkeep.manage.problems import NearCopyDamaged, NotPromoted
 from shardkeep.manage.promoting import Order, Promoting
 from shardkeep.manage.tiers import FAR, NEAR, Tiers
 from shardkeep.ranks.agree import Meeting, meet
@@ -146,8 +146,9 @@ class Promotions:
                 return
             except Exception as error:
                 failed = self._failure(error)
-                log.error("%s", failed, exc_info=error)  # noqa: TRY400 - said now, as nobody may ask before the next save
-                if not isinstance(error, DamagedCheckpoint):
+                if world.rank == 0:  # said now, as nobody may ask before the next save
+                    log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
+                if not isinstance(error, NearCopyDamaged):
                     raise failed from error
                 failed.__cause__, damaged = error, damaged or failed  # there are others
         if damaged is not None:
@@ -155,42 +156,36 @@ class Promotions:
 
     def _turn(self, title: str, number: int, newest: bool, world: World) -> bool:
         """Promote one checkpoint; False where there is none to promote."""
-        leader = self.leader
+        leader, began, order = self.leader, time.perf_counter(), None
 
         def work() -> bytes:
             self._insist(number)
             return b""
 
-        with meet(world, f"promotion {title} to {self._where[FAR]}") as meeting:
-            try:
+        try:
+            with meet(world, f"promotion {title} to {self._where[FAR]}") as meeting:
                 told = meeting.agree("choose", work, lambda payloads: [leader.choose(newest=newest)] * len(payloads))
-                if told:
-                    self._promote(meeting, msgspec.msgpack.decode(told, type=Order), number, world)
-            finally:
-                leader.end()
-        return bool(told)
+                if not told:
+                    return False
+                order = msgspec.msgpack.decode(told, type=Order)
+                self._promote(meeting, order, number, world)
+        except BaseException as error:
+            if order is not None or not isinstance(error, SaveCancelled):
+                self._tell_failed(order, error, time.perf_counter() - began, world.rank)
+            raise
+        finally:
+            leader.end()
+        return True
 
     def _promote(self, meeting: Meeting, order: Order, number: int, world: World) -> None:
-        began, record = time.perf_counter(), order.decoded()
-        source, where = (f"{self._where[tier]}/{order.name}" for tier in (NEAR, FAR))
-        about: dict[str, Any] = {"rank": world.rank, "where": where, "step": order.step, "source": source}
-        total = record.stored_nbytes
+        began, about, total = time.perf_counter(), self._about(order, world.rank), order.decoded().stored_nbytes
         tell(PromotionBegan, lambda: PromotionBegan(**about, bytes_total=total))
-        try:
-            told = meeting.agree(
-                "copy", lambda: self._copy(order, number, world), lambda said: self._commit(order, said)
-            )
-        except BaseException as error:
-            kind, message, seconds = type(error).__name__, str(error), time.perf_counter() - began
-            cancelled = isinstance(error, SaveCancelled)
-            tell(
-                PromotionFailed,
-                lambda: PromotionFailed(**about, kind=kind, message=message, cancelled=cancelled, seconds=seconds),
-            )
-            raise
+        told = meeting.agree("copy", lambda: self._copy(order, number, world), lambda said: self._commit(order, said))
         outcome, seconds = msgspec.msgpack.decode(told, type=_Outcome), time.perf_counter() - began
         if outcome.gone:
-            log.info("%s is not promoted: it was deleted or replaced meanwhile", source)
+            gone = SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
+            log.info("%s", gone)
+            self._tell_failed(order, gone, seconds, world.rank)
             return
         tell(
             PromotionFinished,
@@ -198,8 +193,21 @@ class Promotions:
         )
         if world.rank == 0:
             found = f", {total - outcome.copied:,} of them were there" if outcome.copied < total else ""
-            log.info("%s is promoted to %s: %s bytes%s, %.2f s", source, where, f"{total:,}", found, seconds)
+            text = "%s is promoted to %s: %s bytes%s, %.2f s"
+            log.info(text, about["source"], about["where"], f"{total:,}", found, seconds)
             self.leader.tidy(order)
+
+    def _tell_failed(self, order: Order | None, error: BaseException, seconds: float, rank: int) -> None:
+        kind, message, cancelled = type(error).__name__, str(error), isinstance(error, SaveCancelled)
+        about = self._about(order, rank)
+        tell(
+            PromotionFailed,
+            lambda: PromotionFailed(**about, kind=kind, message=message, cancelled=cancelled, seconds=seconds),
+        )
+
+    def _about(self, order: Order | None, rank: int) -> dict[str, Any]:
+        source, where = (root if order is None else f"{root}/{order.name}" for root in self._where)
+        return {"rank": rank, "source": source, "where": where, "step": None if order is None else order.step}
 
     def _copy(self, order: Order, number: int, world: World) -> bytes:
         """Copy this rank's share of the files; what is wrong with the near copy is said and not raised."""
@@ -212,8 +220,8 @@ class Promotions:
 
         try:
             copied = copy_blobs(near, far, record, mine, self._limits, wanted)
-        except (DamagedCheckpoint, BlobNotFound) as error:
-            return msgspec.msgpack.encode(_Share(lost=f"{type(error).__name__}: {error}"))
+        except DamagedCheckpoint as error:  # only of the near one: what is wrong with the far one is copied again
+            return msgspec.msgpack.encode(_Share(lost=f"{type(error).__name__}: {error.message}"))
         self._insist(number)
         return msgspec.msgpack.encode(_Share(copied=copied.nbytes))
 
@@ -223,7 +231,7 @@ class Promotions:
         lost = [part.lost for part in parts if part.lost]
         if lost and not self.leader.is_gone(order):
             self.leader.give_up(order)
-            raise DamagedCheckpoint(
+            raise NearCopyDamaged(
                 f"{self._where[NEAR]}/{order.name} is damaged: {lost[0]}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
             )
@@ -237,11 +245,11 @@ class Promotions:
             raise SaveCancelled(f"promotions to {self._where[FAR]} were cancelled")
 
     def _failure(self, error: Exception) -> NotPromoted:
-        text = error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return NotPromoted(
-            f"checkpoints of {self._where[NEAR]} could not be promoted to {self._where[FAR]}: {text}",
-            hint="they are as they were, and are tried again after the next save, or by the next job",
-        )
+        what = f"checkpoints of {self._where[NEAR]} could not be promoted to {self._where[FAR]}"
+        hint = "they are as they were, and are tried again after the next save, or by the next job"
+        if isinstance(error, NearCopyDamaged):
+            hint = error.hint
+        return NotPromoted(f"{what}: {error.message if isinstance(error, CheckpointError) else repr(error)}", hint=hint)
 
 
 def shares(sizes: dict[str, int], ranks: int) -> list[list[str]]:
