@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from contextlib import closing, suppress
 
@@ -18,6 +19,7 @@ from shardkeep.store.local import LocalStore
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import BlobReader, BlobWriter, Store
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _MOST_REPLACED_NBYTES = 1 << 30
 """Of a blob that is put in place of another: what is held in memory, and sent in one request."""
 
@@ -27,12 +29,12 @@ Check = Callable[[BlobReader], None]
 
 def is_blob(path: str) -> bool:
     """Say whether a file is one of a store, and not of this machine."""
-    return "://" in path and not path.lower().startswith("file://")
+    return _URL.match(path) is not None and not path.lower().startswith("file://")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
     """Return the path of a file of this machine, which may be given as a URL."""
-    found = open_store(path, direct=False) if isinstance(path, str) and "://" in path else None
+    found = open_store(path, direct=False) if isinstance(path, str) and _URL.match(path) else None
     return found.url if isinstance(found, LocalStore) else os.fspath(path)
 
 
@@ -59,7 +61,13 @@ def exists(path: str) -> bool:
 
 
 def write_blob(
-    url: str, nbytes: int, write: Callable[[BlobWriter], None], *, replace: bool, check: Check | None
+    url: str,
+    nbytes: int,
+    write: Callable[[BlobWriter], None],
+    *,
+    replace: bool,
+    check: Check | None,
+    budget_nbytes: int,
 ) -> None:
     """
     Write a blob, in place of what has its name.
@@ -70,6 +78,7 @@ def write_blob(
         write: writes all of it, in order.
         replace: whether it may take the place of what is there.
         check: looks at it once more; if it raises, the blob is removed.
+        budget_nbytes: memory to use.
 
     Raises:
         StorageError: it cannot be written, or something is there that it may not replace (errno EEXIST), or that it is
@@ -78,9 +87,10 @@ def write_blob(
     """
     store, name = place_of(url)
     if replace and store.version(name) is not None:
-        if nbytes > _MOST_REPLACED_NBYTES:
+        most = min(_MOST_REPLACED_NBYTES, budget_nbytes // 2)  # it is held twice for a moment
+        if nbytes > most:
             raise StorageError(
-                f"{url}: {nbytes} bytes cannot replace what is there in one step, only {_MOST_REPLACED_NBYTES}",
+                f"{url}: {nbytes} bytes cannot replace what is there in one step, only {most}",
                 hint="write to another name, or delete what is there first",
                 name=name,
                 errno=errno.EFBIG,

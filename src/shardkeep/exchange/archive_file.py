@@ -112,12 +112,12 @@ def write_archive(
 
     """
     if is_blob(path):
-        nbytes = window_nbytes(budget_nbytes)
+        budget = Options().host_budget_bytes if budget_nbytes is None else budget_nbytes
 
         def write(writer: BlobWriter) -> None:
-            _write_windows(writer, layout, fill, nbytes)
+            _write_windows(writer, layout, fill, window_nbytes(budget))
 
-        write_blob(path, layout.nbytes, write, replace=replace, check=check)
+        write_blob(path, layout.nbytes, write, replace=replace, check=check, budget_nbytes=budget)
         return
     folder, name = os.path.split(path)
     _clear(folder, name)  # first, as the disk may have no room for both
