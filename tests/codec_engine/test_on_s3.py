@@ -1,0 +1,77 @@
+"""The engine on a real object store: in parts and in order, plain and coded, and only one of two saves is committed."""
+
+import threading
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.store.place import open_place
+from tests.codec_engine.scene import MIB, OPTIONS
+from tests.engine.samples import bits, blank_like
+
+BUCKET = "codec-engine"
+
+
+@pytest.fixture
+def place(s3_server):
+    """Opens places of one bucket."""
+    s3_server.make_bucket(BUCKET)
+    return lambda name: open_place(f"s3://{BUCKET}/{name}", **s3_server.options)
+
+
+@pytest.mark.parametrize("codecs", [None, ["float", "aes"], {"model": ["lz4"]}], ids=["plain", "coded", "some"])
+def test_a_checkpoint_on_s3(place, codecs, request):
+    """
+    Saved, loaded, verified and overwritten by an asynchronous save, of several parts; nothing else is left there.
+    """
+    store = place(request.node.callspec.id)
+    state = {"model": {"w": torch.randn(5 * MIB), "b": torch.randn(9)}, "optim": {"m": torch.randn(99)}, "lr": 0.1}
+    sk.save(state, store, codecs=codecs, options=OPTIONS)
+    blank = blank_like(state)
+    sk.load(blank, store, options=OPTIONS)
+    assert bits(blank) == bits(state)
+
+    state["model"]["b"].zero_()
+    sk.async_save(state, store, codecs=codecs, overwrite=True, options=OPTIONS).result(60)
+    sk.finish_saves()
+    ck = sk.open(store, options=OPTIONS)
+    ck.verify()
+    assert not ck["model.b"].tensor().any()
+    assert {info.name: info.nbytes for info in store.list() if info.name != "shardkeep.json"} == ck.record.at_rest
+
+
+def test_of_two_saves_on_s3_that_meet_exactly_one_wins(place):
+    """
+    Both overwrite the same version of the record: one is told who won, and its files are gone.
+    """
+    sk.save({"w": torch.zeros(3)}, place("race"), step=0)
+    barrier, outcomes = threading.Barrier(2), {}
+
+    def save(number):
+        store = place("race")
+        put = store.put
+
+        def meeting(name, data, **how):
+            if name.startswith("claim-"):
+                barrier.wait(30)
+            put(name, data, **how)
+
+        store.put = meeting
+        try:
+            outcomes[number] = sk.save({"w": torch.full((3,), float(number))}, store, step=number, overwrite=True)
+        except sk.CheckpointExists as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    [winner] = [each for each in outcomes.values() if isinstance(each, sk.SaveReport)]
+    [loser] = [each for each in outcomes.values() if isinstance(each, sk.CheckpointExists)]
+    assert winner.save_id in str(loser)
+    ck = sk.open(place("race"))
+    assert ck["w"].tensor().tolist() == [float(winner.step)] * 3
+    assert {info.name for info in place("race").list()} == {"shardkeep.json", *ck.record.names}
