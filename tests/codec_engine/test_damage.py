@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.cli.main import main
 from shardkeep.codec.frame_chain import rewrapped
 from shardkeep.codec.keys import KeyRing
 from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
@@ -335,3 +336,30 @@ def test_damage_in_digests_that_lie_beside_the_data():
         changed(store, name, good)
     assert json.loads(store.get(RECORD_NAME, limit=MIB))["version"] == 2
     assert bits(load(store)) == bits(sample_state())
+
+
+def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch, capsys):
+    """
+    Without the key it says that what is stored was checked, and finds damage all the same; with it, all is checked.
+    """
+    where, key = str(tmp_path / "ck"), bytes(range(32)).hex()
+    sk.save(sample_state(), where, codecs=["zstd", "aes"], options=OPTIONS)
+
+    def verify(*words):
+        code = main(["verify", where, *words])
+        return code, capsys.readouterr().out
+
+    for words in ((), ("--deep",)):
+        code, said = verify(*words)
+        assert (code, "2 files are encrypted, and there is no key" in said) == (0, True)
+    monkeypatch.setenv("SHARDKEEP_KEY", key)
+    code, said = verify("--deep")
+    assert (code, "no key" in said) == (0, False)
+    [name] = [file.name for file in data_files(sk.LocalStore(where)) if file.name.startswith("model")]
+    bad = bytearray((tmp_path / "ck" / name).read_bytes())
+    bad[5000] ^= 1
+    (tmp_path / "ck" / name).write_bytes(bad)
+    assert verify("--deep")[0] == 1
+    monkeypatch.delenv("SHARDKEEP_KEY")
+    code, said = verify("--deep")
+    assert (code, name in said) == (1, True)
