@@ -25,6 +25,7 @@ from shardkeep.protocol.metadata import Metadata
 from shardkeep.storages import blob_streams
 from shardkeep.storages.commit import Commit
 from shardkeep.storages.commit_place import place_of
+from shardkeep.storages.file_systems import FsspecFileSystem
 from shardkeep.storages.metadata_files import metadata_files
 from shardkeep.storages.store_file_system import StoreFileSystem
 from shardkeep.store.memory import MemoryStore
@@ -183,6 +184,7 @@ def test_which_file_system_a_place_is_in(root, tmp_path):
     into = blank()
     quietly(dcp.load, into, storage_reader=reader, no_dist=True)
     assert same(into, state_of(1))
+    assert type(dcp.FileSystemWriter("simplecache::s3://bucket/a").fs) is FsspecFileSystem
     with pytest.raises(CheckpointError, match="a Path cannot hold a URL"):
         dcp.FileSystemWriter(Path(f"{root}/a"))
     quietly(dcp.save, state_of(2), checkpoint_id=f"file://{tmp_path}/by_url", no_dist=True)

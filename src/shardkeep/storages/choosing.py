@@ -20,7 +20,8 @@ from shardkeep.store.object_client import SCHEMES
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")
+"""Also several that fsspec chains: `simplecache::s3`."""
 _BROKEN_URL = re.compile(rf"({'|'.join(sorted(SCHEMES))}|file):/[^/]")
 
 
