@@ -1,0 +1,218 @@
+"""
+What codecs make of the bytes of a training, and how fast: size, and GB/s of plain bytes encoded and decoded.
+
+Every contender codes the same memory, round by round in turn, and the best round counts. "CPU" is plain bytes by the
+CPU time of all threads: what a core does, also where other processes take turns with this one. "x1" and "x2" are by the
+clock, with one and two threads; those mean little on a machine that is busy. zipnn takes part if it can be imported
+(`pip install --no-deps --target DIR zipnn`, then `--zipnn DIR`): all bytes in one call, which is how it is fastest.
+"""
+
+# ruff: noqa: A005 - the interpreter has imported its own `codecs` before it can find this one
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkeep.codec.codecs import FRAME_NBYTES, FramePlace
+from shardkeep.codec.frame_chain import Chain
+from shardkeep.codec.keys import KeyRing, new_key
+
+CHAINS = (["float"], ["zstd"], ["lz4"], ["aes"], ["float", "aes"])
+THREADS = (1, 2)
+
+
+def workloads(nbytes: int) -> dict[str, np.ndarray]:
+    """Bytes as checkpoints hold them."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(nbytes // 4, dtype=np.float32)
+    twice = rng.standard_normal(nbytes // 2, dtype=np.float32) * np.float32(0.02)
+    exact = twice.view(np.uint32)
+    made = {
+        "bf16 weights": ((exact + 0x7FFF + (exact >> 16 & 1)) >> 16).astype(np.uint16),  # rounded to even
+        "fp32 first moments": normal * np.float32(1e-3),
+        "fp32 second moments": np.square(normal * np.float32(1e-3)),
+        "int64 counters": np.arange(nbytes // 8),
+        "zeros": np.zeros(nbytes, np.uint8),
+        "random bytes": rng.integers(0, 256, nbytes, dtype=np.uint8),
+    }
+    return {name: values.view(np.uint8) for name, values in made.items()}
+
+
+class Ours:
+    """A chain of codecs, frame by frame, on some threads; what is stored goes to memory that is there, as in a save."""
+
+    def __init__(self, codecs: list[str], data: np.ndarray) -> None:
+        self.chain = Chain.begin(codecs, keys=KeyRing.from_text(new_key()))
+        starts = range(0, data.nbytes, FRAME_NBYTES)
+        sizes = [min(FRAME_NBYTES, data.nbytes - start) for start in starts]
+        self.places = [FramePlace("bench", n, start, sizes[n]) for n, start in enumerate(starts)]
+        self.plain = [data[place.offset :][: place.nbytes] for place in self.places]
+        self.coded = np.ones((len(sizes), self.chain.bound(FRAME_NBYTES)), np.uint8)
+        self.out = np.ones_like(data)
+        self.filled = [self.out[place.offset :][: place.nbytes] for place in self.places]
+
+    def encode(self, threads: int) -> list[np.ndarray]:
+        return self._on(threads, self._encode)
+
+    def decode(self, stored: list[np.ndarray], threads: int) -> np.ndarray:
+        self._on(threads, lambda n: self.chain.decode(stored[n].data, self.filled[n].data, self.places[n]))
+        return self.out
+
+    def size(self, stored: list[np.ndarray]) -> int:
+        return sum(each.nbytes for each in stored)
+
+    def _encode(self, n: int) -> np.ndarray:
+        stored = np.frombuffer(self.chain.encode(self.plain[n].data, self.places[n]), np.uint8)
+        kept = self.coded[n, : stored.size]
+        np.copyto(kept, stored)
+        return kept
+
+    def _on(self, threads: int, work: Callable[[int], Any]) -> list[Any]:
+        numbers = range(len(self.places))
+        if threads == 1:
+            return [work(n) for n in numbers]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, numbers))
+
+
+class Zipnn:
+    """The package zipnn, all bytes at once."""
+
+    def __init__(self, module: Any, data: np.ndarray, kind: str) -> None:
+        self._module = module
+        self._data = data
+        self._kind = "float32" if kind.startswith("fp32") else "bfloat16"
+
+    def encode(self, threads: int) -> Any:
+        # It changes what it is given.
+        return self._made(threads).compress(bytearray(self._data))
+
+    def decode(self, stored: Any, threads: int) -> np.ndarray:
+        return np.frombuffer(self._made(threads).decompress(stored), np.uint8)
+
+    def size(self, stored: Any) -> int:
+        return len(stored)
+
+    def _made(self, threads: int) -> Any:
+        return self._module.ZipNN(input_format="byte", bytearray_dtype=self._kind, threads=threads)
+
+
+def imported_zipnn(folder: str | None) -> Any:
+    """The module, or None where it is not installed."""
+    if folder:
+        sys.path.insert(0, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import zipnn
+    except ImportError:
+        return None
+    return zipnn
+
+
+def clocked(call: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What a call returns, and the seconds it took: by the clock and of the CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measured(contenders: dict[str, Any], data: np.ndarray, rounds: int) -> dict[str, dict[str, float]]:
+    """The best of some rounds, for each contender: GB/s, and the size as a part of the plain one."""
+    best: dict[str, dict[str, float]] = {name: {} for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            mine = best[name]
+            for threads in THREADS:
+                stored, *coding = clocked(lambda c=contender, t=threads: c.encode(t))
+                plain, *decoding = clocked(lambda c=contender, s=stored, t=threads: c.decode(s, t))
+                if not np.array_equal(plain, data):
+                    raise SystemExit(f"{name} gave other bytes than it was given")
+                mine["size"] = contender.size(stored) / data.nbytes
+                for what, (wall, cpu) in (("encode", coding), ("decode", decoding)):
+                    _keep(mine, f"{what} x{threads}", data.nbytes / wall / 1e9)
+                    if threads == 1:
+                        _keep(mine, f"{what} CPU", data.nbytes / max(cpu, 1e-9) / 1e9)
+    return best
+
+
+def _keep(best: dict[str, float], what: str, value: float) -> None:
+    best[what] = max(best.get(what, 0.0), value)
+
+
+def table(name: str, results: dict[str, dict[str, float]]) -> list[str]:
+    """Lines of Markdown."""
+    columns = ["encode CPU", "encode x1", "encode x2", "decode CPU", "decode x1", "decode x2"]
+    lines = [f"## {name}", "", f"| | size % | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for contender, one in results.items():
+        speeds = " | ".join(f"{one[column]:.2f}" for column in columns)
+        lines.append(f"| {contender} | {100 * one['size']:.2f} | {speeds} |")
+    return [*lines, ""]
+
+
+def targets(results: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, float, float, bool]]:
+    """What was aimed at: words, what was measured, what it should be, and whether less is better."""
+    weights, zeros = results["bf16 weights"], results["zeros"]
+    ours = weights["float"]
+    found = [
+        ("zeros: GB/s encoded, CPU", zeros["float"]["encode CPU"], 10.0, False),
+        ("zeros: size %", 100 * zeros["float"]["size"], 0.01, True),
+        ("random bytes: GB/s encoded, CPU", results["random bytes"]["float"]["encode CPU"], 4.0, False),
+        ("encryption: GB/s a core", min(weights["aes"]["encode CPU"], weights["aes"]["decode CPU"]), 1.0, False),
+        ("bf16: encoding with two threads / one", ours["encode x2"] / ours["encode x1"], 1.5, False),
+        ("bf16: decoding with two threads / one", ours["decode x2"] / ours["decode x1"], 1.5, False),
+        ("bf16: encoding / plain zstd, CPU", ours["encode CPU"] / weights["zstd"]["encode CPU"], 1.0, False),
+    ]
+    if "zipnn" in weights:
+        theirs = weights["zipnn"]
+        found += [
+            ("bf16: size / zipnn's", ours["size"] / theirs["size"], 1.03, True),
+            ("bf16: encoding / zipnn, CPU", ours["encode CPU"] / theirs["encode CPU"], 1.0, False),
+            ("bf16: decoding / zipnn, CPU", ours["decode CPU"] / theirs["decode CPU"], 1.0, False),
+        ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--mb", type=float, default=64, help="plain bytes of each workload")
+    parser.add_argument("--only", help="the workloads whose names begin so")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--zipnn", metavar="DIR", help="where zipnn is installed, if not beside shardkeep")
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    asked = parser.parse_args()
+    zipnn = imported_zipnn(asked.zipnn)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    load = os.getloadavg()[0]
+    for name, data in workloads(int(asked.mb * 1e6) // 8 * 8).items():
+        if not name.startswith(asked.only or ""):
+            continue
+        contenders: dict[str, Any] = {", ".join(codecs): Ours(codecs, data) for codecs in CHAINS}
+        if zipnn is not None and name.startswith(("bf16", "fp32")):
+            contenders["zipnn"] = Zipnn(zipnn, data, name)
+        results[name] = measured(contenders, data, asked.rounds)
+        print("\n".join(table(name, results[name])), flush=True)
+    if zipnn is None:
+        print("zipnn is not installed: not compared with it")
+    judged = [] if asked.only else targets(results)
+    for words, value, wanted, less in judged:
+        met = value <= wanted if less else value >= wanted
+        print(f"{'ok   ' if met else 'MISS '} {words}: {value:.3g} ({'at most' if less else 'at least'} {wanted:g})")
+    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores")
+    if asked.json:
+        asked.json.write_text(json.dumps({"results": results, "targets": judged, "load": load}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
