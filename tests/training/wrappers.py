@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable
 
 import torch
@@ -119,9 +120,19 @@ def forget_meshes() -> None:
     Its caches take a mesh for an equal one of before, whose process groups are gone by now.
     """
     torch.distributed.tensor.debug._clear_sharding_prop_cache()
-    for one in gc.get_objects():
-        if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("torch.distributed"):
-            one.cache_clear()
+    for one in _caches(len(sys.modules)):
+        one.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _caches(modules: int) -> list[functools._lru_cache_wrapper]:
+    """Find the caches of torch.distributed; looked for anew only once there are more modules, as it takes long."""
+    del modules
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("torch.distributed")
+    ]
 
 
 def fsdp1_checkpointed(model: Net) -> nn.Module:
