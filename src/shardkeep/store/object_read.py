@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import random
 import time
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, StorageError, WrongSize
 from shardkeep.store.aligned import copy, flat
+from shardkeep.store.object_again import wait_s
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.retrying import TRANSIENT
@@ -22,8 +22,6 @@ from shardkeep.store.retrying import TRANSIENT
 HEAD_BYTES = 64 << 10
 """Asked for when a blob is opened: less would not come sooner."""
 _CHUNK_BYTES = 256 << 10
-_FIRST_WAIT_S = 0.2
-_LONGEST_WAIT_S = 5.0
 
 
 class ObjectReader:
@@ -91,8 +89,7 @@ class ObjectReader:
                 failed = 1 if done > begun else failed + 1
                 if error.errno not in TRANSIENT or failed > manners.retries or time.monotonic() > until:
                     raise
-                spread = 0.5 + random.random()  # noqa: S311 - no secret
-                time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (failed - 1) * spread))
+                time.sleep(wait_s(failed))
 
     def _chunks(self, offset: int, view: memoryview) -> Any:
         """Ask once, and fill what comes; yields how much came each time."""

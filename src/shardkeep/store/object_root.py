@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.objects import ObjectStore
@@ -24,10 +25,14 @@ class ObjectRoot(ObjectStore):
     def remove(self, name: str) -> None:
         place = self.place(name)
         empty(place)
+
+        def below() -> list[str]:
+            with self.bucket.slots, object_errors("cannot list", place.url):
+                found = obstore().list(self.bucket.client, place.prefix, chunk_size=1000)
+                return [each["path"] for chunk in found for each in chunk]
+
         # What no blob is called, or lies deeper: left by others.
-        with self.bucket.slots, object_errors("cannot list", place.url):
-            found = obstore().list(self.bucket.client, place.prefix, chunk_size=1000)
-            paths = [each["path"] for chunk in found for each in chunk]
+        paths = ask_again(self.bucket.manners, f"to list {place.url}", below)
         self._delete([path for path in paths if path.startswith(place.prefix)])
 
     def drop_empty(self, name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardkeep.errors import BlobNotFound
+from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.object_read import ObjectReader
@@ -82,9 +83,13 @@ class ObjectStore:
         if not paths:
             return
         name = paths[0].removeprefix(self.prefix) if len(paths) == 1 else ""
-        try:
+
+        def deleted() -> None:
             with self.bucket.slots, object_errors("cannot delete", self.url, name):
                 obstore().delete(self.bucket.client, list(paths))
+
+        try:
+            ask_again(self.bucket.manners, f"to delete {self.url}/{name}", deleted)
         except BlobNotFound:
             # Some services say so for one that is not there, and then not what became of the others.
             if len(paths) > 1:
@@ -93,6 +98,10 @@ class ObjectStore:
 
     def _level(self) -> dict[str, Any]:
         """List what is right below the prefix: objects, and further prefixes."""
-        with self.bucket.slots, object_errors("cannot list", self.url):
-            found: dict[str, Any] = obstore().list_with_delimiter(self.bucket.client, self.prefix or None)
-            return found
+
+        def listed() -> dict[str, Any]:
+            with self.bucket.slots, object_errors("cannot list", self.url):
+                found: dict[str, Any] = obstore().list_with_delimiter(self.bucket.client, self.prefix or None)
+                return found
+
+        return ask_again(self.bucket.manners, f"to list {self.url}", listed)
