@@ -34,7 +34,7 @@ _OTHER_KEYS = (
 _READ = {
     "s3": (
         *_ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
-        "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP",
+        "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP", "AWS_CHECKSUM_ALGORITHM",
     ),
     "gs": (*_ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
     "az": (
@@ -142,12 +142,26 @@ def _opened(
     client.update(more.pop("client_options", ()))
     if str(endpoint).startswith("http://"):  # somebody said so
         client.setdefault("allow_http", True)
+    if service == "s3":
+        _add_checksums(more)
     if service == "s3" and (provider := _boto3_keys(more)):
         more["credential_provider"] = provider
     retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
     slots = threading.BoundedSemaphore(manners.requests)
     return Bucket(store, manners, not endpoint, service, name, slots, given=dict(options))
+
+
+def _add_checksums(more: dict[str, Any]) -> None:
+    """
+    Let S3 compare what arrives with a checksum, unless somebody says which one, or that there shall be none.
+
+    SHA-256, because requests are signed with it anyway: it costs nothing.
+    """
+    if not setting("AWS_CHECKSUM_ALGORITHM"):
+        more.setdefault("checksum_algorithm", "sha256")
+    if str(more.get("checksum_algorithm")).lower() in {"none", "false"}:
+        del more["checksum_algorithm"]
 
 
 def _manners(given: dict[str, Any]) -> Manners:

@@ -38,6 +38,8 @@ _REASONS = (
 )
 """What to look for in the library's words, most telling first."""
 _BUSY = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
+_DAMAGED = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
+"""What is said of bytes that arrived otherwise than they were sent."""
 _BY_STATUS = {
     400: errno.EINVAL, 401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT,
     409: errno.EBUSY, 412: errno.EEXIST, 416: errno.EINVAL, 429: errno.EBUSY, 503: errno.EBUSY, 504: errno.ETIMEDOUT,
@@ -50,6 +52,7 @@ _HINTS_BY_CODE = {
     "AccessDenied": "these keys may not do this there; the bucket's policy must allow it",
     "ExpiredToken": "the session's token has expired: get a new one",
     "RequestTimeTooSkewed": "this machine's clock is wrong",
+    "BadDigest": "something on the way there changes bytes; nothing of it was kept",
     "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
 }
@@ -93,6 +96,8 @@ def translated(exc: BaseException, action: str, url: str, name: str = "", offset
         hint, message = "no keys were found here: " + _KEYS, f"{where}: {action}{at}: no keys to sign requests with"
     if "BadScheme" in text:
         hint = "use an https:// endpoint, or set AWS_ALLOW_HTTP=true"
+    if code not in _DAMAGED and "x-amz-checksum" in text.lower():
+        hint = "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.store"
     hint = hint or _HINTS_BY_ERRNO.get(number, "")
     details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
     missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
@@ -114,6 +119,8 @@ def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
     summary = f"{status} {code or found[2].strip()}{': ' + said if said else ''}{_after(text)}"
     if code in _BUSY:
         return errno.EBUSY, summary
+    if code in _DAMAGED:
+        return errno.EIO, f"what arrived there is not what was sent: {summary}"
     if code == "RequestTimeout":
         return errno.ETIMEDOUT, summary
     return _BY_STATUS.get(status, errno.EIO if status >= 500 else errno.EINVAL), summary

@@ -67,7 +67,7 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
     """
     Open a place with options of its own, to be handed to whatever takes a path or a URL.
 
-        sk.save(state, sk.store("s3://bucket/run/step-100", endpoint="http://10.0.0.7:9000", requests=32))
+        sk.save(state, sk.open_place("s3://bucket/run/step-100", endpoint="http://10.0.0.7:9000", requests=32))
 
     Options of paths are `direct` and `durable`. Those of `s3://`, `gs://` and `az://`:
 
@@ -75,6 +75,7 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
       knows (`service_account`, `account_name`, `account_key`, `skip_signature`, …), where the environment does not say it;
     - `timeout_s` of a request, `retries` of one that failed in passing, `retry_s` after which none is made again;
     - `requests` under way at once, `part_bytes` of an upload;
+    - `checksum_algorithm`: by which S3 checks what arrives ("sha256", which costs nothing; "crc64nvme"; "none");
     - `conditional_puts`: whether the service refuses a put whose condition does not hold (default: it is tried out), and
       `settle_s`, the wait before looking again where it does not;
     - `client_options`: of the HTTP client (`proxy_url`, `root_certificate`, `allow_http`, …).
