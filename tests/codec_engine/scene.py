@@ -85,3 +85,32 @@ class _Flips:
 def blobs_of(store):
     """Every blob of a store, by name."""
     return {info.name: store.get(info.name, limit=1 << 30) for info in store.list()}
+
+
+def race(open_place, **how):
+    """Have two saves overwrite one place or make it, both past the last look at it; return who won, and what the other was told."""
+    barrier, outcomes = threading.Barrier(2), []
+
+    def save(number):
+        store = open_place()
+        put = store.put
+
+        def meeting(name, data, **kind):
+            if name.startswith("claim-"):
+                barrier.wait(30)
+            put(name, data, **kind)
+
+        store.put = meeting
+        try:
+            outcomes.append(sk.save({"w": torch.full((3,), float(number))}, store, step=number, **how))
+        except sk.CheckpointExists as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    [winner] = [each for each in outcomes if isinstance(each, sk.SaveReport)]
+    [loser] = [each for each in outcomes if isinstance(each, sk.CheckpointExists)]
+    return winner, loser

@@ -1,13 +1,11 @@
 """The engine on a real object store: in parts and in order, plain and coded, and only one of two saves is committed."""
 
-import threading
-
 import pytest
 import torch
 
 import shardkeep as sk
 from shardkeep.store.place import open_place
-from tests.codec_engine.scene import MIB, OPTIONS
+from tests.codec_engine.scene import MIB, OPTIONS, race
 from tests.engine.samples import bits, blank_like
 
 BUCKET = "codec-engine"
@@ -46,31 +44,9 @@ def test_of_two_saves_on_s3_that_meet_exactly_one_wins(place):
     Both overwrite the same version of the record: one is told who won, and its files are gone.
     """
     sk.save({"w": torch.zeros(3)}, place("race"), step=0)
-    barrier, outcomes = threading.Barrier(2), {}
 
-    def save(number):
-        store = place("race")
-        put = store.put
+    winner, loser = race(lambda: place("race"), overwrite=True)
 
-        def meeting(name, data, **how):
-            if name.startswith("claim-"):
-                barrier.wait(30)
-            put(name, data, **how)
-
-        store.put = meeting
-        try:
-            outcomes[number] = sk.save({"w": torch.full((3,), float(number))}, store, step=number, overwrite=True)
-        except sk.CheckpointExists as error:
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-    [winner] = [each for each in outcomes.values() if isinstance(each, sk.SaveReport)]
-    [loser] = [each for each in outcomes.values() if isinstance(each, sk.CheckpointExists)]
     assert winner.save_id in str(loser)
     ck = sk.open(place("race"))
     assert ck["w"].tensor().tolist() == [float(winner.step)] * 3

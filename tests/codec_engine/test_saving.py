@@ -3,7 +3,6 @@
 import errno
 import glob
 import os
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from shardkeep.codec.zstd_codec import Zstd
 from shardkeep.layout.native import save_id_of
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
-from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
+from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of, race
 from tests.engine.samples import bits, blank_like
 
 register_codec(Counting)
@@ -292,19 +291,6 @@ def test_a_failed_save_in_order_leaves_nothing():
 # -- two saves that commit at once ----------------------------------------------------------------------------------
 
 
-class _Meeting(sk.LocalStore):
-    """A place whose savers all look before any of them claims it."""
-
-    def __init__(self, path, barrier):
-        super().__init__(path)
-        self._barrier = barrier
-
-    def put(self, name, data, **how):
-        if name.startswith("claim-"):
-            self._barrier.wait(30)
-        super().put(name, data, **how)
-
-
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
     """
@@ -312,25 +298,9 @@ def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
     """
     if overwrite:
         sk.save({"w": torch.zeros(3)}, tmp_path / "ck", step=0)
-    barrier, outcomes = threading.Barrier(2), {}
 
-    def save(number):
-        try:
-            store = _Meeting(tmp_path / "ck", barrier)
-            outcomes[number] = sk.save(
-                {"w": torch.full((3,), float(number))}, store, step=number, overwrite=overwrite, codecs=["zstd"]
-            )
-        except sk.CheckpointExists as error:
-            outcomes[number] = error
+    winner, loser = race(lambda: sk.LocalStore(tmp_path / "ck"), overwrite=overwrite, codecs=["zstd"])
 
-    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-    [winner] = [each for each in outcomes.values() if isinstance(each, sk.SaveReport)]
-    [loser] = [each for each in outcomes.values() if isinstance(each, sk.CheckpointExists)]
     assert winner.save_id in str(loser)
     assert f"step {winner.step}" in str(loser)
     ck = sk.open(tmp_path / "ck")
