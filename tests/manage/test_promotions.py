@@ -244,7 +244,13 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"not all checkpoints were promoted to memory://.* within 0.05 s"):
         ckpt.wait(timeout_s=0.05)
     assert committed(tmp_path) == [1]
-    late = threading.Timer(0.3, go.set)
+    promotions: Any = ckpt._saves.promotions
+
+    def let_go() -> None:
+        until(lambda: promotions._cancelled > 0)
+        go.set()
+
+    late = threading.Thread(target=let_go)
     late.start()
     ckpt.close(timeout_s=0.05)
     late.join()
@@ -306,7 +312,7 @@ def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path: Path) -> None:
 # -- killed
 
 JOB = """
-import os, signal, sys, torch, shardkeep as sk
+import os, signal, sys, time, torch, shardkeep as sk
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.testing.faulty_store import FaultyStore
 
@@ -315,7 +321,8 @@ class Place(FaultyStore):
         if (verb, name[:5]) == (sys.argv[3], sys.argv[4]):
             if sys.argv[5] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            __import__("time").sleep(0.2)
+            while not ckpt._saves.promotions._cancelled:
+                time.sleep(0.01)
         return super().begin(verb, name)
 
 class Root(LocalRoot):

@@ -9,6 +9,7 @@ records are read anew, and the new checkpoint must be among them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
@@ -66,7 +67,10 @@ class Housekeeping:
         self._in_use = in_use
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
-        self._tasks: deque[Future[object]] = deque()
+        self._tasks: deque[Future[None]] = deque()
+        # Apart: no save waits for these.
+        self._after_promotions: list[Future[set[str]]] = []
+        self._lock = threading.Lock()
 
     def survey(self) -> list[Entry]:
         """Sweep, and return what the root has."""
@@ -83,6 +87,9 @@ class Housekeeping:
     def wait(self) -> None:
         """Wait until all is done that was begun."""
         self.catch_up(0)
+        with self._lock:
+            others, self._after_promotions = self._after_promotions, []
+        futures.wait(others)
 
     def catch_up(self, but: int, within_s: float | None = None) -> None:
         """Wait until all is done but what follows the last so many saves, or until time is up."""
@@ -109,7 +116,8 @@ class Housekeeping:
 
     def after_promotion(self, name: str) -> None:
         """Delete, in the background, what had to stay until a checkpoint was promoted."""
-        self._tasks.append(self._thread.submit(self.tidy_up, name))
+        with self._lock:
+            self._after_promotions.append(self._thread.submit(self.tidy_up, name))
 
     def tidy_up(self, name: str, latest: str | None = None) -> set[str]:
         """

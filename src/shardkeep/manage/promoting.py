@@ -64,7 +64,7 @@ class Terms:
 
 
 class Promoting:
-    """What rank 0 knows of the far root. `unpromoted` may be called by any thread, all else by one."""
+    """What rank 0 knows of the far root. What there is may be asked by any thread; one thread promotes."""
 
     def __init__(
         self,
