@@ -1,41 +1,21 @@
 """
-A blob on its way to an object store: parts of one size, taken up in order, sent several at a time, seen all at once.
+A new blob of an object store: it is seen all at once when it is finished, or not at all.
 
-A part that one write brings whole is sent from the writer's own memory, and `write_at` returns when the library has let
-go of it; pieces of parts are copied together. What comes before its turn waits for what is missing, for a moment, and is
-then copied too: a thread that writes in some order of its own cannot wait for itself. A blob of one part is put in one
-request, only if there is none of its name.
+A large one is uploaded in parts. One of one part is put in one request, only if there is none of its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
-import threading
-import time
-import weakref
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
-from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.store.aligned import copy, flat
+from shardkeep.errors import StorageError
+from shardkeep.store.aligned import flat
 from shardkeep.store.object_client import Bucket, obstore
-from shardkeep.store.object_errors import is_foreign, object_errors, translated
-from shardkeep.store.object_parts import Parts
+from shardkeep.store.object_errors import object_errors
+from shardkeep.store.object_sending import Upload
 from shardkeep.store.protocol import checked_end
-from shardkeep.store.retrying import TRANSIENT
-
-_PATIENCE_S = 0.1
-"""For what is missing before a part; other threads are a window behind, not more."""
-_LOOK_S = 0.5
-_LONGEST_S = 10.0
-
-
-class _Abandoned(Exception):
-    """Ends an upload from inside, which makes the library take it back."""
 
 
 class ObjectWriter:
@@ -51,214 +31,49 @@ class ObjectWriter:
         self._name = name
         self._nbytes = nbytes
         self._put = put
-        self._size = bucket.manners.part_bytes_for(nbytes)
-        self._state = threading.Condition()
-        self._parts = Parts(self._size, nbytes)
-        self._held: set[int] = set()
-        """Parts in the hands of the library."""
-        self._copies: set[int] = set()
-        """Parts that wait or are sent and are in memory of ours."""
-        self._patience_s = _PATIENCE_S
-        self._thread: threading.Thread | None = None
-        self._end: int | None = None
-        self._failure: StorageError | None = None
+        self._upload = Upload(bucket, path, url=url, name=name, nbytes=nbytes)
         self._closed = False
         self._over = False
-        self._appeared = False
-
-    # -- what a writer does ------------------------------------------------------------------------------------
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
         if self._closed or offset < 0 or offset + len(view) > self._nbytes:
-            raise self._error(f"{len(view)} bytes at offset {offset} do not fit an open blob of {self._nbytes}", offset)
-        lent: list[int] = []
-        try:
-            for number, start, piece in self._parts.cut(offset, view):
-                if len(piece) == self._size < self._nbytes:
-                    self._lend(number, piece)
-                    lent.append(number)
-                else:
-                    self._copy_in(number, start, piece)
-            with self._state:
-                self._wait_for(lent)
-        except BaseException as exc:
-            # The caller may use its memory again, from which the library may yet send.
-            if lent or not isinstance(exc, StorageError):
-                self._fail(self._error(f"a write was cut short: {exc!r}", offset, errno.ECANCELED))
-            raise
+            what = f"{len(view)} bytes at offset {offset} do not fit an open blob of {self._nbytes}"
+            raise self._upload.error(what, offset)
+        self._upload.write(offset, view)
 
     def finish(self, nbytes: int | None = None) -> None:
         end = checked_end(f"{self._url}/{self._name}", self._name, nbytes, self._nbytes)
-        with self._state:
-            self._insist()
-            if self._closed:
-                raise self._error("is closed already", None)
-            self._closed = True
-            if (problem := self._parts.close(end)) is not None:
-                raise self._error(f"cannot end after {end} bytes: {problem}", None)
-        if self._thread is None:
-            self._put(self._parts.whole(end))
-        else:
-            with self._state:
-                self._end = end
-                self._state.notify_all()
-            self._join()
-            with self._state:
-                self._insist()
+        if self._closed:
+            raise self._upload.error("is closed already", None)
+        self._closed = True
+        whole = self._upload.close(end)
+        if whole is None:
             self._check_size(end)
+        else:
+            self._put_whole(whole)
         self._over = True
 
     def abandon(self) -> None:
         if self._over:
             return
         self._over = self._closed = True
-        if self._thread is None:
-            return
-        self._fail(self._error("was abandoned", None, errno.ECANCELED))
-        # One that stalls takes itself back when it comes to; but one that is ending may yet appear.
-        self._join(_LONGEST_S if self._end is None else self._bucket.manners.retry_s)
-        if self._appeared:
+        self._upload.cancel()
+        if self._upload.may_appear:
             with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
                 obstore().delete(self._bucket.client, self._path)
 
-    # -- parts -------------------------------------------------------------------------------------------------
-
-    def _lend(self, number: int, piece: memoryview) -> None:
-        with self._state:
-            self._insist()
-            self._accept(number, np.frombuffer(piece, np.uint8))
-
-    def _copy_in(self, number: int, start: int, piece: memoryview) -> None:
-        with self._state:
-            self._insist()
-            building = self._parts.building(number)
-            if building is None:
-                raise self._sent_already(number)
-        copy(building.memory[start : start + len(piece)], piece)
-        with self._state:
-            # A last part that is short goes when the blob ends, and where it does; one alone likewise.
-            if building.fill(start, start + len(piece)) and len(building.memory) == self._size < self._nbytes:
-                self._copies.add(number)
-                self._accept(number, np.frombuffer(building.memory, np.uint8))
-                # Nothing is missing before it, so the parts before it go by themselves, and it can be waited for them.
-                while len(self._copies) > self._bucket.manners.requests and self._parts.missing() > number:
-                    self._pause()
-
-    def _accept(self, number: int, part: Any) -> None:
-        if not self._parts.accept(number, part):
-            raise self._sent_already(number)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name=f"upload {self._name}", daemon=True)
-            self._thread.start()
-        self._state.notify_all()
-
-    def _wait_for(self, lent: list[int]) -> None:
-        """Wait until the library has let go of memory that is not ours."""
-        until = time.monotonic() + self._patience_s
-        while lent := [number for number in lent if self._parts.waits(number) or number in self._held]:
-            early = [number for number in lent if number > self._parts.missing()]
-            if not early or time.monotonic() < until:
-                self._pause(max(0.001, until - time.monotonic()) if early else _LOOK_S)
-                continue
-            self._patience_s = 0.0
-            for number in early:
-                self._copies.add(number)
-                self._parts.replace_by_copy(number)
-                lent.remove(number)
-        self._insist()
-
-    def _pause(self, seconds: float = _LOOK_S) -> None:
-        self._insist()
-        self._state.wait(seconds)
-
-    # -- the thread that sends ---------------------------------------------------------------------------------
-
-    def _upload(self) -> None:
-        manners = self._bucket.manners
+    def _put_whole(self, data: memoryview) -> None:
+        # Until it is known that it is not: an answer may be lost, or waiting for it be cut short.
+        self._upload.may_appear = True
         try:
-            obstore().put(
-                self._bucket.client, self._path, self, use_multipart=True,
-                chunk_size=self._size, max_concurrency=manners.requests,
-            )  # fmt: skip
-            self._appeared = True
-        except _Abandoned:
-            pass
-        except BaseException as exc:  # noqa: BLE001 - raised where parts are written
-            if is_foreign(exc):
-                error = translated(exc, "cannot upload", self._url, self._name)
-            else:
-                error = self._error(f"cannot upload: {exc!r}", None, errno.EIO)
-            # It may be there all the same: the last answer may have been lost.
-            self._appeared = self._end is not None
-            if self._appeared and error.details.get("code") == "NoSuchUpload":
-                return  # what is asked for again is done already; `finish` looks whether all of it is there
-            self._fail(error)
-
-    def __iter__(self) -> ObjectWriter:
-        """Be the parts, in order."""
-        return self
-
-    def __next__(self) -> Any:
-        """Give the library the next part, and keep no reference to it."""
-        slots = self._bucket.slots
-        while True:
-            with self._state:
-                while not self._parts.waits(self._parts.next):
-                    self._look()
-                    if self._end is not None:
-                        raise StopIteration
-                    self._state.wait(_LOOK_S)
-            # Only with a part in hand, or all of them could be kept by blobs whose parts wait for one.
-            while not slots.acquire(timeout=_LOOK_S):
-                self._look()
-            with self._state:
-                if self._parts.waits(self._parts.next):
-                    number, part = self._parts.take()
-                    self._held.add(number)
-                    weakref.finalize(part, self._let_go, number).atexit = False
-                    return part
-            slots.release()
-
-    def _look(self) -> None:
-        if self._failure is not None:
-            raise _Abandoned
-
-    def _let_go(self, number: int) -> None:
-        """Is called when the library has sent a part and forgotten it, or has given up."""
-        self._bucket.slots.release()
-        with self._state:
-            self._held.discard(number)
-            self._copies.discard(number)
-            self._state.notify_all()
-
-    # -- ends --------------------------------------------------------------------------------------------------
-
-    def _join(self, longest_s: float = math.inf) -> None:
-        thread, until = self._thread, time.monotonic() + longest_s
-        while thread is not None and thread.is_alive() and time.monotonic() < until:
-            thread.join(_LOOK_S)  # in pieces: Ctrl-C gets through
+            self._put(data)
+        except StorageError as error:
+            self._upload.may_appear = error.errno != errno.EEXIST  # that one is somebody else's
+            raise
 
     def _check_size(self, end: int) -> None:
         with object_errors("cannot look at", self._url, self._name):
             found = obstore().head(self._bucket.client, self._path)["size"]
         if found != end:
-            raise self._error(f"{found} bytes arrived of {end}", None)
-
-    def _fail(self, error: StorageError) -> None:
-        with self._state:
-            self._failure = self._failure or error
-            self._state.notify_all()
-
-    def _insist(self) -> None:
-        """Raise what has gone wrong. To write again would not mend it, so it is no error that passes."""
-        if (error := self._failure) is not None:
-            number = errno.ECANCELED if error.errno in TRANSIENT else error.errno
-            kind = StorageError if isinstance(error, BlobNotFound) else type(error)
-            raise kind(error.message, hint=error.hint, **{**error.details, "errno": number})
-
-    def _sent_already(self, number: int) -> StorageError:
-        return self._error("these bytes were sent already", number * self._size)
-
-    def _error(self, what: str, offset: int | None, number: int = errno.EINVAL) -> StorageError:
-        return StorageError(f"{self._url}/{self._name}: {what}", name=self._name, offset=offset, errno=number)
+            raise self._upload.error(f"{found} bytes arrived of {end}", None)
