@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 from shardkeep._version import __version__
 
 if TYPE_CHECKING:
+    from shardkeep.codec.codecs import CodecConfig
+    from shardkeep.codec.keys import KeyRing, KeySource, new_key
+    from shardkeep.codec.known import register_codec
+    from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
     from shardkeep.errors import (
         BlobNotFound,
         CheckpointError,
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from shardkeep.events import on_event
     from shardkeep.exchange.converting import ConvertReport, convert
     from shardkeep.exchange.exporting import ExportReport, export
+    from shardkeep.exchange.rotating import rotate_keys
     from shardkeep.loading import load
     from shardkeep.manage.catalog import Catalog
     from shardkeep.manage.checkpointer import Checkpointer
@@ -63,8 +68,13 @@ if TYPE_CHECKING:
     from shardkeep.state.objects.rng import RNG
     from shardkeep.store.local import LocalStore
     from shardkeep.store.memory import MemoryStore
+    from shardkeep.store.place import open_place
 
 _HOMES = {
+    "codec.codecs": ("CodecConfig",),
+    "codec.keys": ("KeyRing", "KeySource", "new_key"),
+    "codec.known": ("register_codec",),
+    "codec.problems": ("KeyMissing", "NotAuthentic", "WrongKey"),
     "errors": (
         "BlobNotFound",
         "CheckpointError",
@@ -94,6 +104,7 @@ _HOMES = {
     "events": ("on_event",),
     "exchange.converting": ("ConvertReport", "convert"),
     "exchange.exporting": ("ExportReport", "export"),
+    "exchange.rotating": ("rotate_keys",),
     "loading": ("load",),
     "manage.catalog": ("Catalog",),
     "manage.checkpointer": ("Checkpointer",),
@@ -110,6 +121,7 @@ _HOMES = {
     "state.objects.rng": ("RNG",),
     "store.local": ("LocalStore",),
     "store.memory": ("MemoryStore",),
+    "store.place": ("open_place",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -123,6 +135,7 @@ __all__ = [
     "CheckpointNotFound",
     "Checkpointer",
     "ChecksumMismatch",
+    "CodecConfig",
     "ConvertReport",
     "DamagedCheckpoint",
     "EarlierSaveFailed",
@@ -134,11 +147,15 @@ __all__ = [
     "KeepLast",
     "KeepYounger",
     "KeyCollision",
+    "KeyMissing",
+    "KeyRing",
+    "KeySource",
     "LeaseLost",
     "LoadReport",
     "LocalStore",
     "MalformedFile",
     "MemoryStore",
+    "NotAuthentic",
     "Options",
     "PerRank",
     "PickleRefused",
@@ -160,6 +177,7 @@ __all__ = [
     "UnsupportedVersion",
     "VerifyReport",
     "WriterDied",
+    "WrongKey",
     "WrongSize",
     "__version__",
     "async_save",
@@ -167,8 +185,12 @@ __all__ = [
     "export",
     "finish_saves",
     "load",
+    "new_key",
     "on_event",
     "open",
+    "open_place",
+    "register_codec",
+    "rotate_keys",
     "save",
     "show_progress",
     "trace",

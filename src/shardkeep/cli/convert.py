@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from shardkeep.cli.export import Bar, checked_text, parse_size, told_here
+from shardkeep.cli.export import Bar, checked_text, parse_codecs, parse_size, told_here
 from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
 from shardkeep.cli.places import explained
 
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
     parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
+    parser.add_argument("--codecs", metavar="NAMES", help="for native: what files go through, such as float,aes")
     parser.add_argument("--allow-pickle", action="store_true", help="pickled values, too: only if you trust them")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             args.to,
             drop=args.drop,
             max_shard_bytes=size,
+            codecs=parse_codecs(args.codecs),
             overwrite=args.overwrite,
             allow_pickle=args.allow_pickle,
             progress=Bar(stack, "convert"),

@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
     parser.add_argument("to", metavar="TO", help="a directory (hf), or a file (torch)")
-    parser.add_argument("--format", choices=("hf", "torch"), default="hf", help="what to write (default: hf)")
+    parser.add_argument("--format", choices=("hf", "torch", "native"), default="hf", help="what to write (default: hf)")
     parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: what floating point weights become")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="how large a file may be (default: 5GB)")
     parser.add_argument("--include", metavar="GLOB", action="append", help="only these names (may be repeated)")
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefix", metavar="TEXT", help="only names that begin so, without it (default: model.)")
     parser.add_argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there")
+    parser.add_argument("--codecs", metavar="NAMES", help="for native: what files go through, such as float,aes")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at TO")
 
 
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             rename=renames or None,
             prefix=args.prefix,
             config=args.config,
+            codecs=parse_codecs(args.codecs),
             overwrite=args.overwrite,
             progress=Bar(stack, "export"),
         )
@@ -124,6 +126,11 @@ def parse_size(text: str) -> float:
         raise NotUsable(f"{text!r} is no size", hint="write 500MB, 5GB or 2GiB")
     base = 1024 if found[3] else 1000
     return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
+
+
+def parse_codecs(text: str | None) -> list[str] | None:
+    """Return the codecs that a text such as float,zstd:3 names."""
+    return [name for name in map(str.strip, text.split(",")) if name] if text else None
 
 
 def parse_rename(text: str) -> tuple[str, str]:

@@ -37,6 +37,7 @@ GROUPS = {
         "latest": "print the path of the latest good checkpoint of a run",
         "verify": "check that checkpoints are what was saved",
         "prune": "delete old checkpoints by rules",
+        "rotate": "wrap the keys of encrypted checkpoints by a new key",
     },
     "Move": {
         "export": "write a checkpoint for Hugging Face or torch.load",

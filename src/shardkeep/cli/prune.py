@@ -23,8 +23,10 @@ from shardkeep.cli.problems import NotUsable, did_you_mean
 from shardkeep.cli.roots import Run
 from shardkeep.cli.sweeping import Litter, find_litter, sweep
 from shardkeep.errors import CheckpointError
+from shardkeep.layout.leftovers import STALE_AFTER_S
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
+from shardkeep.store import uploads
 
 EXAMPLES = """
   shardkeep prune runs/a --keep-last 3 --dry-run
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
             say("nothing was deleted")
             return 0
         failed = _carry_out(found, planned, force=args.force)
+        if many := _sweep_uploads(found):
+            remark(f"{count_text(many, 'upload')} that nobody will finish taken back", "yellow")
         if not args.json and not failed:
             say(styled(f"deleted, {size_text(planned.nbytes)} freed", "green"))
     if args.json:
@@ -270,6 +274,15 @@ def _carry_out(found: Run, planned: Plan, *, force: bool) -> dict[str, str]:
         except CheckpointError as exc:
             failed[litter.entry.name] = exc.message
     return failed
+
+
+def _sweep_uploads(found: Run) -> int:
+    """Take back uploads of the run that are older than any save; what is younger goes with the claims of dead saves."""
+    try:
+        return uploads.sweep(found.catalog.root, older_than_s=STALE_AFTER_S)
+    except CheckpointError as exc:
+        remark(f"uploads that nobody will finish could not be looked for: {shown(exc.message)}", "yellow")
+        return 0
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ place. Files of a save that may still be alive are never touched.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -18,10 +19,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.layout.native import claim_name, is_claim, read_record, save_id_of
+from shardkeep.store import uploads
 from shardkeep.store.process import host, started
 from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts, Store
+
+log = logging.getLogger("shardkeep")
 
 STALE_AFTER_S = 24 * 3600.0
 _MAX_CLAIM_NBYTES = 4096
@@ -128,6 +132,20 @@ def unnamed(store: Store, found: Survey) -> list[str]:
         # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
         return found.dead
     return [name for name in found.dead + found.ended if name not in kept]
+
+
+def sweep_uploads(store: Store, found: Survey) -> int:
+    """
+    Take back uploads that dead saves began in a place, before their claims are removed; returns how many.
+
+    Where nobody can say which there are, none: see `store.uploads`.
+    """
+    dead = {save_id_of(name) for name in found.dead} - {None}
+    try:
+        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in dead)
+    except CheckpointError as exc:
+        log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
+        return 0
 
 
 def claims_last(names: Iterable[str]) -> list[str]:

@@ -209,19 +209,14 @@ class Coordinator:
 
     def _sweep(self, found: leftovers.Survey) -> None:
         """Delete the files of saves that are over, but for those of the committed checkpoint."""
-        if not found.dead and not found.ended:
-            return
         try:
-            record = native.read_record(self.store)
-        except CheckpointNotFound:
-            # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
-            discard(self.store, found.dead)
-            return
+            names = leftovers.unnamed(self.store, found)
         except (DamagedCheckpoint, UnsupportedVersion) as exc:
             log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
             return
-        kept = {*record.names}
-        discard(self.store, [name for name in found.dead + found.ended if name not in kept])
+        if found.dead:
+            leftovers.sweep_uploads(self.store, found)
+        discard(self.store, names)
 
     def _check_room(self) -> None:
         """
@@ -273,7 +268,7 @@ class Coordinator:
 def discard(store: Store, names: list[str]) -> None:
     """Delete files of a save that is not to be; never raises. Claims go last, and stay while anything else does."""
     stays = False
-    for name in sorted(names, key=native.is_claim):
+    for name in leftovers.claims_last(names):
         if stays and native.is_claim(name):  # without it nobody would know that the rest is of a dead save
             continue
         try:

@@ -1,0 +1,88 @@
+"""
+Rotation of keys: the data keys of a checkpoint are wrapped by another key of the user, and nothing else changes.
+
+Only the commit record is written anew, over the version that was read; its signature leaves the wrapped keys out, so it
+holds before and after.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from msgspec.structs import replace
+
+from shardkeep.codec.frame_chain import Chain, rewrapped
+from shardkeep.codec.problems import KeyMissing
+from shardkeep.errors import CheckpointExists, StateError, StorageError
+from shardkeep.format.record import RECORD_NAME, Record, encode_record
+from shardkeep.layout import native
+from shardkeep.layout.signing import check_signature
+from shardkeep.options import Options
+from shardkeep.run.key_choice import keys_for
+from shardkeep.store.place import open_store
+from shardkeep.store.protocol import Store
+
+
+def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> bool:
+    r"""
+    Wrap the data keys of an encrypted checkpoint by the first of your keys; its files stay as they are.
+
+    Put the new key before the old one (in the key file, or in `KeyRing`), rotate every checkpoint, then take the old one
+    away. A copy of the old commit record still opens with the old key: keys that leaked call for a new save.
+
+    Args:
+        where: a native checkpoint.
+        options: `keys`, else what SHARDKEEP_KEY_FILE or SHARDKEEP_KEY names.
+
+    Returns:
+        Whether anything was to do.
+
+    Raises:
+        StateError: the checkpoint is not encrypted.
+        KeyMissing: there are no keys.
+        WrongKey: none of the keys opens it.
+        NotAuthentic: its commit record was changed by somebody who has not the key.
+        CheckpointExists: another save has replaced it meanwhile.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> where, old, new = tempfile.mkdtemp() + "/step-1", sk.new_key(), sk.new_key()
+        >>> keys = sk.Options(keys=sk.KeyRing.from_text(old))
+        >>> _ = sk.save({"w": torch.ones(4)}, where, codecs=["aes"], options=keys)
+        >>> sk.rotate_keys(where, options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
+        True
+        >>> sk.open(where, options=sk.Options(keys=sk.KeyRing.from_text(new)))["w"].shape
+        (4,)
+
+    """
+    options = options or Options()
+    store = open_store(where, direct=options.direct_io)
+    version = store.version(RECORD_NAME)
+    record = native.read_record(store)
+    keys = keys_for(options)
+    if keys is None:
+        raise KeyMissing("there are no keys", hint="set SHARDKEEP_KEY_FILE, the new key on its first line")
+    if not _checked(record, options):
+        raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
+    renewed = replace(record, chains=[rewrapped(each, keys) for each in record.chains])
+    if renewed == record:
+        return False
+    _checked(renewed, options)
+    try:
+        store.put(RECORD_NAME, encode_record(renewed), over=version)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        raise CheckpointExists(
+            f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
+        ) from exc
+    return True
+
+
+def _checked(record: Record, options: Options) -> bool:
+    """Insist that the record is what was signed, by keys that are asked for anew; tell whether there is a secret."""
+    keys = keys_for(options)
+    chains = [Chain.opened(each, keys=keys) for each in record.chains]
+    check_signature(record, chains)
+    return any(chain.is_secret for chain in chains)

@@ -1,0 +1,103 @@
+"""`shardkeep rotate`: keys change, data do not; and the words of codecs on other commands."""
+
+import pytest
+import torch
+
+import shardkeep as sk
+from tests.cli.conftest import state_of
+
+
+@pytest.fixture
+def keys(tmp_path, monkeypatch):
+    """A key file that the environment names, with one key in it."""
+    file = tmp_path / "keys"
+    file.write_text(sk.new_key() + "\n")
+    monkeypatch.setenv("SHARDKEEP_KEY_FILE", str(file))
+    return file
+
+
+@pytest.fixture
+def run_of_secrets(keys, tmp_path):
+    """A run with two encrypted checkpoints and one that is not."""
+    root = tmp_path / "secrets"
+    for step in (1, 2):
+        sk.save(state_of(step), root / f"step-{step}", step=step, codecs=["float", "aes"])
+    sk.save(state_of(3), root / "step-3", step=3)
+    return root
+
+
+def test_keys_are_rotated_and_data_are_not_touched(shardkeep, run_of_secrets, keys):
+    """With a new key before the old one all is rotated; afterwards the new one alone opens it, and the old one does not."""
+    old = keys.read_text()
+    files = {path: path.read_bytes() for path in run_of_secrets.glob("*/*.skframes")}
+    new = sk.new_key() + "\n"
+    keys.write_text(new + old)
+    answer = shardkeep("rotate", run_of_secrets)
+    assert answer.code == 0
+    assert "2 checkpoints rotated" in answer.out
+    assert [each["status"] for each in shardkeep("rotate", run_of_secrets, "--json").json["checkpoints"]] == [
+        "plain",
+        "current",
+        "current",
+    ]
+    assert {path: path.read_bytes() for path in files} == files
+    keys.write_text(new)
+    loaded = sk.open(run_of_secrets / "step-2")["model.embed.weight"][:]
+    assert torch.equal(loaded, state_of(2)["model"]["embed.weight"])
+    assert shardkeep("verify", run_of_secrets, "--deep").code == 0
+    keys.write_text(old)
+    assert shardkeep("show", run_of_secrets / "step-2", "step").code == 2
+
+
+def test_what_cannot_be_rotated_says_why(shardkeep, run_of_secrets, keys, monkeypatch):
+    """A wrong key, no key and a checkpoint that is not encrypted are errors, and leave the record as it was."""
+    record = (run_of_secrets / "step-1" / "shardkeep.json").read_bytes()
+    answer = shardkeep("rotate", run_of_secrets / "step-3")
+    assert answer.code == 2
+    assert "not encrypted" in answer.err
+    keys.write_text(sk.new_key())
+    answer = shardkeep("rotate", run_of_secrets)
+    assert answer.code == 2
+    assert answer.err.count("it is encrypted with the key") == 2
+    monkeypatch.delenv("SHARDKEEP_KEY_FILE")
+    with pytest.raises(sk.KeyMissing):
+        sk.rotate_keys(run_of_secrets / "step-1")
+    assert (run_of_secrets / "step-1" / "shardkeep.json").read_bytes() == record
+
+
+def test_an_edited_record_is_not_signed_anew(run_of_secrets, keys):
+    """Rotation refuses a record that somebody changed: it would vouch for it."""
+    from shardkeep.format.record import decode_record, encode_record
+
+    path = run_of_secrets / "step-1" / "shardkeep.json"
+    record = decode_record(path.read_bytes(), "here")
+    record.files.reverse()
+    path.write_bytes(encode_record(record))
+    keys.write_text(sk.new_key() + "\n" + keys.read_text())
+    with pytest.raises(sk.NotAuthentic):
+        sk.rotate_keys(run_of_secrets / "step-1")
+
+
+@pytest.mark.parametrize("words", [("convert", "--to", "native"), ("export", "--format", "native", "--prefix", "")])
+def test_codecs_by_name(shardkeep, checkpoint, tmp_path, keys, words):
+    """`--codecs` of convert and export makes a checkpoint that only the key opens."""
+    command, *options = words
+    answer = shardkeep(command, checkpoint, tmp_path / "out", *options, "--codecs", "float,aes")
+    assert answer.code == 0, answer.err
+    assert [each["name"] for each in sk.open(tmp_path / "out").record.chains[0]] == ["float", "aes"]
+    assert torch.equal(sk.open(tmp_path / "out")["optim.exp_avg"][:], state_of(30)["optim"]["exp_avg"])
+    keys.write_text(sk.new_key())
+    with pytest.raises(sk.WrongKey):
+        sk.open(tmp_path / "out")
+    assert (
+        shardkeep(
+            command,
+            checkpoint,
+            tmp_path / "no",
+            *options[:1],
+            "dcp" if command == "convert" else "hf",
+            "--codecs",
+            "aes",
+        ).code
+        == 2
+    )
