@@ -28,7 +28,7 @@ from shardkeep.codec.codecs import Codec, CodecConfig, FramePlace, Recorded
 from shardkeep.codec.float_look import WORST, Bytes, Look, look, sample_of
 from shardkeep.codec.planes import WIDTHS, Splitter, Words, merge, type_of
 from shardkeep.codec.problems import DamagedFrame, OversizedFrame
-from shardkeep.codec.zstd_codec import ForThread, need_engine
+from shardkeep.codec.zstd_codec import ForThread, need_engines
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,7 +59,7 @@ class Float(CodecConfig, frozen=True):
     def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
         """Return the codec."""
         cls.from_recorded(recorded)
-        return _FloatCodec(need_engine("the codec 'float'"))
+        return _FloatCodec(*need_engines("the codec 'float'"))
 
 
 class _Part(NamedTuple):
@@ -72,10 +72,10 @@ class _Part(NamedTuple):
 
 
 class _FloatCodec:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._literals = ForThread(engine.literal_frames)
-        self._matches = ForThread(lambda: engine.frames(1))
+    def __init__(self, writer: Engine, reader: Engine) -> None:
+        self._reader = reader
+        self._literals = ForThread(writer.literal_frames)
+        self._matches = ForThread(lambda: writer.frames(1))
 
     def bound(self, nbytes: int) -> int:
         return nbytes + 1
@@ -144,7 +144,7 @@ class _FloatCodec:
         for part in parts:
             body = part.body
             if part.coder == _ZSTD:
-                body = np.frombuffer(self._engine.whole(body.data, count), np.uint8)
+                body = np.frombuffer(self._reader.whole(body.data, count), np.uint8)
                 if body.size != count:
                     raise _damaged(place, f"a plane has {body.size} bytes instead of {count}")
             words.append(_aligned(body, part.nbytes))

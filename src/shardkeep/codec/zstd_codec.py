@@ -11,7 +11,7 @@ import msgspec
 from shardkeep.codec.codecs import Codec, CodecConfig, FramePlace, Recorded
 from shardkeep.codec.problems import CodecUnavailable, InvalidCodec
 from shardkeep.codec.raw import bound_of_marked, marked, unmarked
-from shardkeep.codec.zstd_engines import MODULES, Engine, OneFrame, find_engine
+from shardkeep.codec.zstd_engines import MODULES, READERS, Engine, OneFrame, find_engine
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -46,13 +46,13 @@ class Zstd(CodecConfig, frozen=True):
     def open(cls, recorded: Recorded, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
         """Return the codec."""
         config = cls.from_recorded(recorded)
-        return _ZstdCodec(need_engine("the codec 'zstd'"), config.level)
+        return _ZstdCodec(*need_engines("the codec 'zstd'"), config.level)
 
 
 class _ZstdCodec:
-    def __init__(self, engine: Engine, level: int) -> None:
-        self._engine = engine
-        self._compress = ForThread(lambda: engine.frames(level))
+    def __init__(self, writer: Engine, reader: Engine, level: int) -> None:
+        self._reader = reader
+        self._compress = ForThread(lambda: writer.frames(level))
 
     def bound(self, nbytes: int) -> int:
         return bound_of_marked(nbytes)
@@ -62,7 +62,7 @@ class _ZstdCodec:
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         coded, is_raw = unmarked(data, place, most_nbytes)
-        return coded if is_raw else self._engine.whole(coded, most_nbytes)
+        return coded if is_raw else self._reader.whole(coded, most_nbytes)
 
 
 class ForThread:
@@ -80,18 +80,18 @@ class ForThread:
         return compress
 
 
-def need_engine(wanted_by: str) -> Engine:
+def need_engines(wanted_by: str) -> tuple[Engine, Engine]:
     """
-    Return the module that knows zstd.
+    Return the modules that write and read zstd frames; often it is one.
 
     Raises:
         CodecUnavailable: none is installed.
 
     """
-    engine = find_engine()
-    if engine is None:
+    writer, reader = find_engine(), find_engine(READERS)
+    if writer is None or reader is None:
         raise CodecUnavailable(
             f"{wanted_by} needs one of the modules {', '.join(MODULES)}, and none is installed",
             hint="pip install 'shardkeep[zstd]'",
         )
-    return engine
+    return writer, reader

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _ALIKE = ("compression.zstd", "backports.zstd", "pyzstd")
 MODULES = (*_ALIKE, "zstandard")
 """The modules that will do, the best first."""
+READERS = ("zstandard", *_ALIKE)
+"""The same, the best for whole frames of a known size first: it makes them at once where they are to be."""
 
 _FEED = 2048
 """Most input that `zstandard` is given at a time: it becomes 64 MiB at the very most."""
