@@ -44,6 +44,14 @@ _BY_STATUS = {
     400: errno.EINVAL, 401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT,
     409: errno.EBUSY, 412: errno.EEXIST, 416: errno.EINVAL, 429: errno.EBUSY, 503: errno.EBUSY, 504: errno.ETIMEDOUT,
 }  # fmt: skip
+_NO_KEYS = (
+    "/latest/api/token",
+    "/latest/meta-data",
+    "metadata.google.internal",
+    "/metadata/identity",
+    "MissingAccessKeyId",
+)
+"""Where it is looked for keys when there are none anywhere else."""
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GOOGLE_*, AZURE_* elsewhere), or pass them to shardkeep.store"
 _HINTS_BY_CODE = {
     "NoSuchBucket": "make the bucket, or correct its name; nothing was written",
@@ -92,7 +100,7 @@ def translated(exc: BaseException, action: str, url: str, name: str = "", offset
     at = "" if offset is None else f" at offset {offset}"
     message = f"{where}: {action}{at}: {summary} (errno {errno.errorcode.get(number, number)})"
     hint = _HINTS_BY_CODE.get(code, "")
-    if "169.254.169.254" in text or "metadata.google.internal" in text or "MissingAccessKeyId" in text:
+    if any(mark in text for mark in _NO_KEYS):
         hint, message = "no keys were found here: " + _KEYS, f"{where}: {action}{at}: no keys to sign requests with"
     if "BadScheme" in text:
         hint = "use an https:// endpoint, or set AWS_ALLOW_HTTP=true"

@@ -1,0 +1,156 @@
+"""What goes wrong with an object store is said so that a person knows what to do, and with no key in it."""
+
+import errno
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.store.object_errors import translated
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.place import open_place
+from shardkeep.testing.s3_server import S3Server
+
+Opened = Callable[..., ObjectRoot]
+SECRET = "never-to-be-seen"
+VERBS: dict[str, Callable[[ObjectRoot], Any]] = {
+    "create": lambda store: store.create("a", 1),
+    "open": lambda store: store.open("a"),
+    "put": lambda store: store.put("a", b"1"),
+    "replace": lambda store: store.put("a", b"1", replace=True),
+    "get": lambda store: store.get("a", limit=9),
+    "version": lambda store: store.version("a"),
+    "list": lambda store: list(store.list()),
+    "places": lambda store: list(store.places()),
+    "delete": lambda store: store.delete("a"),
+}
+
+
+def said(call: Callable[[], Any]) -> StorageError:
+    """Return the error, of which no line may show a key."""
+    with pytest.raises(StorageError) as caught:
+        call()
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    return caught.value
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_wrong_keys(s3_place: Opened, verb: str) -> None:
+    """Every verb says that rights are lacking, where, and which variables hold the keys."""
+    store = s3_place(secret_access_key=SECRET)
+    error = said(lambda: VERBS[verb](store))
+    assert (error.errno, str(error).startswith(store.url)) == (errno.EACCES, True)
+    assert "403" in error.message
+    assert "AWS_SECRET_ACCESS_KEY" in error.hint
+
+
+def test_an_unknown_key_is_told_from_a_wrong_one(s3_place: Opened) -> None:
+    """The service's own words are there."""
+    error = said(lambda: s3_place(access_key_id="nobody", secret_access_key=SECRET).get("a", limit=9))
+    assert "InvalidAccessKeyId" in error.message
+    assert "unknown there" in error.hint
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in {"create", "version"}])
+def test_a_missing_bucket_is_no_missing_blob(s3_server: S3Server, verb: str) -> None:
+    """Who has mistyped a bucket's name is not told that there is no checkpoint."""
+    store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
+    error = said(lambda: VERBS[verb](store))  # type: ignore[arg-type]
+    assert not isinstance(error, BlobNotFound)
+    assert error.errno == errno.ENOENT
+    assert "NoSuchBucket" in error.message
+    assert "make the bucket" in error.hint
+
+
+def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Server) -> None:
+    """To look for a name there says no more than that there is none; to put something there does."""
+    store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
+    writer = store.create("a", 1)
+    writer.write_at(0, memoryview(b"x"))
+    assert "make the bucket" in said(writer.finish).hint
+    writer.abandon()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "number", "message", "hint"),
+    [
+        ("http://127.0.0.1:1", errno.ECONNREFUSED, "refused, after 1 retries", "AWS_ENDPOINT_URL"),
+        ("http://nowhere.invalid", errno.EHOSTUNREACH, "name was not found", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_wrong_endpoints(s3_place: Opened, endpoint: str, number: int, message: str, hint: str) -> None:
+    """What does not answer is named, in a time that is bounded by the options."""
+    error = said(lambda: s3_place(endpoint=endpoint, retries=1).get("a", limit=9))
+    assert error.errno == number
+    assert message in error.message
+    assert hint in error.hint
+
+
+def test_plain_http_must_be_meant(s3_place: Opened) -> None:
+    """Keys are not sent over an open line because of a typing mistake."""
+    error = said(lambda: s3_place(client_options={"allow_http": False}).get("a", limit=9))
+    assert "AWS_ALLOW_HTTP" in error.hint
+
+
+def test_no_keys_at_all(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Where there are none, that is said, and not that some address of the machine's role cannot be reached."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = open_place(
+        s3_server.url("a"), endpoint=s3_server.endpoint, retries=0, metadata_endpoint="http://127.0.0.1:1"
+    )
+    error = said(lambda: store.get("a", limit=9))
+    assert "AWS_ACCESS_KEY_ID" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nonsense": 1}, "nonsense"),
+        ({"requests": 0}, "requests=0: must be more than 0"),
+        ({"part_bytes": 1 << 20}, "S3 takes no parts of less"),
+        ({"retries": -1}, "cannot be negative"),
+        ({"timeout_s": "long"}, "wrong type"),
+        ({"access_key_id": "only-half", "secret_access_key": None}, "cannot open s3://"),
+    ],
+)
+def test_options_that_make_no_sense(
+    s3_server: S3Server, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused when the place is opened, by name, before anything is asked of the service."""
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    with pytest.raises(CheckpointError, match=message):
+        open_place(s3_server.url("a"), **{**s3_server.options, **options})
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "message"),
+    [
+        (
+            "Server returned non-2xx status code: 503 X: <Error><Code>SlowDown</Code></Error>",
+            errno.EBUSY,
+            "503 SlowDown",
+        ),
+        ("Server returned non-2xx status code: 429 Too Many Requests: ", errno.EBUSY, "429 Too Many Requests"),
+        ("Server returned non-2xx status code: 500 Oh: ", errno.EIO, "500 Oh"),
+        ("Server returned non-2xx status code: 504 G: ", errno.ETIMEDOUT, "504 G"),
+        (
+            "after 3 retries - HTTP error: x\n\nDebug source:\n kind: Timeout,",
+            errno.ETIMEDOUT,
+            "in time, after 3 retries",
+        ),
+        ("request or response body error\n\nDebug source: ConnectionReset", errno.ECONNRESET, "was reset"),
+        (f"GET https://a.b/c?sig={SECRET}&x=1 went wrong", errno.EIO, "GET https://a.b/c went wrong"),
+    ],
+)
+def test_what_services_say_has_a_number(text: str, number: int, message: str) -> None:
+    """By which it is told what passes from what stays; a signature in a URL is left out."""
+    error = translated(ValueError(text), "cannot get", "s3://b", "a", 7)
+    assert error.errno == number
+    assert message in error.message
+    assert error.message.startswith("s3://b/a: cannot get at offset 7: ")
+    assert SECRET not in str(error)

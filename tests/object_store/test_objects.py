@@ -1,0 +1,180 @@
+"""Objects: reading while they change, listing past a page, deleting many, roots, and ways to name a place."""
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.object_read import HEAD_BYTES
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.place import open_place, open_root, open_store
+from shardkeep.store.protocol import is_sequential, requests_of
+from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.store.roots import REMOVING_NAME
+from shardkeep.testing.s3_server import BUCKET, S3Server
+from shardkeep.testing.store_contract import sample, write_blob
+
+Opened = Callable[..., ObjectRoot]
+
+
+@pytest.mark.parametrize("nbytes", [10, HEAD_BYTES + 1])
+def test_a_reader_never_mixes_two_objects(s3_place: Opened, nbytes: int) -> None:
+    """One that was replaced since it was opened is an error; what was read with the opening is still right."""
+    store = s3_place()
+    old = sample(nbytes)
+    store.put("a", old)
+    with closing(store.open("a")) as reader:
+        store.put("a", sample(nbytes, seed=1), replace=True)
+        into = bytearray(nbytes)
+        if nbytes <= HEAD_BYTES:
+            reader.read_into(0, memoryview(into))
+            assert into == old
+            return
+        with pytest.raises(BlobNotFound, match="another was put in its place") as caught:
+            reader.read_into(0, memoryview(into))
+        assert caught.value.errno == errno.ENOENT
+
+
+def test_the_head_of_a_blob_comes_with_its_opening(s3_place: Opened) -> None:
+    """It is at hand even when the service is not; the rest is not said to be."""
+    store = s3_place()
+    store.put("a", sample(HEAD_BYTES + 100))
+    with closing(store.open("a")) as reader:
+        assert reader.cached(0, HEAD_BYTES)
+        assert not reader.cached(1, HEAD_BYTES)
+        store.delete("a")
+        into = bytearray(1000)
+        reader.read_into(50, memoryview(into))
+        assert into == sample(HEAD_BYTES + 100)[50:1050]
+    with pytest.raises(StorageError, match="is closed"):
+        reader.read_into(0, memoryview(into))
+
+
+def test_listing_past_a_page_and_deleting_many(s3_place: Opened) -> None:
+    """More blobs than a service lists at once are all listed, in order, and deleted in a few requests."""
+    store = s3_place(requests=32)
+    names = [f"blob-{i:05}" for i in range(1100)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.put(name, b"x", replace=True), names))
+    assert [info.name for info in store.list()] == names
+    store.delete_all([*names[:-1], "not-there"])
+    assert [info.name for info in store.list()] == names[-1:]
+    store.delete_all([])
+
+
+def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
+    s3_place: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record alone, then all the rest at once, then the mark; other places and the root's own blobs stay."""
+    root = s3_place()
+    for name in ("a", "b", RECORD_NAME):
+        root.place("step-1").put(name, b"x")
+    root.place("step-10").put(RECORD_NAME, b"x")
+    root.put("latest", b"step-10")
+    root.bucket.client.put(f"{root.prefix}step-1/deeper/not a name", b"x")
+    deleted: list[list[str]] = []
+    original = ObjectRoot.delete_all
+
+    def delete_all(self: ObjectRoot, names: list[str]) -> None:
+        deleted.append(list(names))
+        original(self, names)
+
+    monkeypatch.setattr("shardkeep.store.objects.ObjectStore.delete_all", delete_all)
+    assert sorted(root.places()) == ["step-1", "step-10"]
+    RetryingStore(root, Patience(0))
+    root.remove("step-1")
+    root.remove("step-1")
+    assert deleted == [[RECORD_NAME], ["a", "b"], [REMOVING_NAME]]
+    assert list(root.place("step-1").list()) == []
+    assert [info.name for info in root.place("step-10").list()] == [RECORD_NAME]
+    assert [info.name for info in root.list()] == ["latest"]
+    root.drop_empty("step-1")
+
+
+def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
+    """Also through one that tries again."""
+    store = RetryingStore(s3_place(requests=7), Patience(1))
+    assert is_sequential(store)
+    assert requests_of(store, 2) == 7
+    assert not is_sequential(RetryingStore(MemoryRoot(), Patience(1)))
+    assert requests_of(RetryingStore(MemoryRoot(), Patience(1)), 2) == 2
+
+
+def test_a_url_and_the_environment_are_enough(
+    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Keys and endpoint are found where everybody keeps them; a place is the same by any way of naming it."""
+    mine = s3_place()
+    write_blob(mine.place("step-1"), "a", b"abc")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ALLOW_HTTP")  # the endpoint says http:// itself
+    monkeypatch.chdir(tmp_path)
+    by_url = open_store(f"{mine.url}/step-1/", direct=True)
+    assert by_url.url == f"{mine.url}/step-1"
+    assert by_url.get("a", limit=3) == b"abc"
+    assert list(open_root(f"S3{mine.url[2:]}", direct=True).places()) == ["step-1"]
+    assert "step-1" not in open_root(f"s3://{BUCKET}", direct=True).places()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "changed")
+    with pytest.raises(StorageError, match="403"):
+        open_store(mine.url, direct=True).get("a", limit=3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_keys_of_a_profile(
+    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By option or by variable; one that is not there is named."""
+    mine = s3_place()
+    mine.put("a", b"x")
+    options = s3_server.options
+    file = tmp_path / "credentials"
+    file.write_text(
+        f"[tests]\naws_access_key_id = {options['access_key_id']}\n"
+        f"aws_secret_access_key = {options['secret_access_key']}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    where = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
+    assert open_place(mine.url, profile="tests", **where).get("a", limit=1) == b"x"
+    monkeypatch.setenv("AWS_PROFILE", "tests")
+    assert open_place(mine.url, **where).get("a", limit=1) == b"x"
+    with pytest.raises(CheckpointError, match="'nobody' gives no keys"):
+        open_place(mine.url, profile="nobody", **where)
+
+
+def test_memory_is_one_place_a_name() -> None:
+    """All who name it see the same blobs, at any depth, and other names see none of them."""
+    store = open_store("memory://tests-objects/runs/step-1", direct=True)
+    store.put("a", b"x")
+    root = open_root("memory://tests-objects/runs", direct=True)
+    assert list(root.places()) == ["step-1"]
+    assert root.place("step-1").get("a", limit=1) == b"x"
+    assert list(open_root("memory://tests-objects", direct=True).places()) == ["runs"]
+    assert list(open_root("memory://tests-others", direct=True).places()) == []
+    open_root("memory://tests-objects", direct=True).remove("runs")
+    assert list(root.places()) == []
+
+
+def test_a_path_has_options_too(tmp_path: Path) -> None:
+    """A path opens with options of its own; others are refused by name."""
+    assert open_place(tmp_path, direct=False).url == str(tmp_path)
+    with pytest.raises(CheckpointError, match="no option 'endpoint'"):
+        open_place(tmp_path, endpoint="http://x")
+
+
+def test_what_is_missing_to_open_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not installed is asked for by the name of the extra."""
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[fsspec\]'"):
+        open_store("sftp://host/run", direct=True)
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[cloud\]'"):
+        open_store("gs://a-bucket-never-opened/run", direct=True)
