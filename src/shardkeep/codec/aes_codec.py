@@ -16,6 +16,8 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardkeep.codec.codecs import WRAPPED, Codec, CodecConfig, FramePlace, Recorded
 from shardkeep.codec.keys import KEY_NBYTES
 from shardkeep.codec.needs import need
@@ -29,7 +31,7 @@ _TAG_NBYTES = 16
 _SALT_NBYTES = 32
 _PLACE = struct.Struct("<QQQ")
 _HINT = "it was damaged, or somebody changed it: use another checkpoint, or another copy of this one"
-_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with a key, or give one by options; `new_key` makes one"
+_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with a key, or give one by options; shardkeep.new_key() makes one"
 
 
 class Aes(CodecConfig, frozen=True):
@@ -70,24 +72,23 @@ class _AesCodec:
     def bound(self, nbytes: int) -> int:
         return nbytes + _NONCE_NBYTES + _TAG_NBYTES
 
-    def encode(self, data: memoryview, place: FramePlace) -> bytearray:
+    def encode(self, data: memoryview, place: FramePlace) -> memoryview:
         nonce = os.urandom(_NONCE_NBYTES)
         work = self._cipher(place, nonce).encryptor()
         work.authenticate_additional_data(_bound_to(place, data.nbytes))
-        stored = bytearray(data.nbytes + _NONCE_NBYTES + _TAG_NBYTES)
-        view = memoryview(stored)
-        view[:_NONCE_NBYTES] = nonce
-        work.update_into(data, view[_NONCE_NBYTES:])
+        stored = np.empty(data.nbytes + _NONCE_NBYTES + _TAG_NBYTES, np.uint8).data  # not zeroed, as a bytearray is
+        stored[:_NONCE_NBYTES] = nonce
+        work.update_into(data, stored[_NONCE_NBYTES:])
         work.finalize()
-        view[len(view) - _TAG_NBYTES :] = work.tag
+        stored[len(stored) - _TAG_NBYTES :] = work.tag
         return stored
 
-    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> bytearray:
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes > most_nbytes:
             raise OversizedFrame(f"{_named(place)} is larger than what was written", hint=_HINT, file=place.file)
-        plain = bytearray(max(nbytes, 0))
-        self.decode_into(data, place, memoryview(plain))
+        plain = np.empty(max(nbytes, 0), np.uint8).data
+        self.decode_into(data, place, plain)
         return plain
 
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:

@@ -55,10 +55,10 @@ class KeyRing:
         for key in keys:
             if not isinstance(key, (bytes, bytearray)) or len(key) != KEY_NBYTES:
                 # What was given is not shown: it may be most of a key.
-                raise InvalidKey(f"a key is {KEY_NBYTES} bytes", hint="make one with shardkeep.codec.keys.new_key()")
+                raise InvalidKey(f"a key is {KEY_NBYTES} bytes", hint="make one with shardkeep.new_key()")
             self._keys.setdefault(_id_of(bytes(key)), bytes(key))
         if not self._keys:
-            raise InvalidKey("no key was given", hint="make one with shardkeep.codec.keys.new_key()")
+            raise InvalidKey("no key was given", hint="make one with shardkeep.new_key()")
 
     @classmethod
     def from_text(cls, text: str, *, named: str = "the text") -> KeyRing:
@@ -72,7 +72,7 @@ class KeyRing:
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
         keys = [_key_of(line, f"line {number} of {named}") for number, line in lines if line and line[0] != "#"]
         if not keys:
-            raise InvalidKey(f"there is no key in {named}", hint="make one with shardkeep.codec.keys.new_key()")
+            raise InvalidKey(f"there is no key in {named}", hint="make one with shardkeep.new_key()")
         return cls(keys)
 
     @classmethod
@@ -210,7 +210,7 @@ def _key_of(line: str, where: str) -> bytes:
     if len(key) != KEY_NBYTES:
         raise InvalidKey(
             f"{where} is no key: {KEY_NBYTES} bytes in hex or base64",
-            hint="make one with shardkeep.codec.keys.new_key()",
+            hint="make one with shardkeep.new_key()",
         )
     return key
 

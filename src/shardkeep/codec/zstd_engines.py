@@ -133,7 +133,7 @@ class Engine:
             pieces.append(inner.decompress(data, room))
             room -= len(pieces[-1])
             data = b""
-            if not pieces[-1] and inner.needs_input:
+            if not pieces[-1] and not inner.eof:
                 raise ValueError("a zstd frame ends too early")
         if not room:
             raise ValueError(f"a zstd frame stands for more than {most_nbytes} bytes")
