@@ -1,0 +1,156 @@
+"""The engine on a real S3 server: ranks, resharding, races, ranged reads, many checkpoints, the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.cli.main import main
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.testing.rank_pool import RankPool
+from shardkeep.testing.s3_server import S3Server
+from tests.object_store.jobs import load_by_url, race, save_by_url
+from tests.object_store.proxy import Proxy
+
+Opens = Callable[..., ObjectRoot]
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    with Proxy(s3_server.port) as proxy:
+        yield proxy
+
+
+def names_in(place: ObjectRoot) -> set[str]:
+    return {info.name for info in place.list()}
+
+
+def places_of(root: ObjectRoot) -> list[str]:
+    """Name the places that have anything in them; this server goes on listing others for a while."""
+    return sorted(name for name in root.places() if list(root.place(name).list()))
+
+
+def test_ranks_save_and_any_number_of_ranks_load(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
+    """
+    Saved by three ranks, in their call and in the background, and loaded bit for bit by three, two and four; keys and
+    endpoint come from the environment; not a file is written on the machine.
+    """
+    place = s3_place()
+    rank_pool.run(3, save_by_url, place.url, s3_server.environment, 10)
+    for ranks in (2, 4):
+        rank_pool.run(ranks, load_by_url, place.url, s3_server.environment, 11)
+    ck = sk.open(place)
+    assert ck.verify().files > 0
+    assert ck.step == 11
+    assert [ck[f"rng.@{rank}"] for rank in range(3)] == [[11, rank] for rank in range(3)]
+    assert names_in(place) == {RECORD_NAME, *ck.record.names}
+
+
+def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
+    """
+    Four processes that know nothing of each other commit to one place in the same moment, an empty one and one that has
+    a checkpoint: one is told that it won, the checkpoint is its own, and of the others nothing stays.
+    """
+    place = s3_place()
+    for k in (10, 20):
+        ends = rank_pool.run(4, race, place.url, s3_server.options, k)
+        assert ends.count("won") == 1, ends
+        ck = sk.open(place)
+        ck.verify()
+        assert ck.step == k + ends.index("won")
+        assert torch.equal(ck["w"].tensor(), torch.full((999,), ck.step))
+        for end in ends:
+            assert end == "won" or ck.record.save_id in end, ends
+        assert names_in(place) == {RECORD_NAME, *ck.record.names}
+
+
+def test_a_row_of_a_large_tensor_costs_little(proxy: Proxy, s3_place: Opens) -> None:
+    """
+    One row of 20 MB is read by one request for the blocks around it: with opening, less than a hundredth passes.
+    """
+    weights = torch.randn(5000, 1024)
+    place = s3_place(endpoint=proxy.endpoint)
+    sk.save({"w": weights}, place)
+
+    proxy.rules = []
+    ck = sk.open(place)
+    assert torch.equal(ck["w"][4321], weights[4321])
+    assert proxy.counts.received < weights.nbytes / 100
+    assert {request.method for request in proxy.counts.requests} == {"GET"}
+
+    proxy.rules = []
+    assert np.array_equal(ck["w"][17:19].numpy(), weights[17:19].numpy())
+    assert [request.path.rpartition(".")[2] for request in proxy.counts.requests] == ["safetensors"] * 2
+    assert proxy.counts.received <= 192 << 10
+
+
+def test_many_checkpoints_in_a_bucket(s3_server: S3Server, s3_place: Opens) -> None:
+    """
+    A Checkpointer keeps its last two, says which is the latest, holds its root against others and hands it over; a
+    restore takes the newest that is whole.
+    """
+    root = s3_place()
+    state = {"w": torch.zeros(1000), "step": 0}
+    with sk.Checkpointer(root, every_steps=1, keep_last=2) as ckpt:
+        for step in range(1, 5):
+            state["w"].fill_(step)
+            ckpt.step(step, {**state, "step": step})
+        ckpt.wait()
+        assert ckpt.all_steps() == [3, 4]
+        with pytest.raises(sk.RootInUse), sk.Checkpointer(root) as other:
+            other.save(9, state)
+    assert places_of(root) == ["step-3", "step-4"]
+    assert root.get("latest", limit=99) == b"step-4\n"
+    assert names_in(root) == {"latest"}
+    assert [entry.step for entry in sk.Catalog(root)] == [4, 3]
+
+    flip_a_bit(root.place("step-4"), ".safetensors")
+    with sk.Checkpointer(root) as ckpt:
+        assert ckpt.restore_latest(state) == 3
+    assert state["step"] == 3
+    assert state["w"].eq(3).all()
+
+
+def flip_a_bit(place, end: str) -> None:
+    [name] = [info.name for info in place.list() if info.name.endswith(end)]
+    data = bytearray(place.get(name, limit=1 << 24))
+    data[-3] ^= 1
+    place.put(name, bytes(data), replace=True)
+
+
+def test_the_command_line_on_urls(
+    s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """
+    Every command that looks takes s3:// where it takes a path, finds damage there, and prunes there.
+    """
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    root = s3_place()
+    for step in (1, 2, 3):
+        sk.save({"w": torch.full((64, 4), float(step)), "step": step}, root.place(f"step-{step}"), step=step)
+    one = f"{root.url}/step-3"
+
+    def said(*words: str, code: int = 0) -> str:
+        ended = main(list(words))
+        out, err = capsys.readouterr()
+        assert ended == code, (words, out, err)
+        return out + err
+
+    assert all(f"step-{step}" in said("ls", root.url) for step in (1, 2, 3))
+    assert said("latest", root.url).strip() == one
+    assert "w" in said("ls", one)
+    assert "mean" in said("show", one, "w")
+    assert "step-2" in said("du", root.url)
+    assert '"save_id"' in said("cat", one)
+    assert "w" in said("diff", f"{root.url}/step-2", one, code=1)
+    assert "step-3" in said("verify", "--deep", one)
+    flip_a_bit(root.place("step-3"), ".safetensors")
+    assert "are not what was saved" in said("verify", "--deep", one, code=1)
+    said("prune", root.url, "--keep-last", "1", "--yes")
+    assert places_of(root) == ["step-3"]
