@@ -10,6 +10,7 @@ from shardkeep.store.fsspec_root import FsspecRoot
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.protocol import Store
 from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.testing.put_contract import PutContract
 from shardkeep.testing.store_contract import StoreContract
 
 
@@ -22,8 +23,8 @@ class TestS3(StoreContract):
         return self.opened()
 
 
-class TestS3WithoutConditions(StoreContract):
-    """Where the service is said to ignore conditions: by looking, and looking again."""
+class TestS3WithoutConditions(PutContract):
+    """Where the service is said to ignore conditions: by looking, and looking again. All else is as above."""
 
     @pytest.fixture(autouse=True)
     def _server(self, s3_place: Callable[..., ObjectRoot], recwarn: pytest.WarningsRecorder) -> None:
