@@ -17,10 +17,11 @@ from shardkeep import errors
 from shardkeep.format.dtypes import TABLE
 from tests.docs.fences import commands_of, fences_of
 from tests.docs.masks import masked
-from tests.docs.running import Reader
+from tests.docs.running import Reader, on_ranks
 from tests.docs.scene import names
 from tests.docs.troubles import TROUBLES, text_of
 from tests.test_architecture import LAYERS
+from tests.warm.python import warm_python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -168,12 +169,15 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_run(example, tmp_path):
+def test_examples_run(example, alone, rank_pool):
     """
     Every example runs as its first lines say, from an empty folder.
     """
-    command = re.search(r"^    (?:\$ )?((?:python|torchrun).*)$", example.read_text(), re.MULTILINE)
-    words = command.group(1).split() if command else ["python", str(example)]
-    words = [str(example) if word.endswith(".py") else word for word in words if not word.startswith("[")]
-    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
-    subprocess.run([*launcher, *words[1:]], cwd=tmp_path, check=True, timeout=120)
+    [command] = re.findall(r"^    ((?:python|torchrun) [^\[\n]*)", example.read_text(), re.MULTILINE)
+    words = [str(example) if word.endswith(".py") else word for word in command.split()]
+    if words[0] == "python":
+        done = warm_python(*words[1:], cwd=alone)
+        assert done.returncode == 0, done.stderr
+    else:
+        # What torchrun would start; torchrun itself is run by tests/manage/test_signals.py.
+        on_ranks(rank_pool, " ".join(words))

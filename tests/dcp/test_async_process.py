@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from shardkeep.dcp.state_dict_loader import load
 from shardkeep.stage.stagers import StateDictStager
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
+from tests.warm.python import warm_python
 
 PROCESS = AsyncCheckpointerType.PROCESS
 
@@ -269,8 +268,8 @@ def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
     """
     script = tmp_path / "script.py"
     script.write_text(ENDS_EARLY)
-    done = subprocess.run([sys.executable, script, tmp_path / "a"], check=True, timeout=60, stderr=subprocess.PIPE)
-    assert done.stderr == b""
+    done = warm_python(script, tmp_path / "a")
+    assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
 
 

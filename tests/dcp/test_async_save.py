@@ -2,8 +2,6 @@
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -28,6 +26,7 @@ from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save, save_state_dict
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
+from tests.warm.python import warm_python
 
 
 def writer_to(folder, kind=FileSystemWriter, **options):
@@ -344,7 +343,8 @@ def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
     """
     The interpreter waits for what is under way, which can still start the threads it needs.
     """
-    subprocess.run([sys.executable, "-c", LEAVES_EARLY, str(tmp_path / "a")], check=True, timeout=60)
+    done = warm_python("-c", LEAVES_EARLY, tmp_path / "a")
+    assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
 
 

@@ -3,8 +3,6 @@
 import datetime as dt
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -33,6 +31,7 @@ from shardkeep.format.dtypes import known_to_torch
 from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, spread_out
+from tests.warm.python import warm_python
 
 
 def plain_state():
@@ -397,10 +396,7 @@ def test_neither_direction_holds_the_model(rank_pool, tmp_path):
 
 
 def command(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "shardkeep.dcp.format_utils", *map(str, args)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return warm_python("-m", "shardkeep.dcp.format_utils", *args)
 
 
 def test_the_command_converts_both_ways(tmp_path):

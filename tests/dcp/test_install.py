@@ -8,15 +8,26 @@ import textwrap
 
 import pytest
 
+from tests.warm.python import warm_python
+
 OPTIONS = {"PYTHONPATH": None, "SHARDKEEP_DCP_INSTALL": None}
 
 
-def run(*command, cwd, check=True, **env):
-    """Run Python in a process of its own, and return what it printed."""
+def run(*command, cwd, check=True, warm=False, **env):
+    """Run Python in a process of its own, which may have imported torch before; and return what it printed."""
     environment = {key: value for key, value in {**os.environ, **OPTIONS, **env}.items() if value is not None}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    if warm:
+        done = warm_python(*command, cwd=cwd, env=environment)
+    else:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout if check else done
@@ -177,7 +188,7 @@ def test_after_torch_is_imported(script, tmp_path):
     """
     New imports and attributes give ours; old names stay torch's, with a warning, and work; and all is undone.
     """
-    assert run(script(LATE), str(tmp_path), cwd=tmp_path) == "done\n"
+    assert run(script(LATE), str(tmp_path), cwd=tmp_path, warm=True) == "done\n"
 
 
 QUIET = """
@@ -195,7 +206,7 @@ def test_what_only_torch_imported_is_not_warned_of(script, tmp_path):
     """
     Modules of torch may have loaded the tree, and a script may reach it by attributes: nothing is lost then.
     """
-    assert run(script(QUIET), cwd=tmp_path) == "shardkeep.dcp\n"
+    assert run(script(QUIET), cwd=tmp_path, warm=True) == "shardkeep.dcp\n"
 
 
 CHILDREN = """
@@ -289,7 +300,7 @@ def test_a_script_run_by_us(script, tmp_path, how):
         "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", path, "a"], [path, "a"]),
     }[how]
     expected = f"__main__ {shown} shardkeep.protocol.plans 5\n"
-    assert run("-m", "shardkeep.dcp", *arguments, cwd=tmp_path) == expected
+    assert run("-m", "shardkeep.dcp", *arguments, cwd=tmp_path, warm=how == "torchrun") == expected
 
 
 @pytest.mark.parametrize("arguments", [(), ("-x",), ("-m",)])
@@ -338,7 +349,7 @@ def test_pickles_between_processes_with_and_without(script, tmp_path):
     values = [whole, torchs.SavePlan([item]), torchs.LoadPlan([read]), planner.WriteItemType.TENSOR, index]
     file = tmp_path / "values"
     file.write_bytes(pickle.dumps(values))
-    printed = run(script(READ), str(file), cwd=tmp_path)
+    printed = run(script(READ), str(file), cwd=tmp_path, warm=True)
     assert printed.strip() == str(["shardkeep.protocol.metadata", "shardkeep.protocol.plans"])
     assert pickle.loads(file.read_bytes()) == ours(values)
 
@@ -362,7 +373,7 @@ def test_each_module_may_be_the_first(script, tmp_path):
     """
     No order of imports leads in a circle, all that is listed is there, and none loads the one that is also a command.
     """
-    assert run(script(EACH_FIRST), cwd=tmp_path) == "done\n"
+    assert run(script(EACH_FIRST), cwd=tmp_path, warm=True) == "done\n"
 
 
 ENDS_EARLY = """
@@ -396,7 +407,7 @@ def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
     (tmp_path / "folder").mkdir()
     path = script(ENDS_EARLY, "folder/__main__.py" if how == "folder" else "job.py")
     target = {"script": ["job.py"], "module": ["-m", "job"], "folder": ["folder"]}[how]
-    done = run("-m", "shardkeep.dcp", *target, kind, "saved", cwd=tmp_path, check=False)
+    done = run("-m", "shardkeep.dcp", *target, kind, "saved", cwd=tmp_path, check=False, warm=True)
     assert done.stderr == ""
     assert done.stdout.split() == ["shardkeep.dcp", "True", path]
     assert (tmp_path / "saved" / ".metadata").exists()

@@ -72,10 +72,9 @@ class Reader:
         words = command.words
         if words == "echo $?":
             return f"{self._code}\n"
-        ranks = _TORCHRUN.fullmatch(words)
-        if ranks:
+        if _TORCHRUN.fullmatch(words):
             self._code = 0
-            return self._on_ranks(int(ranks[1]), ranks[2], ranks[3].split())
+            return on_ranks(self._pool, words)
         if alone := _PYTHON.fullmatch(words):
             self._code = 0
             return "".join(
@@ -85,13 +84,6 @@ class Reader:
             self._code, printed = in_terminal(shlex.split(words)[1:])
             return printed
         return self._in_bash(words)
-
-    def _on_ranks(self, ranks: int, script: str, arguments: list[str]) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        return "".join(
-            self._pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False, timeout_s=PATIENCE_S)
-        )
 
     def _in_bash(self, words: str) -> str:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -107,6 +99,23 @@ class Reader:
         )
         self._code = done.returncode
         return done.stdout
+
+
+def on_ranks(pool: RankPool, words: str) -> str:
+    """
+    Run `torchrun --nproc-per-node N script.py ...` on ranks of the pool; return what they printed.
+
+    Raises:
+        ValueError: it is written in another way.
+
+    """
+    found = _TORCHRUN.fullmatch(words)
+    if found is None:
+        raise ValueError(f"no command of torchrun: {words}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks, script, arguments = int(found[1]), found[2], found[3].split()
+    return "".join(pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False, timeout_s=PATIENCE_S))
 
 
 def run_script(folder: str, script: str, arguments: list[str], port: int | None = None) -> str:

@@ -22,6 +22,7 @@ from shardkeep.store.local_root import LocalRoot
 from shardkeep.store.memory import MemoryRoot
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
+from tests.warm.python import warm_python
 
 
 def places(root: Path) -> set[str]:
@@ -618,15 +619,13 @@ def _nothing_stays() -> Iterator[None]:
 
 def test_a_script_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
     """The save in flight is committed, what follows it is done, and the root is free."""
-    import subprocess
-    import sys
-
     script = (
         "import sys, torch, shardkeep as sk\n"
         "ckpt = sk.Checkpointer(sys.argv[1], keep_last=2)\n"
         "for step in range(1, 5): ckpt.save(step, {'w': torch.ones(1000)})\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
+    done = warm_python("-c", script, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert sk.Catalog(tmp_path).latest().step == 4  # type: ignore[union-attr]
     assert (tmp_path / "latest").read_text() == "step-4\n"
     assert not (tmp_path / "lease.json").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +36,7 @@ from shardkeep.run.coordinating import Coordinator
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.testing.rank_pool import RankPool
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
+from tests.warm.python import warm_python
 
 
 class Hooked:
@@ -519,8 +518,9 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
         "ckpt = sk.Checkpointer(sys.argv[1], keep_last=1); w = {'w': torch.zeros(64), 'step': 0}\n"
         "ckpt.restore_latest(w); ckpt.save(5, w)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=120)
-    assert b"Traceback" not in done.stderr, done.stderr
+    done = warm_python("-c", script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [5]
 
 

@@ -1,6 +1,5 @@
 """Sinks, with the real packages."""
 
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from shardkeep.reports.tensorboard import TensorBoard
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore
 from tests.reports import scene
+from tests.warm.python import warm_python
 
 
 def some_calls(folder):
@@ -198,5 +198,5 @@ def test_reports_import_nothing_that_is_not_used():
     """
     A progress bar without a terminal, a trace and a callback import none of the packages.
     """
-    found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.strip() == "[]"
+    found = warm_python("-c", SCRIPT)
+    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
