@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +15,10 @@ from tests.dcp.scripts import MISTAKES, PLAIN, SCRIPTS
 from tests.dcp.sides import SIDES, causes_of, failure_of, quietly, side
 from tests.engine.samples import all_dtypes, random_tensor
 from tests.toolkit.samples import seen
+from tests.warm.python import warm_python
 
-RANKS = (1, 2, 3, 4)
-"""How many ranks a script runs on."""
+RANKS = (1, 3, 4)
+"""How many ranks a script runs on: alone, where nothing divides evenly, and where most does."""
 FEWER = {
     **dict.fromkeys(["fsdp1", "fsdp1_full", "fsdp2", "tensor_parallel"], (2,)),
     **dict.fromkeys(["hsdp", "fsdp1_sharded_tensors"], (4,)),
@@ -156,11 +155,7 @@ def test_modules_are_reached_through_the_package() -> None:
     """
     code = "import types; print(sorted(k for k, v in vars(dcp).items() if isinstance(v, types.ModuleType)))"
     found = {
-        module: ast.literal_eval(
-            subprocess.run(
-                [sys.executable, "-c", f"import {module} as dcp; {code}"], capture_output=True, check=True, text=True
-            ).stdout
-        )
+        module: ast.literal_eval(warm_python("-c", f"import {module} as dcp; {code}").stdout)
         for module in ("torch.distributed.checkpoint", "shardkeep.dcp")
     }
     assert set(found["torch.distributed.checkpoint"]) - set(found["shardkeep.dcp"]) == set()
