@@ -97,6 +97,16 @@ def interrupted(work):
     return False
 
 
+@pytest.fixture
+def _old_objects_aside():
+    """Whoever collects garbage looks at what is made from here on, and not at all of torch each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_old_objects_aside")
 def test_ctrl_c_at_any_line(place):
     """
     An interrupt between any two lines of the save story leaves the earlier checkpoint or the new one, whole, and the
