@@ -27,7 +27,7 @@ def said(folder: Path, rank: int, word: str) -> list[str]:
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A job of four ranks, and its agent."""
+    """A job of three ranks, and its agent."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.WORLD)]
     repository = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "GLOO_SOCKET_IFNAME": "lo"}
