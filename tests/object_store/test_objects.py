@@ -141,10 +141,15 @@ def test_keys_of_a_profile(
         f"aws_secret_access_key = {options['secret_access_key']}\n"
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-somebody-else")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     where = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
     assert open_place(mine.url, profile="tests", **where).get("a", limit=1) == b"x"
     monkeypatch.setenv("AWS_PROFILE", "tests")
+    with pytest.raises(StorageError, match="InvalidAccessKeyId"):  # as with the AWS tools, keys come before a profile
+        open_place(mine.url, **where).get("a", limit=1)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert open_place(mine.url, **where).get("a", limit=1) == b"x"
     with pytest.raises(CheckpointError, match="'nobody' gives no keys"):
         open_place(mine.url, profile="nobody", **where)

@@ -200,8 +200,11 @@ def _client(service: str, name: str, **more: Any) -> Any:
 
 def _boto3_keys(more: dict[str, Any]) -> Any:
     """Return keys by a profile, where one is asked for, or where there are no others and the machine has profiles."""
-    profile = more.pop("profile", None) or setting("AWS_PROFILE")
-    if {"access_key_id", "credential_provider", "skip_signature"} & more.keys() or any(map(setting, _OTHER_KEYS)):
+    asked = more.pop("profile", None)
+    profile = asked or setting("AWS_PROFILE")
+    if {"access_key_id", "credential_provider", "skip_signature"} & more.keys():
+        return None
+    if not asked and any(map(setting, _OTHER_KEYS)):
         return None
     if not profile and not os.path.exists(
         setting("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")

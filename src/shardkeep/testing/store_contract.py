@@ -23,7 +23,7 @@ import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
 from shardkeep.store.aligned import aligned_buffer
-from shardkeep.store.protocol import Store, is_sequential, requests_of
+from shardkeep.store.protocol import Store, delete_all, is_sequential, requests_of
 from shardkeep.testing.contract_helpers import read_blob, same, sample, winners, write_blob
 from shardkeep.testing.put_contract import PutContract
 
@@ -270,6 +270,15 @@ class StoreContract(PutContract):
         same(["b"], [blob.name for blob in store.list()])
         with pytest.raises(BlobNotFound):
             store.get("a", limit=1)
+
+    def test_delete_all(self) -> None:
+        """Many go at once, whether all of them are there or not; the others stay."""
+        store = self.make_store()
+        for name in ("a", "b", "c"):
+            store.put(name, b"1")
+        delete_all(store, ["a", "nothing-here", "c"])
+        delete_all(store, [])
+        same(["b"], [blob.name for blob in store.list()])
 
     @pytest.mark.parametrize("name", BAD_NAMES, ids=[ascii(name[:9]) for name in BAD_NAMES])
     def test_bad_names(self, name: str) -> None:
