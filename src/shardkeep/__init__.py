@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from shardkeep.loading import load
     from shardkeep.manage.catalog import Catalog
     from shardkeep.manage.checkpointer import Checkpointer
-    from shardkeep.manage.problems import LeaseLost, RootInUse
-    from shardkeep.manage.retention import KeepBest, KeepEvery, KeepLast, KeepYounger
-    from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open  # noqa: A004 - sk.open
+    from shardkeep.manage.problems import LeaseLost, NotPromoted, RootInUse
+    from shardkeep.manage.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger
+    from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open, verify_stored  # noqa: A004 - sk.open
     from shardkeep.options import Options
     from shardkeep.reports.progress import show_progress
     from shardkeep.reports.trace import trace
@@ -108,9 +108,9 @@ _HOMES = {
     "loading": ("load",),
     "manage.catalog": ("Catalog",),
     "manage.checkpointer": ("Checkpointer",),
-    "manage.problems": ("LeaseLost", "RootInUse"),
-    "manage.retention": ("KeepBest", "KeepEvery", "KeepLast", "KeepYounger"),
-    "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open"),
+    "manage.problems": ("LeaseLost", "NotPromoted", "RootInUse"),
+    "manage.retention": ("KeepAll", "KeepBest", "KeepEvery", "KeepLast", "KeepYounger"),
+    "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open", "verify_stored"),
     "options": ("Options",),
     "reports.progress": ("show_progress",),
     "reports.trace": ("trace",),
@@ -142,6 +142,7 @@ __all__ = [
     "ExportReport",
     "Failure",
     "InvalidShards",
+    "KeepAll",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -156,6 +157,7 @@ __all__ = [
     "MalformedFile",
     "MemoryStore",
     "NotAuthentic",
+    "NotPromoted",
     "Options",
     "PerRank",
     "PickleRefused",
@@ -194,6 +196,7 @@ __all__ = [
     "save",
     "show_progress",
     "trace",
+    "verify_stored",
 ]
 
 

@@ -52,7 +52,7 @@ def on_ranks(size: int, work: Callable[[World], Any], timeout_s: float = 10.0) -
 
 
 def no_such_place() -> None:
-    sk.save(state(), "s3://bucket/step-10")
+    sk.save(state(), "nowhere://bucket/step-10")
 
 
 def no_step() -> None:
@@ -98,7 +98,7 @@ def exists() -> None:
 
 def unsupported_version() -> None:
     record = saved() / "shardkeep.json"
-    text = record.read_text().replace('"version": 1', '"version": 2')
+    text = record.read_text().replace('"version": 1', '"version": 99')
     record.write_bytes(seal_record(text[: text.rindex(',\n  "checksum"')].encode()))
     sk.load(state(), WHERE)
 
@@ -214,6 +214,39 @@ def lease_lost() -> None:
             first.save(3, state())
 
 
+def secret(codecs: list[str] | None = None) -> sk.Options:
+    keys = sk.Options(keys=sk.KeyRing.from_text("11" * 32))
+    sk.save(state(), WHERE, codecs=codecs or ["aes"], options=keys)
+    return keys
+
+
+def key_missing() -> None:
+    secret()
+    sk.load(state(), WHERE)
+
+
+def wrong_key() -> None:
+    secret()
+    sk.load(state(), WHERE, options=sk.Options(keys=sk.KeyRing.from_text("22" * 32)))
+
+
+def not_authentic() -> None:
+    keys = secret()
+    record = Path(WHERE) / "shardkeep.json"
+    text = record.read_text().replace('"step": null', '"step": 20')
+    record.write_bytes(seal_record(text[: text.rindex(',\n  "checksum"')].encode()))
+    sk.load(state(), WHERE, options=keys)
+
+
+def not_promoted() -> None:
+    with sk.Checkpointer("runs/a", promote_to="far/a") as ckpt:
+        ckpt.save(9, state())
+        ckpt.wait(promotions=True)
+        Path("far/a/step-10").write_text("a file where a directory should be")
+        ckpt.save(10, state())
+        ckpt.wait(promotions=True)
+
+
 def package_missing() -> None:
     need("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
 
@@ -244,6 +277,10 @@ TROUBLES: dict[str, Callable[[], object]] = {
     "RanksDisagree": disagree,
     "RootInUse": root_in_use,
     "LeaseLost": lease_lost,
+    "KeyMissing": key_missing,
+    "WrongKey": wrong_key,
+    "NotAuthentic": not_authentic,
+    "NotPromoted": not_promoted,
     "PackageMissing": package_missing,
 }
 

@@ -12,14 +12,13 @@ import os
 
 from msgspec.structs import replace
 
-from shardkeep.codec.frame_chain import Chain, rewrapped
+from shardkeep.codec.frame_chain import rewrapped
 from shardkeep.codec.problems import KeyMissing
 from shardkeep.errors import CheckpointExists, StateError, StorageError
-from shardkeep.format.record import RECORD_NAME, Record, encode_record
+from shardkeep.format.record import RECORD_NAME, encode_record
 from shardkeep.layout import native
-from shardkeep.layout.signing import check_signature
 from shardkeep.options import Options
-from shardkeep.run.key_choice import keys_for
+from shardkeep.run.key_choice import keys_for, opened_chains
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -63,12 +62,12 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
     keys = keys_for(options)
     if keys is None:
         raise KeyMissing("there are no keys", hint="set SHARDKEEP_KEY_FILE, the new key on its first line")
-    if not _checked(record, options):
+    if not any(chain.is_secret for chain in opened_chains(record, options, where=store.url)):
         raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
     renewed = replace(record, chains=[rewrapped(each, keys) for each in record.chains])
     if renewed == record:
         return False
-    _checked(renewed, options)
+    opened_chains(renewed, options, where=store.url)  # by keys that are asked for anew
     try:
         store.put(RECORD_NAME, encode_record(renewed), over=version)
     except StorageError as exc:
@@ -78,11 +77,3 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
             f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
         ) from exc
     return True
-
-
-def _checked(record: Record, options: Options) -> bool:
-    """Insist that the record is what was signed, by keys that are asked for anew; tell whether there is a secret."""
-    keys = keys_for(options)
-    chains = [Chain.opened(each, keys=keys) for each in record.chains]
-    check_signature(record, chains)
-    return any(chain.is_secret for chain in chains)

@@ -1,13 +1,18 @@
 """
-Whose keys a call uses: those it was given in its options, or those that the environment names. No torch.
+Whose keys a call uses: those it was given in its options, or those that the environment names; and what they open. No
+torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardkeep.codec.frame_chain import Chain
 from shardkeep.codec.keys import KeyRing, KeySource, RememberedKeys, key_source
 from shardkeep.codec.problems import KeyMissing
+from shardkeep.errors import CheckpointError
+from shardkeep.format.record import Record
+from shardkeep.layout.signing import check_signature
 from shardkeep.options import Options, setting
 
 
@@ -25,6 +30,27 @@ def keys_for(options: Options) -> RememberedKeys | None:
     if text:
         return RememberedKeys(_WhenNeeded(lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")))
     return None
+
+
+def opened_chains(record: Record, options: Options, *, where: str) -> list[Chain]:
+    """
+    Open the chains of a checkpoint, and insist that its record is what was signed.
+
+    Raises:
+        KeyMissing: it is encrypted, and there is no key.
+        WrongKey: it is encrypted with another key.
+        NotAuthentic: the record was changed by somebody who has not the key.
+        UnknownCodec: a codec is not known here.
+
+    """
+    keys = keys_for(options)
+    try:
+        chains = [Chain.opened(each, keys=keys) for each in record.chains]
+        check_signature(record, chains)
+    except CheckpointError as exc:
+        exc.message = f"{where}: {exc.message}"
+        raise
+    return chains
 
 
 class _WhenNeeded:

@@ -11,17 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkeep.codec.frame_chain import Chain
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layout import native
 from shardkeep.layout.coded_store import DecodingStore
-from shardkeep.layout.signing import check_signature
 from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.run import safetensors_open, torch_open
-from shardkeep.run.key_choice import keys_for
+from shardkeep.run.key_choice import opened_chains
 from shardkeep.run.read import Headers, Reads, Source
 from shardkeep.store.protocol import Lists, Opens, Store
 
@@ -111,9 +109,7 @@ def open_native(store: Reads, record: Record, options: Options, headers: Headers
     """
     if not record.chains:
         return Source(store, record, native.read_index(store, record), headers)
-    keys = keys_for(options)
-    chains = [Chain.opened(each, keys=keys) for each in record.chains]
-    check_signature(record, chains)
+    chains = opened_chains(record, options, where=getattr(store, "url", record.save_id))
     plain = DecodingStore(store, [record.index, *record.files], chains)
     chain = None if record.index.chain is None else chains[record.index.chain]
     return Source(plain, record, native.read_index(plain, record, chain), headers)
