@@ -41,6 +41,7 @@ docs: $(READY) ## Build the documentation into site/
 
 bench: $(READY) ## Measure against the raw disk, torch DCP, torch.save and safetensors
 	$(PY) bench/run.py $(ARGS)
+	$(PY) bench/codecs.py
 
 venv: $(READY) ## Make .venv with everything in it
 
