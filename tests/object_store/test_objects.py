@@ -171,8 +171,9 @@ def test_memory_is_one_place_a_name() -> None:
 def test_a_path_has_options_too(tmp_path: Path) -> None:
     """A path opens with options of its own; others are refused by name."""
     assert open_place(tmp_path, direct=False).url == str(tmp_path)
-    with pytest.raises(CheckpointError, match="no option 'endpoint'"):
-        open_place(tmp_path, endpoint="http://x")
+    for where in (tmp_path, "memory://tests-objects"):
+        with pytest.raises(CheckpointError, match="no option 'endpoint'"):
+            open_place(where, endpoint="http://x")
 
 
 def test_what_is_missing_to_open_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardkeep.errors import StorageError
+from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.fsspec_root import FsspecRoot
 from shardkeep.store.local import LocalStore
 from shardkeep.store.object_root import ObjectRoot
@@ -162,6 +162,21 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     # The same bytes by somebody else, and no answer lost: refused.
     with pytest.raises(StorageError) as caught:
         swaps.put("a", b"mine", over=seen)
+    assert caught.value.errno == errno.EEXIST
+
+
+def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
+    """Services that answer a swap of a deleted object with "not found" mean that it was deleted meanwhile."""
+    store = s3_place()
+
+    class _Amazon(SmallObjects):
+        def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+            raise BlobNotFound("404 NoSuchKey", errno=errno.ENOENT)
+
+    small = _Amazon(store.bucket, store.prefix, store.url)
+    swaps = Swaps(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
+    with pytest.raises(StorageError, match="deleted by another writer meanwhile") as caught:
+        swaps.put("a", b"mine", over=Version("tag"))
     assert caught.value.errno == errno.EEXIST
 
 

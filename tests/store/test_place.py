@@ -53,6 +53,7 @@ def test_a_store_passes_through() -> None:
         ("s3://bucket//run", r"(?s)not a place to keep a checkpoint\n  hint: write scheme://name/path"),
         ("s3://bucket/../run", "not a place"),
         ("memory://", "not a place"),
+        ("memory://a/./b", "not a place"),
         ("file://other/run", r"another machine \(other\)"),
         ("", "not a place"),
         ("file://", "not a place"),

@@ -195,7 +195,7 @@ def _client(service: str, name: str, **more: Any) -> Any:
             raise
         # Not all of what it says: there may be keys in it.
         said = str(exc).partition("\n\nDebug")[0]
-        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint="see shardkeep.store") from None
+        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint="see shardkeep.open_place") from None
 
 
 def _boto3_keys(more: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ _NO_KEYS = (
     "MissingAccessKeyId",
 )
 """Where it is looked for keys when there are none anywhere else."""
-_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GOOGLE_*, AZURE_* elsewhere), or pass them to shardkeep.store"
+_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GOOGLE_*, AZURE_* elsewhere), or pass them to shardkeep.open_place"
 _HINTS_BY_CODE = {
     "NoSuchBucket": "make the bucket, or correct its name; nothing was written",
     "InvalidAccessKeyId": "the access key is unknown there: " + _KEYS,
@@ -105,7 +105,7 @@ def translated(exc: BaseException, action: str, url: str, name: str = "", offset
     if "BadScheme" in text:
         hint = "use an https:// endpoint, or set AWS_ALLOW_HTTP=true"
     if code not in _DAMAGED and "x-amz-checksum" in text.lower():
-        hint = "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.store"
+        hint = "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
     hint = hint or _HINTS_BY_ERRNO.get(number, "")
     details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
     missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}

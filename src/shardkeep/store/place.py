@@ -110,7 +110,9 @@ def _by_url(url: str, options: dict[str, Any]) -> Root | None:
     scheme = found[1].lower() if found else "file"
     if scheme == "file":
         return None
-    if scheme == "memory" and not options:
+    if scheme == "memory":
+        if options:
+            raise CheckpointError(f"{url}: memory:// has no option {min(options)!r}")
         return _in_memory(url)
     if scheme in SCHEMES:
         return _in_bucket(url, scheme, options)

@@ -69,7 +69,8 @@ class Swaps:
             try:
                 return self._puts.send(name, data, create=create, over=over)
             except StorageError as error:
-                if error.errno == errno.EEXIST:
+                # One that is to be replaced and is gone is a condition that does not hold; some say it this way.
+                if error.errno == errno.EEXIST or (over is not None and isinstance(error, BlobNotFound)):
                     # A request that was made again may have been refused because of itself.
                     if (unsure or error.details.get("retried")) and self._is_there(name, data):
                         return None
@@ -96,8 +97,9 @@ class Swaps:
             return
         self._warned.add("conditions")
         warnings.warn(
-            f"{self._url.partition('://')[0]}: this service does not check the conditions of puts: jobs that commit to one place at the same"
-            " time are told apart only by looking again a moment later; let one job at a time save to a place",
+            f"{self._url.partition('://')[0]}: this service does not check the conditions of puts: jobs that commit to one"
+            " place at the same time are told apart only by looking again a moment later; let one job at a time save to"
+            " a place",
             stacklevel=5,
         )
 
