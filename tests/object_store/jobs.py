@@ -100,7 +100,7 @@ class Meets(FaultyStore):
 def race(url: str, options: dict[str, Any], k: int) -> str:
     """On every rank: save alone to one place, as if from a machine of its own, and commit when all others do."""
     rank = dist.get_rank()
-    with mock.patch("shardkeep.layout.leftovers.host", lambda: f"machine {rank}"):
+    with mock.patch("shardkeep.layout.leftovers.host", return_value=f"machine {rank}"):
         try:
             state = {"w": torch.full((999,), k + rank)}
             sk.save(state, Meets(open_place(url, **options)), step=k + rank, overwrite=True, group=World(0, 1))

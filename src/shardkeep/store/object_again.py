@@ -27,9 +27,9 @@ def wait_s(failed: int) -> float:
     return float(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (failed - 1) * spread))
 
 
-def ask_again(manners: Manners, what: str, work: Callable[[], T]) -> T:
+def ask_again(manners: Manners, what: str, work: Callable[[], T], *, can: Callable[[], bool] = lambda: True) -> T:
     """
-    Do what can be done twice, until it succeeds or is to be given up.
+    Do what can be done twice, until it succeeds or is to be given up; `can` tells whether it still can be.
 
     What the library has tried again itself has had its time, and is not tried here once more.
     """
@@ -41,7 +41,7 @@ def ask_again(manners: Manners, what: str, work: Callable[[], T]) -> T:
         except StorageError as error:
             failed += 1
             mine = error.errno in TRANSIENT and not error.details.get("retried")
-            if not mine or failed > manners.retries or time.monotonic() > until:
+            if not mine or not can() or failed > manners.retries or time.monotonic() > until:
                 raise
             log.info("%s is tried again: %s", what, error)
             time.sleep(wait_s(failed))

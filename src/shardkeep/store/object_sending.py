@@ -20,8 +20,9 @@ import numpy as np
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import copy
+from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
-from shardkeep.store.object_errors import is_foreign, translated
+from shardkeep.store.object_errors import object_errors
 from shardkeep.store.object_parts import Parts
 from shardkeep.store.retrying import TRANSIENT
 
@@ -56,6 +57,8 @@ class Upload:
         self._thread: threading.Thread | None = None
         self._end: int | None = None
         self._failure: StorageError | None = None
+        self._doubt: StorageError | None = None
+        """What was said at the very end, which may have been reached all the same."""
         self.may_appear = False
         """Whether there is an object now, or may be."""
 
@@ -97,6 +100,13 @@ class Upload:
         self.fail(self.error("was abandoned", None, errno.ECANCELED))
         # One that stalls takes itself back when it comes to; but one that is ending may yet appear.
         self._join(_LONGEST_S if self._end is None else self._bucket.manners.retry_s)
+
+    def is_not_there(self) -> None:
+        """Raise why, if that is known; for those who have looked."""
+        if self._doubt is not None:
+            self.fail(self._doubt)
+        with self._state:
+            self._insist()
 
     def fail(self, error: StorageError) -> None:
         """Let everybody who waits raise this."""
@@ -165,25 +175,29 @@ class Upload:
     # -- the thread that sends ---------------------------------------------------------------------------------
 
     def _upload(self) -> None:
-        manners = self._bucket.manners
+        manners, what = self._bucket.manners, f"to upload {self._url}/{self._name}"
         try:
-            obstore().put(
-                self._bucket.client, self._path, self, use_multipart=True,
-                chunk_size=self._size, max_concurrency=manners.requests,
-            )  # fmt: skip
+            # Parts that were given away cannot be given again.
+            ask_again(manners, what, self._send, can=lambda: not self._parts.next)
             self.may_appear = True
         except _Abandoned:
             pass
-        except BaseException as exc:  # noqa: BLE001 - raised where parts are written
-            if is_foreign(exc):
-                error = translated(exc, "cannot upload", self._url, self._name)
-            else:
-                error = self.error(f"cannot upload: {exc!r}", None, errno.EIO)
-            # It may be there all the same: the last answer may have been lost.
+        except StorageError as error:
+            # It may be there all the same: the last answer may have been lost. To ask for it again says "NoSuchUpload".
             self.may_appear = self._end is not None
-            if self.may_appear and error.details.get("code") == "NoSuchUpload":
-                return  # what is asked for again is done already; it is looked then whether all of it is there
-            self.fail(error)
+            if self.may_appear and (error.errno in TRANSIENT or error.details.get("code") == "NoSuchUpload"):
+                self._doubt = error
+            else:
+                self.fail(error)
+        except BaseException as exc:  # noqa: BLE001 - raised where parts are written
+            self.fail(self.error(f"cannot upload: {exc!r}", None, errno.EIO))
+
+    def _send(self) -> None:
+        with object_errors("cannot upload", self._url, self._name):
+            obstore().put(
+                self._bucket.client, self._path, self, use_multipart=True,
+                chunk_size=self._size, max_concurrency=self._bucket.manners.requests,
+            )  # fmt: skip
 
     def __iter__(self) -> Upload:
         """Be the parts, in order, for the library."""

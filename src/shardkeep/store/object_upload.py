@@ -10,7 +10,7 @@ import contextlib
 import errno
 from collections.abc import Callable
 
-from shardkeep.errors import StorageError
+from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import flat
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
@@ -73,7 +73,11 @@ class ObjectWriter:
             raise
 
     def _check_size(self, end: int) -> None:
-        with object_errors("cannot look at", self._url, self._name):
-            found = obstore().head(self._bucket.client, self._path)["size"]
+        try:
+            with object_errors("cannot look at", self._url, self._name):
+                found = obstore().head(self._bucket.client, self._path)["size"]
+        except BlobNotFound:
+            self._upload.is_not_there()
+            raise
         if found != end:
             raise self._upload.error(f"{found} bytes arrived of {end}", None)
