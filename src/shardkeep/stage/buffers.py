@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -60,7 +62,9 @@ def pinned_buffer(nbytes: int) -> Buffer:
 class BufferPool:
     """Buffers of one size, made when they are first needed. May be used by several threads."""
 
-    def __init__(self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int) -> None:
+    def __init__(
+        self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int, *, oldest_first: bool = False
+    ) -> None:
         """
         Make nothing yet.
 
@@ -68,12 +72,17 @@ class BufferPool:
             make: makes a buffer.
             buffer_nbytes: the size of each.
             most_nbytes: how much they may take together; one buffer at least.
+            oldest_first: give out the one that was made first, rather than the one that came back last. Who fills some
+                of them only in part, in the same order each time, then touches the same memory each time.
 
         """
         self.buffer_nbytes = buffer_nbytes
         self.most_nbytes = most_nbytes
         self._make = make
         self._made = 0
+        self._oldest_first = oldest_first
+        self._ages: dict[Buffer, int] = {}
+        self._age = count()
         self._free: list[Buffer] = []
         self._changed = threading.Condition()
 
@@ -96,18 +105,23 @@ class BufferPool:
 
     def _new(self) -> Buffer:
         try:
-            return self._make(self.buffer_nbytes)
+            buffer = self._make(self.buffer_nbytes)
         except BaseException:
             with self._changed:
                 self._made -= 1
                 self._changed.notify()
             raise
+        self._ages[buffer] = next(self._age)
+        return buffer
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         with self._changed:
             if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
                 self._made -= 1  # closed, or allowed less by now
+                del self._ages[buffer]
+            elif self._oldest_first:
+                insort(self._free, buffer, key=lambda each: -self._ages[each])
             else:
                 self._free.append(buffer)
             self._changed.notify()
@@ -126,6 +140,8 @@ class BufferPool:
         with self._changed:
             self.most_nbytes = 0
             self._made -= len(self._free)
+            for buffer in self._free:
+                del self._ages[buffer]
             self._free.clear()
 
 

@@ -22,7 +22,9 @@ class StagingMemory:
 
     ring: BufferPool = field(default_factory=lambda: BufferPool(pinned_buffer, WINDOW_NBYTES, 0))
     """Pinned: where accelerators copy to."""
-    windows: BufferPool = field(default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0))
+    windows: BufferPool = field(
+        default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0, oldest_first=True)
+    )
     """Ordinary: where the ring is emptied to, and files are written from."""
     arenas: Arenas = field(default_factory=Arenas)
     """Ordinary: copies of tensors that lie in host memory."""
