@@ -87,13 +87,13 @@ class RoughStore(FaultyStore):
             raise self.broken(verb, name)
         return None
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, **how: Any) -> None:
         """Put, and perhaps fail once it is done: whoever hears of it cannot know."""
         kind = self._luck.strike("put")
         if kind in ("error", "short"):
             raise self.broken("put", name)
         if kind != "full":
-            self.inner.put(name, data, replace=replace)
+            self.inner.put(name, data, **how)
         if kind in ("full", "late"):
             late = " after it was done" if kind == "late" else ""
             raise StorageFull(f"{self.url}/{name}: soak: no space left{late}", name=name, errno=errno.ENOSPC)
@@ -109,9 +109,9 @@ class RoughRoot(LocalRoot):
     def place(self, name: str) -> Any:
         return RoughStore(super().place(name), self._luck)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
+    def put(self, name: str, data: bytes, **how: Any) -> None:
         self._strike("put", name)
-        super().put(name, data, replace=replace)
+        super().put(name, data, **how)
 
     def get(self, name: str, *, limit: int) -> bytes:
         self._strike("get", name)
