@@ -17,9 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 WAIT_S = 120.0
 """For a program, on a machine that is busy with other tests."""
@@ -39,6 +40,37 @@ def _server() -> socket.socket:
     return ours
 
 
+class _Fork:
+    """One process, from its start to its end."""
+
+    def __init__(self, words: Sequence[Any], cwd: Any, env: Mapping[str, str] | None, streams: list[int]) -> None:
+        self.args = [str(word) for word in words]
+        request = {"words": self.args, "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
+        self._answers, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(_server(), [json.dumps(request).encode()], [*streams, theirs.fileno()])
+        self._lines = self._answers.makefile()
+        self.pid = int(self._lines.readline())
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end, and return its exit code, negative for a signal."""
+        self._answers.settimeout(timeout)
+        try:
+            code = int(self._lines.readline())
+        except TimeoutError:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.args, timeout) from None
+        finally:
+            self._lines.close()
+            self._answers.close()
+        return code
+
+    def kill(self) -> None:
+        """Kill it if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def warm_python(
     *words: str | Path, cwd: str | Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = WAIT_S
 ) -> subprocess.CompletedProcess[str]:
@@ -49,25 +81,29 @@ def warm_python(
         subprocess.TimeoutExpired: it took too long, and was killed.
 
     """
-    request = {"words": [str(word) for word in words], "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
-    answers, theirs = socket.socketpair()
-    with answers, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
-        with theirs:
-            fds = [nothing.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
-            socket.send_fds(_server(), [json.dumps(request).encode()], fds)
-        answers.settimeout(timeout_s)
-        with answers.makefile() as lines:
-            pid = int(lines.readline())
-            try:
-                code = int(lines.readline())
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(request["words"], timeout_s) from None
-        said = [_text(each) for each in (out, err)]
-    return subprocess.CompletedProcess(request["words"], code, *said)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
+        fork = _Fork(words, cwd, env, [nothing.fileno(), out.fileno(), err.fileno()])
+        code = fork.wait(timeout_s)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(fork.args, code, out.read().decode(), err.read().decode())
 
 
-def _text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode()
+class WarmPopen(_Fork):
+    """As `subprocess.Popen` of a command that begins with Python, with two pipes of text that go line by line."""
+
+    def __init__(self, command: Sequence[Any], **_: Any) -> None:
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        try:
+            super().__init__(command[1:], None, None, [theirs_in, theirs_out, 2])
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self.stdin = os.fdopen(ours_in, "w", buffering=1)
+        self.stdout = os.fdopen(ours_out)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end, and return its exit code."""
+        self.stdout.close()
+        return super().wait(timeout)
