@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardkeep.stage import pieces
 from shardkeep.stage.buffers import Arenas, Buffer, ordinary_buffer
 from shardkeep.stage.pieces import Pieces, take_pieces
 from tests.engine.samples import all_dtypes, bits, random_tensor
@@ -90,3 +91,17 @@ def test_whoever_empties_the_list_lets_go_of_all():
 
     assert found.tensors == []
     assert found.found == []
+
+
+@pytest.mark.parametrize(
+    ("free", "staging", "copied", "guarded"),
+    [(2000, "auto", [0, 1], True), (1999, "auto", [], False), (0, "device", [0, 1], True), (2000, "host", [], False)],
+)
+def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monkeypatch, free, staging, copied, guarded):
+    """
+    With less room, and no optimizer that guards the state, nothing is copied there and the call has to wait.
+    """
+    monkeypatch.setattr(pieces, "_free_nbytes", lambda device: free)
+    elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
+
+    assert pieces._chosen_for_copy(elsewhere, [0, 1], staging, []) == (copied, guarded)
