@@ -14,7 +14,7 @@ from typing import Any
 
 from shardkeep.errors import BlobNotFound, StorageError, WrongSize
 from shardkeep.store.aligned import copy, flat
-from shardkeep.store.object_again import wait_s
+from shardkeep.store.object_again import ask_again, wait_s
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.retrying import TRANSIENT
@@ -37,7 +37,7 @@ class ObjectReader:
         self._head = b""
         self._tag: str | None
         with object_errors("cannot open", url, name):
-            self._nbytes, self._tag = self._looked_up()
+            self._nbytes, self._tag = ask_again(bucket.manners, f"to open {url}/{name}", self._looked_up)
 
     def _looked_up(self) -> tuple[int, str | None]:
         try:

@@ -13,6 +13,7 @@ import secrets
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
+from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.protocol import Version
@@ -39,6 +40,9 @@ class SmallObjects:
 
     def read(self, name: str, limit: int) -> bytes:
         """Read one whole, of at most so many bytes."""
+        return ask_again(self._bucket.manners, f"to get {self._url}/{name}", lambda: self._read(name, limit))
+
+    def _read(self, name: str, limit: int) -> bytes:
         with self._bucket.slots, object_errors("cannot get", self._url, name):
             found = obstore().get(self._bucket.client, self._prefix + name)
             nbytes = found.meta["size"]
