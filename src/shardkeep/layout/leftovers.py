@@ -136,13 +136,13 @@ def unnamed(store: Store, found: Survey) -> list[str]:
 
 def sweep_uploads(store: Store, found: Survey) -> int:
     """
-    Take back uploads that dead saves began in a place, before their claims are removed; returns how many.
+    Take back uploads that saves began in a place which are dead or over, before their claims are removed; returns how many.
 
     Where nobody can say which there are, none: see `store.uploads`.
     """
-    dead = {save_id_of(name) for name in found.dead} - {None}
+    over = {save_id_of(name) for name in found.dead + found.ended} - {None}
     try:
-        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in dead)
+        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in over)
     except CheckpointError as exc:
         log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
         return 0
