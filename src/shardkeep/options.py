@@ -38,7 +38,7 @@ def local_ranks() -> int:
 
 
 def _fair_threads() -> int:
-    # With more, threads wait for the interpreter's lock: sixteen loaded half as fast as eight.
+    # With more, threads wait for the interpreter's lock and for each other: nothing was gained with many tensors.
     return min(8, max(4, cores() // local_ranks()))
 
 

@@ -2,12 +2,15 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.run.background import Background
 from shardkeep.run.handles import SaveHandle
+from shardkeep.stage.pinned import StagingMemory
 from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, broken, full, held, says
 
 WHERE = "somewhere"
@@ -303,3 +306,18 @@ def test_as_a_context_with_a_failure_inside():
     assert handle.done()
     with pytest.raises(sk.EarlierSaveFailed, match="injected"):
         sk.finish_saves()
+
+
+@pytest.mark.parametrize("windows", [8, 40])
+def test_that_staging_waits_for_the_disk_is_told(windows, caplog):
+    """
+    With less host memory than the copies take, the handle and the log say so; with enough of it neither does.
+    """
+    memory = StagingMemory()
+    handle = SaveHandle("somewhere")
+    size = memory.windows.buffer_nbytes
+    save = SimpleNamespace(_memory=memory, _options=sk.Options(staging_bytes=windows * size), _handle=handle)
+    Background._set_limits(save, SimpleNamespace(count=20, ring_nbytes=0))
+    handle.tell("staging", staged=1)
+    assert handle.progress.staging_waits == (windows < 20)
+    assert ("staging waits for the disk" in caplog.text) == (windows < 20)

@@ -234,15 +234,18 @@ def small_budgets(count=6):
     return sk.Options(pinned_bytes=WINDOW_NBYTES, staging_bytes=count * WINDOW_NBYTES, io_threads=4)
 
 
-def test_budgets_smaller_than_the_state():
+def test_budgets_smaller_than_the_state(caplog):
     """
-    200 MB through one pinned buffer and a few windows, with a disk that is slow: right, and within the budgets.
+    200 MB through one pinned buffer and a few windows, with a disk that is slow: right, within the budgets, and told.
     """
     sk.finish_saves()
     state = {f"t{n}": torch.full((5 << 20,), float(n), device=DEVICE) for n in range(10)}
     for way in WAYS:
         where = FaultyStore(sk.MemoryStore(), "slow", at=2, verbs=["write_at"], delay_s=0.3)
-        sk.async_save(state, where, staging=way, options=small_budgets()).result(PATIENCE_S)
+        handle = sk.async_save(state, where, staging=way, options=small_budgets())
+        handle.result(PATIENCE_S)
+        assert handle.progress.staging_waits
+        assert "staging waits for the disk" in caplog.text
         assert all(tensor.eq(int(key[1:])).all() for key, tensor in saved_in(where.inner).items())
         assert staging_memory().ring.nbytes <= WINDOW_NBYTES
         assert staging_memory().windows.nbytes <= 6 * WINDOW_NBYTES

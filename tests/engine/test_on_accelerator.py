@@ -94,6 +94,7 @@ def test_a_load_comes_between_what_the_caller_queued_before_and_after(tmp_path, 
             sums = {key: value.double().mean() for key, value in target.items()}
             for value in target.values():
                 value.fill_(-2.0)
+        stream.synchronize()
         assert {key: value.item() for key, value in sums.items()} == {f"w{i}": float(i) for i in range(8)}
 
 

@@ -202,6 +202,7 @@ class Background:
         limit = self._options.staging_bytes or fair
         pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.most_nbytes)))
         if wanted > pool.most_nbytes:
+            self._handle.tell_that_staging_waits()
             log.warning(
                 "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
                 self._handle.where,

@@ -30,6 +30,8 @@ class SaveProgress:
     bytes_written: int = 0
     bytes_total: int = 0
     """What this rank writes; 0 until it is known."""
+    staging_waits: bool = False
+    """The state is larger than the host memory it is staged through (`Options.staging_bytes`): staging waits for the disk."""
 
 
 class Staged:
@@ -156,7 +158,11 @@ class SaveHandle(Generic[T]):
 
     def tell(self, phase: str, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
         """Say how far it has come."""
-        self._progress = SaveProgress(phase, staged, written, total)
+        self._progress = SaveProgress(phase, staged, written, total, self._progress.staging_waits)
+
+    def tell_that_staging_waits(self) -> None:
+        """Say that it is staged through less memory than it takes."""
+        self._progress = replace(self._progress, staging_waits=True)
 
     def end_staging(self, error: BaseException | None = None) -> None:
         """Say that the state is needed no more."""
