@@ -22,12 +22,12 @@ from shardkeep.store.protocol import Store
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
 
-ROWS = 2400
+ROWS = 1200
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=64 << 20, timeout_s=60.0)
 
 
 def state_of(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """State `k`, or a rank's part of it: 12 MB of random bits, most of them in one tensor, so that parts are sent."""
+    """State `k`, or a rank's part of it: 6 MB of random bits, most of them in one tensor, two parts of the least size."""
     gen = torch.Generator().manual_seed(k)
     w, b = torch.randn(ROWS, 1280, generator=gen), torch.randn(999, generator=gen)
     share = ROWS // size

@@ -65,6 +65,8 @@ class Rule:
     """How often at most."""
     after: int = 0
     """How many are spared first."""
+    first: bool = False
+    """Only what was not asked for before."""
     chance: float = 1.0
     delay_s: float = 0.0
     least: int = 0
@@ -150,7 +152,7 @@ class Proxy:
             number = self._seen[request.like]
             self._seen[request.like] += 1
             for index, rule in enumerate(self._rules):
-                if not rule.wants(request):
+                if not rule.wants(request) or (rule.first and number):
                     continue
                 key = f"{self._seed} {index} {request.like} {number}"
                 if rule.chance < 1 and random.Random(key).random() >= rule.chance:
@@ -164,6 +166,10 @@ class Proxy:
                 self.counts.faults[rule.fault] += 1
                 return rule
         return None
+
+    def has_seen(self, requests: int) -> bool:
+        """Tell whether more requests than that came."""
+        return len(self.counts.requests) > requests
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         """Note bytes that passed."""

@@ -1,4 +1,4 @@
-"""The engine on a real S3 server: ranks, resharding, races, ranged reads, many checkpoints, the command line."""
+"""The engine on a real S3 server: ranks, resharding, races, ranged reads, many checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.testing.rank_pool import RankPool
@@ -121,36 +120,3 @@ def flip_a_bit(place, end: str) -> None:
     data = bytearray(place.get(name, limit=1 << 24))
     data[-3] ^= 1
     place.put(name, bytes(data), replace=True)
-
-
-def test_the_command_line_on_urls(
-    s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """
-    Every command that looks takes s3:// where it takes a path, finds damage there, and prunes there.
-    """
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    root = s3_place()
-    for step in (1, 2, 3):
-        sk.save({"w": torch.full((64, 4), float(step)), "step": step}, root.place(f"step-{step}"), step=step)
-    one = f"{root.url}/step-3"
-
-    def said(*words: str, code: int = 0) -> str:
-        ended = main(list(words))
-        out, err = capsys.readouterr()
-        assert ended == code, (words, out, err)
-        return out + err
-
-    assert all(f"step-{step}" in said("ls", root.url) for step in (1, 2, 3))
-    assert said("latest", root.url).strip() == one
-    assert "w" in said("ls", one)
-    assert "mean" in said("show", one, "w")
-    assert "step-2" in said("du", root.url)
-    assert '"save_id"' in said("cat", one)
-    assert "w" in said("diff", f"{root.url}/step-2", one, code=1)
-    assert "step-3" in said("verify", "--deep", one)
-    flip_a_bit(root.place("step-3"), ".safetensors")
-    assert "are not what was saved" in said("verify", "--deep", one, code=1)
-    said("prune", root.url, "--keep-last", "1", "--yes")
-    assert places_of(root) == ["step-3"]

@@ -1,0 +1,194 @@
+"""A network and a service that go wrong, between the engine and a real S3 server."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layout import leftovers
+from shardkeep.ranks.world import World
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.uploads import unfinished
+from shardkeep.testing.s3_server import S3Server
+from shardkeep.testing.thread_ranks import thread_outcomes
+from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
+from tests.object_store.proxy import Proxy, Rule
+
+Opens = Callable[..., ObjectRoot]
+QUICK = {"timeout_s": 1.0, "retries": 6, "retry_s": 8.0, "part_bytes": 5 << 20}
+DEADLINE_S = 60.0
+"""Far beyond what all tries of one request take: who is not done by then waits for ever."""
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    with Proxy(s3_server.port, seed=7) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(proxy: Proxy, s3_place: Opens) -> Iterator[ObjectRoot]:
+    """A place behind the proxy, to which state 1 was saved."""
+    proxy.rules = []
+    place = s3_place(endpoint=proxy.endpoint, **QUICK)
+    save(place, 1)
+    yield place
+    proxy.rules = []
+
+
+def save(place: ObjectRoot, k: int) -> Any:
+    return sk.save(state_of(k), place, step=k, overwrite=True, options=OPTIONS)
+
+
+def assert_whole(place: ObjectRoot, k: int) -> None:
+    """State `k` is there, every bit of it, and not a blob or an upload besides."""
+    ck = sk.open(place)
+    ck.verify()
+    assert ck.step == k
+    load_and_compare(place, k)
+    assert {info.name for info in place.list()} == {RECORD_NAME, *ck.record.names}
+    # One whose beginning was not answered was begun twice.
+    leftovers.sweep_uploads(place, leftovers.survey(place))
+    assert unfinished(place) == []
+
+
+@pytest.mark.parametrize(
+    "fault", ["refuse", "cut_request", "lose_answer", "cut_answer", "end_answer", "slow_down", "broken"]
+)
+def test_every_request_fails_once(proxy: Proxy, place: ObjectRoot, fault: Any) -> None:
+    """
+    Whatever the network or the service does to the first of every request, a save that overwrites and a load succeed.
+    """
+    proxy.rules = [Rule(fault, first=True)]
+    save(place, 2)
+    assert proxy.counts.faults[fault] >= 10
+    proxy.rules = [Rule(fault, first=True)]
+    load_and_compare(place, 2)
+    assert proxy.counts.faults[fault] >= 4
+    proxy.rules = []
+    assert_whole(place, 2)
+
+
+def test_a_storm(proxy: Proxy, place: ObjectRoot) -> None:
+    """
+    Three ranks save and load while a third of all requests go wrong in one way or another; what they are told is true.
+    """
+    kinds: list[Any] = ["slow_down", "refuse", "cut_answer", "cut_request", "lose_answer", "broken", "delay", "trickle"]
+    storm = [Rule(kind, chance=0.05, delay_s=0.02) for kind in kinds]
+
+    def main(world: World) -> None:
+        sk.save(state_of(2, world.rank, 3), place, step=2, overwrite=True, group=world, options=OPTIONS)
+        load_and_compare(place, 2, world.rank, 3, world)
+
+    proxy.rules = storm
+    began = time.monotonic()
+    outcomes = thread_outcomes(3, main, timeout_s=DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S
+    assert sum(proxy.counts.faults.values()) > 10
+    proxy.rules = []
+    failed = [outcome for outcome in outcomes if outcome is not None]
+    assert all(isinstance(outcome, sk.StorageError) for outcome in failed), failed
+    if not failed:
+        assert_whole(place, 2)
+    assert sk.open(place).step in ((1, 2) if failed else (2,))
+    save(place, 3)
+    assert_whole(place, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "after", "number"),
+    [
+        ("slow_down", 0, errno.EBUSY),
+        ("slow_down", 13, errno.EBUSY),
+        ("stall", 9, errno.ETIMEDOUT),
+        ("refuse", 11, errno.ECONNRESET),
+        ("refuse", 15, errno.ECONNRESET),
+    ],
+)
+def test_an_outage(proxy: Proxy, s3_place: Opens, place: ObjectRoot, fault: Any, after: int, number: int) -> None:
+    """
+    When the service is gone from some request on, a save ends in time and says what was answered; the checkpoint that
+    was there is whole, and the next save removes all that the failed one could not.
+    """
+    hasty = s3_place(
+        path=place.prefix.strip("/"), endpoint=proxy.endpoint, timeout_s=0.3, retries=1, retry_s=1.0, part_bytes=5 << 20
+    )
+    proxy.rules = [Rule(fault, after=after)]
+    began = time.monotonic()
+    with pytest.raises(sk.StorageError) as caught:
+        save(hasty, 2)
+    assert time.monotonic() - began < DEADLINE_S
+    assert caught.value.errno in {number, errno.ECANCELED}
+    assert place.url in str(caught.value)
+    proxy.rules = []
+    ck = sk.open(place)
+    ck.verify()
+    assert ck.step == 1
+    save(place, 3)
+    assert_whole(place, 3)
+
+
+def test_a_stalled_request_is_cut_and_made_again(proxy: Proxy, place: ObjectRoot) -> None:
+    """
+    A request that is never answered is given up after its timeout; the next try is answered.
+    """
+    proxy.rules = [Rule("stall", path="partNumber=1", times=1), Rule("stall", method="HEAD", times=1)]
+    save(place, 2)
+    assert proxy.counts.faults["stall"] == 2
+    proxy.rules = [Rule("stall", path="safetensors", after=1, times=1)]
+    load_and_compare(place, 2)
+    assert proxy.counts.faults["stall"] == 1
+
+
+@pytest.mark.parametrize("what", ["skindex", "blocks", "safetensors", RECORD_NAME])
+def test_what_changes_on_the_way_down_is_noticed(proxy: Proxy, place: ObjectRoot, what: str) -> None:
+    """
+    One bit of any answer that a load uses is another, or half of it is missing and the headers say so: an error that
+    names the file, or, where it could be asked for again, all of it.
+    """
+    proxy.rules = [Rule("flip_answer", method="GET", path=what, after=what == "safetensors")]
+    with pytest.raises(sk.DamagedCheckpoint) as caught:
+        load_and_compare(place, 1)
+    assert what in str(caught.value)
+    proxy.rules = [Rule("shorten_answer", method="GET", path=what, first=True)]
+    try:
+        load_and_compare(place, 1)
+    except sk.DamagedCheckpoint as exc:
+        assert what in str(exc)  # noqa: PT017 - it need not be raised
+    assert proxy.counts.faults["shorten_answer"] == 1
+
+
+def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place: ObjectRoot) -> None:
+    """
+    A small blob is sent again; a part of an upload fails the save, and nothing of it stays.
+    """
+    proxy.rules = [Rule("flip_request", method="PUT", path="claim|skindex|blocks|shardkeep.json", first=True)]
+    save(place, 2)
+    assert proxy.counts.faults["flip_request"] == 4
+    proxy.rules = []
+    assert_whole(place, 2)
+
+    proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
+    with pytest.raises(sk.StorageError, match="what arrived there is not what was sent: 400 BadDigest"):
+        save(place, 3)
+    proxy.rules = []
+    assert_whole(place, 2)
+
+
+def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(
+    proxy: Proxy, s3_place: Opens, place: ObjectRoot
+) -> None:
+    """
+    Where a service takes no checksums, what changed on the way up is found by whoever reads it.
+    """
+    trusting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, checksum_algorithm="none", **QUICK)
+    proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
+    save(trusting, 2)
+    with pytest.raises(sk.ChecksumMismatch):
+        load_and_compare(trusting, 2)

@@ -1,0 +1,121 @@
+"""Every operation of a save on S3 fails once, or is the last: the engine's fault tests, over a real object store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.ranks.world import World
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.protocol import Store
+from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
+from tests.faults.scene import no_leaks
+
+COMMIT = f"put {RECORD_NAME}"
+IN_ORDER = sk.Options(io_threads=1, host_budget_bytes=16 << 20)
+PARTS = 3 << 20
+"""Elements, of more than one part of an upload."""
+
+
+@pytest.fixture
+def place(s3_place: Callable[..., ObjectRoot]) -> ObjectRoot:
+    return s3_place(part_bytes=5 << 20)
+
+
+def save(where: Store, k: int, elements: int) -> Any:
+    state = {"w": torch.full((elements,), k, dtype=torch.int16), "b": torch.full((9,), k), "k": k}
+    return sk.save(state, where, step=k, overwrite=True, group=World(0, 1), options=IN_ORDER)
+
+
+def saved_at(place: ObjectRoot) -> int:
+    """Read all that is there; say which `k` every element of it is."""
+    tree = sk.open(place).to_dict()
+    assert tree["w"].numel() > 99
+    assert tree["w"].eq(tree["k"]).all()
+    assert tree["b"].eq(tree["k"]).all()
+    return tree["k"]
+
+
+def litter(place: ObjectRoot) -> set[str]:
+    """Name what is there and belongs to no checkpoint."""
+    return {info.name for info in place.list()} - {RECORD_NAME, *sk.open(place).record.names}
+
+
+def struck(place: ObjectRoot, fault: Any, elements: int) -> Iterator[tuple[int, FaultyStore, BaseException | None]]:
+    """Save, with a fault at operation 0, 1, 2, … until there is none of that number."""
+    for n in itertools.count():
+        store = FaultyStore(place, fault, at=n)
+        raised = None
+        try:
+            with no_leaks(crashing=fault == "crash"):
+                save(store, n + 1, elements)
+        except (sk.CheckpointError, InjectedCrash) as exc:
+            raised = exc
+        if len(store.operations) <= n:
+            assert raised is None
+            assert n >= 15
+            return
+        yield n, store, raised
+
+
+def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectRoot) -> None:
+    """
+    Until the commit the save raises the store's error and nothing is added; after it, it succeeds.
+    """
+    save(place, 0, PARTS)
+    latest = 0
+    for n, store, raised in struck(place, "error", PARTS):
+        what = store.operations[n]
+        if COMMIT in store.operations[:n]:
+            assert raised is None, what
+            latest = n + 1
+            save(place, latest, 100)  # takes away what could not be removed
+        else:
+            assert isinstance(raised, sk.StorageError), what
+            assert raised.details["name"] == what.partition(" ")[2]
+        assert saved_at(place) == latest, what
+        assert litter(place) == set(), what
+
+
+def test_a_crash_loses_nothing_and_is_swept(place: ObjectRoot) -> None:
+    """
+    When the process dies at any operation, there is the old checkpoint or the new one; the next save removes the rest.
+    """
+    save(place, 0, 100)
+    latest = 0
+    for n, store, raised in struck(place, "crash", 100):
+        what = store.operations[n]
+        latest = n + 1 if COMMIT in store.operations[:n] else latest
+        assert raised is None or isinstance(raised, InjectedCrash), what
+        assert saved_at(place) == latest, what
+        # Its process is this one, which lives; its save is over all the same, and that is known.
+        latest = 1000 + n
+        save(place, latest, 100)
+        assert saved_at(place) == latest, what
+        assert litter(place) == set(), what
+
+
+def test_a_load_that_fails_or_is_lied_to(place: ObjectRoot) -> None:
+    """
+    Each operation of a load fails, and then flips a bit: an error that names the file each time, never other numbers.
+    """
+    save(place, 3, PARTS)
+    for fault, kind in (("error", sk.StorageError), ("flip", sk.DamagedCheckpoint)):
+        for n in itertools.count():
+            store = FaultyStore(
+                place, fault, at=n, verbs=["open", "get", "read_into"] if fault == "error" else ["get", "read_into"]
+            )
+            into = {"w": torch.zeros(PARTS, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int64), "k": 0}
+            try:
+                sk.load(into, store, group=World(0, 1), options=IN_ORDER)
+            except kind:
+                continue
+            assert into["w"].eq(3).all()
+            break
+        assert n >= 4
