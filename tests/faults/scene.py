@@ -29,6 +29,10 @@ from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.engine.samples import bits
 
 Where = str | Store
+FAULTS = ("error", "full", "short")
+"""Ways in which an operation fails and says so."""
+RANKS_AND_FAULTS = [(1, FAULTS[:1]), (1, FAULTS[1:2]), (1, FAULTS[2:]), (3, FAULTS)]
+"""On one rank each of them at every operation; on three, where that takes long, they take turns."""
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20)
 """Two threads and windows of 1 MiB: the least there is, so that a small state has several."""
 IN_ORDER = sk.Options(io_threads=1, host_budget_bytes=2 << 20)

@@ -12,6 +12,7 @@ from shardkeep.store.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import (
     OPTIONS,
+    RANKS_AND_FAULTS,
     InterruptedStore,
     checkpoint_at,
     facts,
@@ -32,9 +33,8 @@ def assert_loaded(outcomes, states, k):
         assert facts(state) == facts(state_of(k, World(rank, size, object())))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("fault", ["error", "full", "short"])
-def test_a_failed_operation_reaches_every_rank(place, fault, ranks):
+@pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
+def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
     """
     Every rank raises the same storage error, in time, with file and errno; nothing stays open, nothing is written,
     and the next load is whole.
@@ -42,6 +42,7 @@ def test_a_failed_operation_reaches_every_rank(place, fault, ranks):
     save_all(ranks, place, 1)
     before = names_in(place)
     for n in itertools.count():
+        fault = faults[n % len(faults)]
         store = FaultyStore(LocalStore(place), fault, at=n)
         began = time.monotonic()
         with no_leaks():

@@ -14,6 +14,7 @@ from shardkeep.store.local import LocalStore
 from shardkeep.store.protocol import Store
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import (
+    RANKS_AND_FAULTS,
     DyingStore,
     InterruptedStore,
     assert_saved,
@@ -39,9 +40,8 @@ def is_committed(store: FaultyStore, before: int) -> bool:
     return COMMIT in store.operations[:before]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("fault", ["error", "full", "short"])
-def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, fault, ranks):
+@pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
+def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, ranks, faults):
     """
     Until the commit, every rank raises the same storage error, which names file, errno and rank; the earlier
     checkpoint is intact and not one file is added. After the commit, the save succeeds, and what it could not remove
@@ -51,6 +51,7 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, fault, ranks
     latest = 0
     for n in itertools.count():
         before = names_in(place)
+        fault = faults[n % len(faults)]
         store = FaultyStore(LocalStore(place), fault, at=n)
         began = time.monotonic()
         with no_leaks():
