@@ -8,6 +8,7 @@ does: `atexit`, threads that are waited for, the exit code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -51,7 +52,7 @@ def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _tell_end(watch: int, pid: int, answers: socket.socket) -> None:
     os.close(watch)
     _, status = os.waitpid(pid, 0)
-    with answers:
+    with answers, contextlib.suppress(OSError):  # nobody may wait for it any more
         answers.send(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
