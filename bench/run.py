@@ -24,6 +24,7 @@ import pagecache
 import planning
 import report
 import reshard
+import s3
 from contenders import CONTENDERS
 from report import Sample
 from shardkeep.options import Options
@@ -36,6 +37,7 @@ SMALL_ROUNDS = 2
 
 
 RESHARD_GB = 1.0
+S3_GB = 0.25
 
 
 class Worker:
@@ -62,6 +64,7 @@ class Worker:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        self.process.stdout.close()
 
 
 def one_round(workload: str, number: int, workers: dict[str, Worker], scratch: str) -> list[Sample]:
@@ -142,7 +145,7 @@ def machine(directory: str) -> dict[str, object]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("--only", choices=("large", "small", "reshard", "planning"), help="measure one part")
+    parser.add_argument("--only", choices=("large", "small", "reshard", "planning", "s3"), help="measure one part")
     parser.add_argument("--rounds", type=int, default=5, help="times each contender is measured (default %(default)s)")
     parser.add_argument("--gb", type=float, default=1.5, help="size of the large state (default %(default)s)")
     parser.add_argument("--tensors", type=int, default=50_000, help="of 4 KB, in the small one (default %(default)s)")
@@ -178,6 +181,15 @@ def main() -> None:
         plans = planning.run()
         print("planning, simulated in one process\n" + "\n".join(report.planning_lines(plans)) + "\n")
         verdicts += report.judge_planning(plans)
+    on_s3 = None
+    if args.only in (None, "s3"):
+        scratch = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=args.dir)
+        try:
+            on_s3 = s3.measure(scratch, min(args.gb, S3_GB), min(args.rounds, 3))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        print("an object store\n" + "\n".join(s3.lines(on_s3)) + "\n")
+        verdicts += s3.judge(on_s3)
     print("targets: median over the rounds (lowest to highest), against the best of the others in the same round")
     print("\n".join(verdict.line() for verdict in verdicts))
     path = args.json or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
@@ -187,6 +199,7 @@ def main() -> None:
         "nbytes": sizes,
         "planning": plans,
         "reshard": resharded,
+        "s3": on_s3,
         **report.as_json(samples, verdicts),
     }
     path.write_text(json.dumps(results, indent=1) + "\n")
