@@ -13,6 +13,9 @@ else
   PY := $(VENV)/bin/python
 endif
 
+# Where it is set, each of the many processes of the tests compiles all of the source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check soak bench docs clean
 
@@ -25,7 +28,8 @@ demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and 
 	$(PY) -m shardkeep.cli.main demo $(ARGS)
 
 test: check ## Everything CI runs: the checks below, then every test
-	$(PY) -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	$(PY) -m pytest -p tests.slow_first --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	  --ignore tests/test_architecture.py $(ARGS)
 
 check: $(READY) ## Lint, format, types, and the one-direction rule of the folders
 	$(PY) -m ruff check $(CODE)

@@ -41,7 +41,10 @@ START_S = 120.0
 """How long a process may take to import torch."""
 LOG_LINES = 60
 """How much of a rank's output an error message shows."""
-PRELOADED = ["shardkeep.testing.rank_process", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOADED = [
+    "shardkeep.testing.rank_process", "shardkeep.saving", "shardkeep.loading", "shardkeep.opening",
+    "torch.distributed.fsdp", "torch.distributed.tensor",
+]  # fmt: skip
 """What every rank has imported when it starts."""
 
 
