@@ -87,17 +87,17 @@ def run(args: argparse.Namespace) -> int:
         remark(f"a job saves to this run: {shown(job)}", "yellow")
     if not args.json:
         _print_plan(found, planned)
-    if args.dry_run or not (planned.deleted or planned.swept):
-        failed: dict[str, str] = {}
-    else:
+    failed: dict[str, str] = {}
+    if not args.dry_run and (planned.deleted or planned.swept):
         if not args.yes and not _agreed(args, planned):
             say("nothing was deleted")
             return 0
         failed = _carry_out(found, planned, force=args.force)
-        if many := _sweep_uploads(found):
-            remark(f"{count_text(many, 'upload')} that nobody will finish taken back", "yellow")
         if not args.json and not failed:
             say(styled(f"deleted, {size_text(planned.nbytes)} freed", "green"))
+    # No listing shows them: they may be all that there is to take back.
+    if not args.dry_run and (many := _sweep_uploads(found)):
+        remark(f"{count_text(many, 'upload')} that nobody will finish taken back", "yellow")
     if args.json:
         print_json(_document(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:

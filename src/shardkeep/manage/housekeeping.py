@@ -200,9 +200,10 @@ class Housekeeping:
         store = self._root.place(entry.name)
         if not {save_id_of(info.name) for info in store.list()} - {None, save_id_of(entry.record.index.name)}:
             return
-        dead = leftovers.survey(store, self._lease.gone).dead
+        found = leftovers.survey(store, self._lease.gone)
         record = read_record(store)  # only now: what is dead and not named by it never will be
-        for each in sorted(set(dead).difference(record.names), key=is_claim):
+        leftovers.sweep_uploads(store, found)
+        for each in sorted(set(found.dead).difference(record.names), key=is_claim):
             store.delete(each)
 
     def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
@@ -223,6 +224,7 @@ class Housekeeping:
         names = [info.name for info in store.list()]
         if not found.over or any(map(makes_a_checkpoint, names)):
             return
+        leftovers.sweep_uploads(store, found)  # before the claims go, which say whose they are
         if REMOVING_NAME in names:
             self._root.remove(name)
             return

@@ -183,8 +183,9 @@ class Promoting:
             return
         self._seen = place.version(RECORD_NAME)
         sizes = entry.record.at_rest
-        there = sum(info.nbytes for info in place.list() if info.name in sizes)
-        free, wanted = free_nbytes(place), sum(sizes.values()) - there
+        there = {info.name: info.nbytes for info in place.list()}
+        free = free_nbytes(place)
+        wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
         if free is not None and free < wanted:
             raise StorageFull(
                 f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
@@ -193,7 +194,9 @@ class Promoting:
             )
         save_id = entry.record.save_id
         self._standing.enter_context(leftovers.claiming(save_id))
-        place.delete(claim_name(save_id))  # of the job that was cut short; the lease says that it is over
+        if claim_name(save_id) in there:  # of the job that was cut short; the lease says that it is over
+            leftovers.sweep_uploads(place, leftovers.Survey(None, [claim_name(save_id)], [], []))
+        place.delete(claim_name(save_id))
         leftovers.make_claim(place, save_id)
 
     def is_gone(self, order: Order) -> bool:
