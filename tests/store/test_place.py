@@ -1,10 +1,12 @@
 """From what a user writes to a store."""
 
+import traceback
 from pathlib import Path
 
 import pytest
 
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, StorageError
+from shardkeep.store.fsspec_files import fs_errors
 from shardkeep.store.local import LocalStore
 from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_store
@@ -28,6 +30,48 @@ def test_paths_and_file_urls_are_local(where: str | Path, path: str) -> None:
 
     assert isinstance(store, LocalStore)
     assert path == store.url
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("s3://AKIA:hunter2@bucket/run", "^s3://bucket/run: keys do not belong into URLs"),
+        ("s3://AKIA:hun/ter2@bucket//run", "^s3://bucket//run: keys do not belong into URLs"),
+        ("s3://ter2@bucket/run", "^s3://bucket/run: keys"),
+        ("gs://bob:hunter2@bucket/run", "^gs://bucket/run: keys"),
+        ("abfss://bob:hunter2@account/run", "^abfss://account/run: keys"),
+        ("ftp://bob:hunter2@127.0.0.1:1/run", "^ftp://127.0.0.1:1/run: cannot open: Connection refused"),
+        ("nowhere://bob:hunter2@host/run", "^nowhere://host/run: no store"),
+        ("file://bob:hunter2@host/run", r"^file://host/run: .* \(host\)"),
+    ],
+)
+def test_what_stands_before_the_host_is_never_shown(where: str, message: str) -> None:
+    """Neither by the error nor by what led to it; what cannot be reached is an error of ours."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_store(where, direct=True)
+    assert "ter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_store_does_not_tell_its_password() -> None:
+    """Nor do its errors, when a file system repeats it."""
+    store = open_store("webhdfs://bob:hunter2@127.0.0.1:1/run/", direct=True)
+    assert store.url == "webhdfs://127.0.0.1:1/run"
+    for said in (
+        FileNotFoundError("ftp://bob:hunter2@h/x"),
+        OSError(5, "ftp://bob:hunter2@h"),
+        KeyError("a://b:hunter2@h"),
+    ):
+        with pytest.raises(StorageError, match="//h") as caught, fs_errors("cannot get", store.url, "a"):
+            raise said
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "where", ["abfss://box@account.dfs.core.windows.net/run", "s3://bucket/run@2", "memory://a@b/c"]
+)
+def test_an_at_sign_that_means_something(where: str) -> None:
+    """Azure's container@account, and names with one, are places as they were."""
+    assert open_store(where, direct=True).url == where
 
 
 def test_opening_touches_nothing(tmp_path: Path) -> None:

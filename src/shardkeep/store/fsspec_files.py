@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,12 @@ _NUMBERS = {
     TimeoutError: errno.ETIMEDOUT,
 }
 """Many raise these without a number."""
+_USER = re.compile(r"(?<=://)[^/\s]*@")
+
+
+def without_user(text: str) -> str:
+    """Leave `user:password@` out of all URLs in a text: it is to be shown."""
+    return _USER.sub("", text)
 
 
 @contextmanager
@@ -33,9 +40,10 @@ def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) 
             yield
     except CheckpointError:
         raise
-    except Exception as exc:
-        message = f"{url}/{name}: {action}: {type(exc).__name__}: {exc}"
-        raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from exc
+    except Exception as exc:  # noqa: BLE001 - raised as ours
+        where = f"{url}/{name}" if name else url
+        message = without_user(f"{where}: {action}: {type(exc).__name__}: {exc}")
+        raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from (exc if _is_clean(exc) else None)
 
 
 @contextmanager
@@ -43,10 +51,17 @@ def _numbered() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        number = _NUMBERS.get(type(exc))
-        if exc.errno is not None or number is None:
+        number = _NUMBERS.get(type(exc)) if exc.errno is None else exc.errno
+        if _is_clean(exc) and number == exc.errno:
             raise
-        raise OSError(number, str(exc) or os.strerror(number)) from exc
+        number = number or errno.EIO
+        text = without_user(exc.strerror or str(exc)) or os.strerror(number)
+        raise OSError(number, text) from (exc if _is_clean(exc) else None)
+
+
+def _is_clean(exc: Exception) -> bool:
+    """Tell whether an exception can be shown as it is."""
+    return without_user(str(exc)) == str(exc)
 
 
 class FsspecWriter:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardkeep.errors import CheckpointError
+from shardkeep.store.fsspec_files import fs_errors, without_user
 from shardkeep.store.fsspec_root import FsspecRoot
 from shardkeep.store.local import LocalStore
 from shardkeep.store.local_root import LocalRoot
@@ -115,8 +116,22 @@ def _by_url(url: str, options: dict[str, Any]) -> Root | None:
             raise CheckpointError(f"{url}: memory:// has no option {min(options)!r}")
         return _in_memory(url)
     if scheme in SCHEMES:
+        _refuse_keys(url, scheme)
         return _in_bucket(url, scheme, options)
     return _by_fsspec(url, scheme, options)
+
+
+def _refuse_keys(url: str, scheme: str) -> None:
+    """See that there are no keys in the URL of a bucket; where there are, they are not shown."""
+    rest = url.partition("://")[2]
+    name = rest.partition("/")[0]
+    # A secret may have slashes in it, a bucket's name no colon. Of Azure there is container@account.
+    if ("@" in name and SCHEMES[scheme] != "az") or (":" in name and "@" in rest):
+        shown = f"{scheme}://{rest.rpartition('@')[2]}"
+        raise CheckpointError(
+            f"{shown}: keys do not belong into URLs, and there is something before the '@' of this one",
+            hint="pass access_key_id= and the like to shardkeep.open_place, or set the service's variables",
+        )
 
 
 def _local_path(path: str) -> str:
@@ -124,7 +139,10 @@ def _local_path(path: str) -> str:
         return path
     parts = urlsplit(path)
     if parts.netloc not in {"", "localhost"}:
-        raise CheckpointError(f"{path}: a file:// URL of another machine ({parts.netloc})", hint="write file:///path")
+        host = parts.netloc.rpartition("@")[2]
+        raise CheckpointError(
+            f"{without_user(path)}: a file:// URL of another machine ({host})", hint="write file:///path"
+        )
     if not parts.path:
         raise CheckpointError(f"{path!r} is not a place to keep a checkpoint")
     return url2pathname(parts.path)
@@ -164,15 +182,18 @@ def _memory(name: str) -> MemoryRoot:
 
 
 def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> FsspecRoot:
+    shown = without_user(url).rstrip("/")
     try:
         fsspec = importlib.import_module("fsspec")
     except ModuleNotFoundError as exc:
         raise CheckpointError(
-            f"{url}: no store for {scheme}:// places; fsspec, which may have one, is not installed",
+            f"{shown}: no store for {scheme}:// places; fsspec, which may have one, is not installed",
             hint="pip install 'shardkeep[fsspec]', or " + _HINT,
         ) from exc
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError, TypeError) as exc:
-        raise CheckpointError(f"{url}: no store for {scheme}:// places: {exc}", hint=_HINT) from exc
-    return FsspecRoot(fs, path, url.rstrip("/"))
+    with fs_errors("cannot open", shown):
+        try:
+            fs, path = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError, TypeError) as exc:
+            message = without_user(f"{shown}: no store for {scheme}:// places: {exc}")
+            raise CheckpointError(message, hint=_HINT) from None
+    return FsspecRoot(fs, path, shown)
