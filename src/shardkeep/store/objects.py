@@ -33,7 +33,10 @@ class ObjectStore:
         self.bucket = bucket
         self.prefix = prefix
         self._small = SmallObjects(bucket, prefix, url)
-        self._swaps = Swaps(self._small, url, settle_s=bucket.manners.settle_s, lock=bucket.lock, warned=bucket.warned)
+        self._swaps = Swaps(
+            self._small, url, settle_s=bucket.manners.settle_s, retry_s=bucket.manners.retry_s,
+            lock=bucket.lock, warned=bucket.warned,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

@@ -45,11 +45,21 @@ class Puts(Protocol):
 class Swaps:
     """Puts to one place."""
 
-    def __init__(self, puts: Puts, url: str, *, settle_s: float, lock: threading.Lock, warned: set[str]) -> None:
-        """`lock` and `warned` belong to all places of one service that this process sees."""
+    def __init__(
+        self,
+        puts: Puts,
+        url: str,
+        *,
+        settle_s: float,
+        lock: threading.Lock,
+        warned: set[str],
+        retry_s: float = float("inf"),
+    ) -> None:
+        """`lock` and `warned` belong to all places of one service that this process sees; see also `Manners`."""
         self._puts = puts
         self._url = url
         self._settle_s = settle_s
+        self._retry_s = retry_s
         self._lock = lock
         self._warned = warned
 
@@ -65,6 +75,7 @@ class Swaps:
     def _send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
         """Put it, also where an answer is lost: then what is there is compared with what was sent."""
         unsure = False
+        until = time.monotonic() + self._retry_s
         for failed in range(1, _TRIES + 1):
             try:
                 return self._puts.send(name, data, create=create, over=over)
@@ -75,7 +86,9 @@ class Swaps:
                     if (unsure or error.details.get("retried")) and self._is_there(name, data):
                         return None
                     raise self._refused(name, over) from None
-                if error.errno not in TRANSIENT or failed == _TRIES:
+                # What the library has tried again itself has had its time.
+                over_time = error.details.get("retried") or time.monotonic() > until
+                if error.errno not in TRANSIENT or failed == _TRIES or over_time:
                     raise
                 unsure = True
                 log.info("to put %s/%s is tried again: %s", self._url, name, error)
