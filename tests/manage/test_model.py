@@ -507,7 +507,8 @@ class Machine(RuleBasedStateMachine):
         return self.read[save_id]
 
     def is_held(self) -> bool:
-        return "lease.json" in {info.name for info in self.root.list()}
+        there = "lease.json" in {info.name for info in self.root.list()}
+        return there and not json.loads(self.root.get("lease.json", limit=4096))["released"]
 
     def is_pinned(self, step: int) -> bool:
         return f"pin.step-{step}" in {info.name for info in self.root.list()}

@@ -71,6 +71,8 @@ def job_of(run: Run) -> str:
     root = run.catalog.root
     try:
         holder = msgspec.json.decode(root.get(LEASE_NAME, limit=_MAX_LEASE_NBYTES), type=Holder)
+        if holder.released:
+            return ""
         if holder.host == host():
             return str(holder) if started(holder.pid) == holder.started else ""
         written_s = max((info.modified_s for info in root.list() if info.name == LEASE_NAME), default=0.0)

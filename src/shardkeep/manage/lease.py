@@ -6,6 +6,10 @@ still writes: whoever wants the lease watches it, by a clock that does not jump,
 was not written for as long as a lease lasts, it is taken over. A job that was taken over finds out before its next
 commit at the latest. Reading needs no lease.
 
+It finds out also where the other job has ended by then: whoever takes a lease from somebody who may come back does not
+delete it at the end, but writes into it that it is released, and so do all who have it after that. A lease that vanished
+is written again, as somebody has tidied up; but not by a job that has not renewed it for as long as it lasts.
+
 It is only ever written over the version that was seen, so that of two who take it at once, or of one who takes and one
 who renews it, the store lets one through.
 """
@@ -58,6 +62,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     since: str
     beat: int = 0
     """Goes up with each renewal."""
+    contested: bool = False
+    """Whether somebody had it before who may come back, and must see then that it was taken."""
+    released: bool = False
+    """Whether it was given up: it is free, but for whom it was taken from."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.machine}, since {self.since}"
@@ -99,6 +107,8 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost = ""
+        self._written_s = 0.0
+        """When a write that succeeded was begun, by the clock."""
         self.gone: set[str] = set()
         """Hosts of holders whose lease ran out: their saves are dead."""
         self._mine = Holder(
@@ -150,7 +160,7 @@ class Lease:
             self._renew_or_lose(write=False)
         if self._lost:
             raise LeaseLost(
-                f"{self._root.url}: another job saves here now ({self._lost}); this one does no more",
+                f"{self._root.url}: {self._lost}; this one does no more",
                 hint="let only one job save to a root; what was committed before is as it was",
             )
 
@@ -163,8 +173,13 @@ class Lease:
         if self._thread is not threading.current_thread():
             self._thread.join(self._lasts_s / _RENEWALS)
         with self._lock, suppress(CheckpointError):
+            version = self._root.version(LEASE_NAME) if self._mine.contested else None
             if not self._lost and self._is_mine(self._read()):
-                self._root.delete(LEASE_NAME)
+                if self._mine.contested:
+                    self._mine = msgspec.structs.replace(self._mine, released=True)
+                    self._write(version)
+                else:
+                    self._root.delete(LEASE_NAME)
         _held.pop(self._mine.id, None)
         self._lost = self._lost or "the lease was given up"
 
@@ -179,9 +194,11 @@ class Lease:
         if seen is None or version is None:
             return False
         if self._is_mine(seen):  # a network may repeat a request that was carried out
+            self._written_s = self._clock()
             return True
         holder = _decoded(seen)
-        if not self._takeover and not (holder and _certainly_gone(holder)):
+        free = holder is not None and (holder.released or _certainly_gone(holder))
+        if not self._takeover and not free:
             if holder and holder.host == self._mine.host:
                 whose = "this process itself" if holder.pid == os.getpid() else str(holder)
                 raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
@@ -189,9 +206,12 @@ class Lease:
                 return False
             if holder:
                 self.gone.add(holder.host)
+        contested = not free or (holder is not None and holder.contested)
+        self._mine = msgspec.structs.replace(self._mine, contested=contested)
         if not self._write(version):
             return False
-        log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
+        if not (holder and holder.released):
+            log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
         return self._is_mine(self._read())
 
     def _outwait(self, seen: bytes, holder: Holder | None) -> bool:
@@ -207,8 +227,11 @@ class Lease:
             if now is None:
                 return False
             if now != seen:
+                moved = _decoded(now)
+                if moved and moved.released:
+                    return False
                 raise RootInUse(
-                    f"{self._root.url}: another job saves here ({_decoded(now) or 'unreadable'})", hint=_HOW_TO_TAKE
+                    f"{self._root.url}: another job saves here ({moved or 'unreadable'})", hint=_HOW_TO_TAKE
                 )
         return True
 
@@ -240,25 +263,40 @@ class Lease:
             return
         if write:
             self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
-        # Where nothing is, somebody has tidied up.
         if (write or seen is None) and not self._write(version if seen else None):
-            self._is_lost(self._read())
+            now = self._read()
+            if seen is None and now is None:  # but something was in the way
+                self._lose("another job came and went here")
+            self._is_lost(now)
 
     def _is_lost(self, seen: bytes | None) -> bool:
-        if seen is None or self._is_mine(seen):
-            return False
-        self._lost = str(_decoded(seen) or "an unreadable lease")
-        log.error("%s: another job saves here now (%s)", self._root.url, self._lost)
-        return True
+        if seen is None:
+            idle_s = self._clock() - self._written_s
+            if idle_s >= self._lasts_s:
+                self._lose(
+                    f"another job may have saved here: the lease is gone, and was not renewed for {idle_s:.0f} s"
+                )
+        elif not self._is_mine(seen):
+            holder = _decoded(seen)
+            saves = "has saved here since" if holder and holder.released else "saves here now"
+            self._lose(f"another job {saves} ({holder or 'an unreadable lease'})")
+        return bool(self._lost)
+
+    def _lose(self, why: str) -> None:
+        if not self._lost:
+            self._lost = why
+            log.error("%s: %s", self._root.url, why)
 
     def _write(self, over: Version | None) -> bool:
         """Write it over a version, or where there is none; False where there is another."""
+        begun_s = self._clock()
         try:
             self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
             return False
+        self._written_s = begun_s
         return True
 
     def _read(self) -> bytes | None:

@@ -1,0 +1,133 @@
+"""What a job that was away must not do to the checkpoints of others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.cli.guards import job_of
+from shardkeep.cli.places import open_root_only
+from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from tests.manage.scene import checkpointer, empty_state, state_at
+
+
+def holder_of(root: Any) -> Holder:
+    return msgspec.json.decode(root.get(LEASE_NAME, limit=4096), type=Holder)
+
+
+# -- jobs that come back
+
+
+def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path: Path) -> None:
+    """What the other one has saved is as it was, and a third one begins at once; no job is said to be there."""
+    with checkpointer(tmp_path, asynchronous=False) as first:
+        first.save(10, state_at(10))
+    away = checkpointer(tmp_path, asynchronous=False)
+    away.restore_latest(empty_state())  # from then on it may overwrite later steps
+    away.save(20, state_at(20))
+    with checkpointer(tmp_path, asynchronous=False, takeover=True) as second:
+        second.restore_latest(empty_state())
+        second.save(30, state_at(1030))
+        assert job_of(open_root_only(str(tmp_path), None))
+    assert not job_of(open_root_only(str(tmp_path), None))
+    for _ in range(2):
+        with pytest.raises(sk.LeaseLost, match="another job has saved here since"):
+            away.save(30, state_at(30))
+    state = empty_state()
+    with checkpointer(tmp_path, asynchronous=False) as third:
+        assert third.restore_latest(state) == 30
+        assert torch.equal(state["w"], state_at(1030)["w"])
+        third.save(40, state_at(40))
+    with pytest.raises(sk.LeaseLost):  # also after one that took it from nobody
+        away.save(50, state_at(50))
+    away.close()
+    assert holder_of(LocalRoot(tmp_path)).released
+
+
+def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
+    """The one that took it over was killed; who takes it from the dead tells the first one, too."""
+    root = MemoryRoot()
+    away, second, third = Lease(root), Lease(root, takeover=True), Lease(root)
+    away.take()
+    second.take()
+    root.put(
+        LEASE_NAME, msgspec.json.encode(msgspec.structs.replace(holder_of(root), started="long ago")), replace=True
+    )
+    third.take()
+    third.release()
+    with pytest.raises(sk.LeaseLost):
+        away.insist()
+
+
+def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
+    """By hand, it is tidied up beside a living job; nobody knows what happened while a job was away for longer."""
+    root, now = MemoryRoot(), [0.0]
+    lease = Lease(root, lasts_s=1000.0, clock=lambda: now[0])
+    lease.take()
+    now[0] = 999.0
+    root.delete(LEASE_NAME)
+    lease.insist()
+    assert not holder_of(root).contested
+    now[0] = 1998.0  # it was renewed meanwhile, by being put back
+    root.delete(LEASE_NAME)
+    lease.insist()
+    now[0] = 2998.0
+    root.delete(LEASE_NAME)
+    with pytest.raises(sk.LeaseLost, match="the lease is gone, and was not renewed for 1000 s"):
+        lease.insist()
+    assert not list(root.list())
+    lease.release()
+
+
+def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> None:
+    """It was there when the lease was to be written, and gone when somebody looked who it was."""
+    inner = MemoryRoot()
+
+    class Busy:
+        url = inner.url
+        busy = False
+
+        def __getattr__(self, verb: str) -> Any:
+            return getattr(inner, verb)
+
+        def put(self, name: str, data: bytes, **how: Any) -> None:
+            if not self.busy:
+                return inner.put(name, data, **how)
+            other = Lease(inner)
+            other.take()
+            try:
+                inner.put(name, data, **how)
+            finally:
+                other.release()
+
+    root: Any = Busy()
+    lease = Lease(root)
+    lease.take()
+    inner.delete(LEASE_NAME)
+    root.busy = True
+    with pytest.raises(sk.LeaseLost, match="came and went"):
+        lease.insist()
+    lease.release()
+
+
+def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
+    """The holder elsewhere, who had taken it from somebody, has ended well; a lease of an earlier release is read."""
+    root, now = MemoryRoot(), [0.0]
+    old = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": 3}
+    root.put(LEASE_NAME, json.dumps(old).encode())
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        root.put(LEASE_NAME, json.dumps({**old, "contested": True, "released": True}).encode(), replace=True)
+
+    lease = Lease(root, clock=lambda: now[0], sleep=sleep)
+    lease.take()
+    assert now[0] < 10
+    lease.release()
+    assert holder_of(root).released
