@@ -1,6 +1,7 @@
-"""What a job that was away must not do to the checkpoints of others."""
+"""What a job that was away, or a store that fails for a while, must not do to the checkpoints of others."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import shardkeep as sk
 from shardkeep.cli.guards import job_of
 from shardkeep.cli.places import open_root_only
+from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.store.memory import MemoryRoot
@@ -131,3 +133,80 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
     assert now[0] < 10
     lease.release()
     assert holder_of(root).released
+
+
+# -- stores that fail for a while
+
+
+class Away:
+    """A root that does not give the record of one checkpoint while it is told so."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self.url, self.away, self._inner, self._name = inner.url, True, inner, name
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._inner, verb)
+
+    def place(self, name: str) -> Any:
+        place, outer = self._inner.place(name), self
+
+        class Place:
+            url = place.url
+
+            def __getattr__(self, verb: str) -> Any:
+                return getattr(place, verb)
+
+            def get(self, blob: str, *, limit: int) -> bytes:
+                if outer.away and name == outer._name and blob == "shardkeep.json":
+                    raise StorageError("503 slow down", errno=5)
+                return bytes(place.get(blob, limit=limit))
+
+        return Place()
+
+
+def gone_back() -> Away:
+    """Steps 100 and 200, then 150 of a job that went back to 100: the newest, whose record is not given."""
+    root = MemoryRoot()
+    with checkpointer(root, asynchronous=False) as ckpt:
+        ckpt.save(100, state_at(100), metrics={"loss": 2.0})
+        ckpt.save(200, state_at(200), metrics={"loss": 1.0})
+        ckpt.restore(100, empty_state())
+        ckpt.save(150, state_at(150), metrics={"loss": 0.5})
+    return Away(root, "step-150")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda ckpt: ckpt.restore_latest(empty_state()),
+        lambda ckpt: ckpt.restore_best(empty_state(), "loss"),
+        lambda ckpt: ckpt.latest_step(),
+        lambda ckpt: ckpt.best_step("loss"),
+    ],
+    ids=["restore_latest", "restore_best", "latest_step", "best_step"],
+)
+def test_what_may_be_the_newest_or_the_best_is_not_passed_over(look: Callable[[sk.Checkpointer], int | None]) -> None:
+    """Its record cannot be read for the moment: that is raised, however low its step; another one can be asked for."""
+    root: Any = gone_back()
+    with checkpointer(root, retries=0) as ckpt:
+        with pytest.raises(StorageError, match=r"step-150 cannot be looked at now.*503 slow down") as caught:
+            look(ckpt)
+        assert caught.value.errno == 5
+        assert ckpt.all_steps() == [100, 200]
+        assert ckpt.restore(200, empty_state()) == 200
+        root.away = False
+        assert look(ckpt) == 150
+
+
+def test_no_timeline_is_numbered_twice() -> None:
+    """A job whose first save cannot see the newest timeline saves nothing; the next try is newer than all there is."""
+    root: Any = gone_back()
+    with checkpointer(root, retries=0, asynchronous=False) as ckpt:
+        ckpt.restore(100, empty_state())
+        with pytest.raises(StorageError, match="503 slow down"):
+            ckpt.save(110, state_at(110))
+        root.away = False
+        ckpt.save(120, state_at(120))
+        assert ckpt.all_steps() == [100, 120, 150, 200]
+    with checkpointer(root) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 120

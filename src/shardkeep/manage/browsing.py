@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shardkeep.errors import CheckpointNotFound, StateError
 from shardkeep.format.record import checked_step
 from shardkeep.manage.entries import Entry
-from shardkeep.manage.lineage import newest_first
+from shardkeep.manage.lineage import all_told, newest_first
 from shardkeep.manage.retention import KeepBest, Mode
 from shardkeep.manage.tiers import Tiers, newest_saves, one_a_step
 
@@ -21,12 +22,24 @@ class Browser:
         self._best = best
 
     def latest_step(self) -> int | None:
-        """Return the newest committed step. This rank looks by itself: others may see another one a moment later."""
-        return next((entry.step for entry in newest_first(self._committed())), None)
+        """
+        Return the newest committed step. This rank looks by itself: others may see another one a moment later.
+
+        Raises:
+            StorageError: a record cannot be read now, and may be of the newest.
+
+        """
+        return next((entry.step for entry in newest_first(self._all_committed())), None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """Return the best committed step by a metric, by default that of `keep_best`; this rank looks by itself."""
-        return next((entry.step for entry in self._best_by(metric, mode).ranked(self._committed())), None)
+        """
+        Return the best committed step by a metric, by default that of `keep_best`; this rank looks by itself.
+
+        Raises:
+            StorageError: a record cannot be read now, and may be of the best.
+
+        """
+        return next((entry.step for entry in self._best_by(metric, mode).ranked(self._all_committed())), None)
 
     def all_steps(self) -> list[int]:
         """Return all committed steps, sorted; this rank looks by itself."""
@@ -58,7 +71,11 @@ class Browser:
 
     def _committed(self) -> list[Entry]:
         """Return all copies of the newest save of each step."""
-        return [entry for entry in newest_saves(self._tiers.entries()) if entry.committed]
+        return _committed(self._tiers.entries())
+
+    def _all_committed(self) -> list[Entry]:
+        """Return the same, unless the store does not give all records now."""
+        return _committed(all_told(self._tiers.entries()))
 
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:
         if metric is None and self._best is None:
@@ -71,6 +88,10 @@ class Browser:
         return CheckpointNotFound(
             f"{self._tiers.where}: there is no checkpoint of step {step}", hint=f"there are: {have}"
         )
+
+
+def _committed(entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in newest_saves(entries) if entry.committed]
 
 
 def checked(step: Any) -> int:

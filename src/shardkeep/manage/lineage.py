@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.manage.entries import Entry
 
 
@@ -34,6 +35,26 @@ def to_restore(entries: Iterable[Entry]) -> list[Entry]:
     known = list(entries)
     newest = max((entry.timeline for entry in known), default=0)
     return newest_first(replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known)
+
+
+def all_told(entries: Iterable[Entry]) -> list[Entry]:
+    """
+    Return entries, each of which was read or is damaged.
+
+    Raises:
+        StorageError: the store does not give one of the records now. It may be whole, of any timeline, and the newest.
+
+    """
+    known = list(entries)
+    for entry in known:
+        problem = entry.problem
+        if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
+            raise StorageError(
+                f"{entry.name} cannot be looked at now, and may be the newest checkpoint: {problem.message}",
+                hint=problem.hint or f"try again; if it stays so, move {entry.name} out of the root",
+                **problem.details,
+            ) from problem
+    return known
 
 
 def began_after(entries: Iterable[Entry], timeline: int) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from shardkeep.manage.browsing import Browser, checked
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.failures import Failures
 from shardkeep.manage.jobs import Job
-from shardkeep.manage.lineage import to_restore
+from shardkeep.manage.lineage import all_told, to_restore
 from shardkeep.manage.requests import Requests
 from shardkeep.manage.restoring import Restored, candidates, restore
 from shardkeep.manage.retention import Mode
@@ -41,7 +41,8 @@ class Resuming(Browser):
         Fill a state from the newest checkpoint that is whole; called by all ranks.
 
         One that is damaged is passed over for the one before, which `last_restore` tells of. A state that does not fit is
-        an error, and so is a root whose checkpoints are all damaged.
+        an error, and so is a root whose checkpoints are all damaged, and a store that does not give the record of one,
+        which may be the newest.
 
         Args:
             state: as for `load`.
@@ -53,7 +54,7 @@ class Resuming(Browser):
         """
 
         def choose() -> list[Entry]:
-            found = to_restore(self._tiers.entries())
+            found = to_restore(all_told(self._tiers.entries()))
             if not found:
                 self._warn_of_strangers()
             return found
@@ -93,7 +94,7 @@ class Resuming(Browser):
         """
         best = self._best_by(metric, mode)
         what = f"the best checkpoint by {best.metric}"
-        return self._restore(state, what, lambda: best.ranked(self._committed()), load_options)
+        return self._restore(state, what, lambda: best.ranked(self._all_committed()), load_options)
 
     @property
     def last_restore(self) -> Restored | None:

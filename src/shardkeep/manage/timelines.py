@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from shardkeep.errors import CheckpointExists, StateError
 from shardkeep.manage.entries import Entry
-from shardkeep.manage.lineage import began_after, to_restore
+from shardkeep.manage.lineage import all_told, began_after, to_restore
 
 
 @dataclass
@@ -46,9 +46,10 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
     Raises:
         CheckpointExists: nothing was restored, and the root has this step or later ones.
         StateError: the step is before the one that was restored.
+        StorageError: a record cannot be read now, which may be of the newest timeline: its number would be used twice.
 
     """
-    there = [entry for entry in to_restore(entries) if entry.status != "unfinished"]
+    there = [entry for entry in to_restore(all_told(entries)) if entry.status != "unfinished"]
     highest = max((entry.timeline for entry in there), default=0)
     if restored is None:
         newest = max((entry.step for entry in there), default=-1)
