@@ -83,5 +83,9 @@ class SmallObjects:
         else:
             return False
         finally:
-            with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, name):
-                obstore().delete(self._bucket.client, self._prefix + name)
+            with contextlib.suppress(StorageError):
+                ask_again(self._bucket.manners, f"to delete {self._url}/{name}", lambda: self._delete(name))
+
+    def _delete(self, name: str) -> None:
+        with object_errors("cannot delete", self._url, name):
+            obstore().delete(self._bucket.client, self._prefix + name)
