@@ -53,8 +53,6 @@ def assert_whole(place: ObjectRoot, k: int) -> None:
     assert ck.step == k
     load_and_compare(place, k)
     assert {info.name for info in place.list()} == {RECORD_NAME, *ck.record.names}
-    # One whose beginning was not answered was begun twice.
-    leftovers.sweep_uploads(place, leftovers.survey(place))
     assert unfinished(place) == []
 
 
@@ -72,6 +70,9 @@ def test_every_request_fails_once(proxy: Proxy, place: ObjectRoot, fault: Any) -
     load_and_compare(place, 2)
     assert proxy.counts.faults[fault] >= 4
     proxy.rules = []
+    if unfinished(place):  # one whose beginning was not answered was begun twice
+        assert fault in {"lose_answer", "cut_request", "cut_answer", "end_answer"}
+        leftovers.sweep_uploads(place, leftovers.survey(place))
     assert_whole(place, 2)
 
 
@@ -94,10 +95,9 @@ def test_a_storm(proxy: Proxy, place: ObjectRoot) -> None:
     proxy.rules = []
     failed = [outcome for outcome in outcomes if outcome is not None]
     assert all(isinstance(outcome, sk.StorageError) for outcome in failed), failed
-    if not failed:
-        assert_whole(place, 2)
     assert sk.open(place).step in ((1, 2) if failed else (2,))
     save(place, 3)
+    leftovers.sweep_uploads(place, leftovers.survey(place))
     assert_whole(place, 3)
 
 

