@@ -145,6 +145,62 @@ def test_files_for_torch_load(root, monkeypatch):
         sk.export(f"{root}/0", "memory://x", format="torch")
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("problem", [sk.StorageError("reset"), KeyboardInterrupt(), sk.ChecksumMismatch("other bytes")])
+def test_a_file_for_torch_load_that_cannot_be_read_back(monkeypatch, problem, replaces):
+    """
+    Where reading back a file fails, the file stays, also what took the place of another; a damaged one that is new goes.
+    """
+    root = f"memory://{uuid.uuid4().hex}"
+    states = [{"w": random_tensor((500,), torch.float32, k)} for k in range(2)]
+    for k, state in enumerate(states):
+        sk.save(state, f"{root}/{k}")
+    if replaces:
+        sk.export(f"{root}/0", f"{root}/out/w.pt", format="torch")
+    real = MemoryStore.open
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "open", lambda store, name: fail(problem) if name == "w.pt" else real(store, name))
+        with pytest.raises(type(problem)):
+            sk.export(f"{root}/1", f"{root}/out/w.pt", format="torch", overwrite=True)
+    gone = isinstance(problem, sk.ChecksumMismatch) and not replaces
+    assert names_at(f"{root}/out") == ([] if gone else ["w.pt"])
+    if not gone:
+        found = torch.load(io.BytesIO(blob_at(f"{root}/out", "w.pt")), weights_only=True)
+        assert bits(found) == bits(states[1])
+
+
+def fail(problem):
+    raise problem
+
+
+def test_a_file_for_torch_load_is_looked_at_before_it_replaces_another():
+    """
+    What is not what was meant to be never takes the place of a file.
+    """
+    url = f"memory://{uuid.uuid4().hex}/w.pt"
+
+    def check(reader):
+        found = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(found))
+        if found != b"good":
+            raise sk.ChecksumMismatch("other bytes")
+
+    def put(data):
+        archive_blob.write_blob(
+            url,
+            4,
+            lambda writer: writer.write_at(0, memoryview(data)),
+            replace=True,
+            check=check,
+            budget_nbytes=1000,
+        )
+
+    put(b"good")
+    with pytest.raises(sk.ChecksumMismatch):
+        put(b"evil")
+    assert blob_at(url.removesuffix("/w.pt"), "w.pt") == b"good"
+
+
 def test_codecs(root):
     """
     A conversion and an export as a native checkpoint go through codecs, are opened with the key alone, and hold what they

@@ -2,7 +2,8 @@
 One file as a blob of a store: found by its URL, written in windows, replaced in one request.
 
 A blob that is new appears when all of it is there. One that takes the place of another is put at once, for which all of
-it must be in memory: stores have no other step in which the old bytes are there until the new ones are.
+it must be in memory: stores have no other step in which the old bytes are there until the new ones are. It is looked at
+before, while the old bytes can still stay, and is never deleted: there would be neither.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing, suppress
 
-from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, StorageError
 from shardkeep.options import Options
 from shardkeep.store.local import LocalStore
 from shardkeep.store.place import open_store
@@ -77,16 +78,18 @@ def write_blob(
         nbytes: its size.
         write: writes all of it, in order.
         replace: whether it may take the place of what is there.
-        check: looks at it once more; if it raises, the blob is removed.
+        check: looks at it once more. A new blob that is damaged is removed; one that could not be read is not.
         budget_nbytes: memory to use.
 
     Raises:
         StorageError: it cannot be written, or something is there that it may not replace (errno EEXIST), or that it is
-            too large to replace (errno EFBIG); that is still there.
+            too large to replace (errno EFBIG); that is still there. Or it was written, and cannot be read.
+        DamagedCheckpoint: what was written is not what was meant to be.
 
     """
     store, name = place_of(url)
-    if replace and store.version(name) is not None:
+    replaces = replace and store.version(name) is not None
+    if replaces:
         most = min(_MOST_REPLACED_NBYTES, budget_nbytes // 2)  # it is held twice for a moment
         if nbytes > most:
             raise StorageError(
@@ -97,6 +100,8 @@ def write_blob(
             )
         held = _Held(nbytes)
         write(held)
+        if check is not None:
+            check(held)
         store.put(name, bytes(held.data), replace=True)
     else:
         writer = store.create(name, nbytes)
@@ -111,17 +116,22 @@ def write_blob(
     try:
         with closing(store.open(name)) as reader:
             check(reader)
-    except BaseException:
-        with suppress(CheckpointError):
-            store.delete(name)
+    except DamagedCheckpoint:
+        if not replaces:
+            with suppress(CheckpointError):
+                store.delete(name)
         raise
 
 
 class _Held:
-    """A blob that is held in memory until it is whole."""
+    """A blob that is held in memory until it is whole, and can be read there."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self.data[offset : offset + len(data)] = data
@@ -131,6 +141,15 @@ class _Held:
 
     def abandon(self) -> None:
         """Do nothing: nothing was written."""
+
+    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - of any range
+        return True
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is at hand
+        into[:] = memoryview(self.data)[offset : offset + len(into)]
+
+    def close(self) -> None:
+        """Do nothing: it is held for as long as it is needed."""
 
 
 def open_blob(url: str) -> BlobReader:
