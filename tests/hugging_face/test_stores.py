@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 
 import shardkeep as sk
 from shardkeep.dcp import CheckpointException
@@ -104,10 +105,13 @@ def test_shards_beside_a_model_are_refused(root):
     Where a model that no save made is, shards are not put beside it.
     """
     sk.save({"a": numbered(3)}, f"{root}/native")
-    sk.export(f"{root}/native", f"{root}/hf")
-    with pytest.raises(CheckpointException, match="which no save made"):
-        save("ours", {"a": numbered(3)}, f"{root}/hf", no_dist=True, save_distributed=True)
-    assert names_at(f"{root}/hf") == ["model.safetensors"]
+    sk.export(f"{root}/native", f"{root}/exported")
+    open_place(f"{root}/alone").put("model.safetensors", save_safetensors({"a": numbered(3)}))
+    for where, why in ((f"{root}/exported", "with an index file"), (f"{root}/alone", "which no save made")):
+        there = names_at(where)
+        with pytest.raises(CheckpointException, match=why):
+            save("ours", {"a": numbered(3)}, where, no_dist=True, save_distributed=True)
+        assert names_at(where) == there
 
 
 class Died(BaseException):

@@ -3,7 +3,7 @@ Safetensors files and their index, as Hugging Face has them, written from an ope
 
 Files are written beside what is there, read back and compared, and only then are the model of the place, the index file
 last. What was there before is there until then; if anything fails, nothing is changed. In a store, which cannot rename,
-files that replace others have other names than these: the index file tells readers.
+the files of each export have names of their own, also if there is only one file: the index file tells readers.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def write_model(
         CheckpointExists: a model is there, and `overwrite` was not given; or a checkpoint of another layout is.
 
     """
-    removes = check_target(store, overwrite=overwrite, replaces_others=replaces_others)
+    check_target(store, overwrite=overwrite, replaces_others=replaces_others)
     groups = _groups(tensors, max_shard_bytes)
-    single = len(groups) == 1 and (renames_in(store) or SINGLE_NAME not in removes)
+    single = len(groups) == 1 and renames_in(store)
     names = [SINGLE_NAME] if single else [file_name(at + 1, len(groups)) for at in range(len(groups))]
     beside = Beside(store, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
@@ -81,7 +81,10 @@ def write_model(
         for name, group in zip(names, groups, strict=True)
     ]
     is_new = isinstance(store, LocalStore) and not os.path.isdir(store.url)
-    called = begin(store, save_id, prepare(store), names)
+    folder = prepare(store)
+    removes = _replaced(folder, overwrite=overwrite)  # once more: what was under way a moment ago may be a model now
+    called = begin(store, save_id, folder)
+    complete = False
     try:
         written = [_renamed(file, called.written(file.job.name)) for file in files]
         digests, infinite = write_streamed(store, written, source, options, progress)
@@ -89,6 +92,7 @@ def write_model(
         beside.add(store)
         total = sum(part.nbytes for part in tensors.values())
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+        complete = True
         publish(
             store,
             called,
@@ -98,36 +102,41 @@ def write_model(
             replaces_saves=False,
             removes=removes,
         )
-        beside.replace(store)
     except BaseException:
-        if discard(store, save_id):
+        if discard(store, save_id, unpublished=not complete):
             beside.take_back(store)
             if is_new:
                 with suppress(OSError):  # not empty: somebody else's
                     os.rmdir(store.url)
         raise
+    beside.replace(store)
     return Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
 
 
-def check_target(store: Store, *, overwrite: bool, replaces_others: bool = False) -> list[str]:
-    """Return the safetensors files of a place that a new model takes the place of."""
+def check_target(store: Store, *, overwrite: bool, replaces_others: bool = False) -> None:
+    """Refuse a place that a new model cannot go to."""
     to = store.url
     if is_single_file(store):
         raise CheckpointExists(f"{to} is a file", hint="give a directory")
     try:
         found = look(store)
     except BlobNotFound:
-        return []
+        return
     for name in () if replaces_others else (RECORD_NAME, METADATA_NAME):
         if name in names_in(store):
             raise CheckpointExists(
                 f"{to}: a checkpoint of another layout is there ({name})",
                 hint="give another place: an export holds less than a checkpoint, and never replaces one",
             )
-    there = model_files(found)
-    if (there or found.index) and not overwrite:
+    _replaced(found, overwrite=overwrite)
+
+
+def _replaced(folder: Folder, *, overwrite: bool) -> list[str]:
+    """Return the safetensors files of a place that a new model takes the place of."""
+    there = model_files(folder)
+    if (there or folder.index) and not overwrite:
         raise CheckpointExists(
-            f"{to}: a model is already there ({', '.join(there[:3]) or found.index})",
+            f"{folder.path}: a model is already there ({', '.join(there[:3]) or folder.index})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
     return there

@@ -20,7 +20,7 @@ from shardkeep.layout.safetensors_names import INDEX_NAME, SUFFIX
 from shardkeep.store.files import storage_errors
 from shardkeep.store.local import LocalStore
 from shardkeep.store.paths import PathStore
-from shardkeep.store.protocol import Gets, Opens, Store, is_name
+from shardkeep.store.protocol import Gets, Opens, Store, Version, is_name
 
 NOTE = "shardkeep-publish.json"
 """There only while files are being written to a store, or renamed."""
@@ -61,6 +61,8 @@ class Folder:
     """What it calls the index file."""
     opens: Reads
     """What opens them."""
+    index_version: Version | None = None
+    """Of the index file, where a save to a store is prepared."""
 
 
 def look(store: Store) -> Folder:

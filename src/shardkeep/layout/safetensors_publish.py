@@ -41,7 +41,7 @@ class Names:
     renames: bool
     """They are written under temporary names."""
     marks: bool = False
-    """All names have the save's mark in them: without it, files of what is replaced have them already."""
+    """All names have the save's mark in them, so that no other save, not even one at the same time, has such a name."""
 
     def final(self, name: str) -> str:
         """Return the name that a file has in the end."""
@@ -66,24 +66,27 @@ def prepare(store: Store) -> Folder:
         make_directory(os.path.abspath(path))
     note = read_note(store)
     if note is not None and note.pending:  # somebody wrote here as if it were a store
-        return stored.prepare(store)
-    if note is not None:
+        stored.prepare(store)
+    elif note is not None:
         _carry_out(path, note)
     _clear(path)
     return look(store)
 
 
-def begin(store: Store, save_id: str, folder: Folder, files: Collection[str] | None = None) -> Names:
+def begin(store: Store, save_id: str, folder: Folder, _files: Collection[str] | None = None) -> Names:
     """
     Begin to write files beside what `prepare` found: until `publish`, only that counts.
 
-    Without `files`, nobody knows yet what they will be called.
+    Raises:
+        CheckpointExists: another save to the place, which is a store, has begun since.
+
     """
     if renames_in(store):
         return Names(save_id, renames=True)
     stored.pin(store, save_id, folder)
-    taken = set(folder.files) if files is None else folder.files.keys() & set(files)
-    return Names(save_id, renames=False, marks=bool(taken))
+    stored.check_unchanged(store, save_id, folder)
+    # Also in an empty place: a save that hung, and is thought to be dead, may go on to write its files.
+    return Names(save_id, renames=False, marks=True)
 
 
 def publish(
@@ -119,6 +122,8 @@ def publish(
         for name in files:
             _check_written(store, name, names.save_id)
     else:
+        if not names.marks:  # nobody called `begin`
+            stored.pin(store, names.save_id, folder)
         stored.check_written(store, final)
     stale = [name for name in removes if name not in set(final)]
     if replaces_saves:
@@ -159,20 +164,29 @@ def made_by_writer(folder: Folder, name: str) -> bool:
         return False  # what cannot be read is left for its owner to look at
 
 
-def discard(store: Store, save_id: str, *, last: bool = True) -> bool:
+def discard(store: Store, save_id: str, *, last: bool = True, unpublished: bool = False) -> bool:
     """
     Remove the files of a save that nobody will publish, and say whether that was so: those of one that a note says is
     there stay.
 
-    `last`: nobody writes files of it any more.
+    Args:
+        store: the place.
+        save_id: the save.
+        last: nobody writes files of it any more.
+        unpublished: `publish` was not called, so that its files may go also where another save has taken over.
+
     """
     note = read_note(store)
-    if note is not None and note.save_id == save_id and not note.pending:
+    began = note is not None and note.save_id == save_id
+    if note is not None and began and not note.pending:
         return False
     if isinstance(store, LocalStore):
         _clear(store.url, save_id)
-    elif note is not None and note.save_id == save_id:
-        stored.take_back(store, note, last=last)
+        return True
+    if began or unpublished:
+        stored.remove_written(store, save_id)
+    if began and last:
+        stored.drop_note(store, save_id)
     return True
 
 
