@@ -83,8 +83,12 @@ def test_a_conversion_replaces_any_layout(root):
             assert torch.equal(sk.open(to)["w"].tensor(), torch.full((300,), 2.0))
             fresh = sk.convert(f"{root}/2", f"{to}-fresh", after).to
             assert len(names_at(to)) == len(names_at(fresh))
-    with pytest.raises(sk.CheckpointError, match="its own place"):
-        sk.convert(f"{root}/1", f"{root}/1/", "native", overwrite=True)
+    spelled = [f"{root}/1/", *([root.replace("s3://", "s3a://") + "/1"] if root.startswith("s3://") else [])]
+    for same in spelled:
+        with pytest.raises(sk.CheckpointError, match="its own place"):
+            sk.convert(f"{root}/1", same, "native", overwrite=True)
+        with pytest.raises(sk.StateError, match="the root itself"):
+            sk.Checkpointer(f"{root}/1", promote_to=same)
 
 
 def test_exported_models(root):

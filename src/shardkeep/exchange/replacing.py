@@ -20,9 +20,28 @@ from shardkeep.layout.safetensors_folder import NOTE, look
 from shardkeep.layout.safetensors_names import INDEX_NAME
 from shardkeep.layout.torch_files import is_data, is_metadata
 from shardkeep.store.local import LocalStore
+from shardkeep.store.objects import ObjectStore
 from shardkeep.store.protocol import Store
+from shardkeep.store.roots import Root
 
 log = logging.getLogger("shardkeep")
+
+
+def same_place(one: Store | Root, other: Store | Root) -> bool:
+    """Say whether two stores or roots are one place, also where it is written in two ways."""
+    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
+        return os.path.realpath(one.url) == os.path.realpath(other.url)
+    if isinstance(one, ObjectStore) and isinstance(other, ObjectStore):
+        return _object_place(one) == _object_place(other)
+    return one is other or one.url.rstrip("/") == other.url.rstrip("/")
+
+
+def _object_place(store: ObjectStore) -> tuple[object, ...]:
+    bucket = store.bucket
+    # Where options do not say it, the environment does, for both places.
+    endpoint = str(bucket.given.get("endpoint", "")).rstrip("/")
+    account = bucket.given.get("account_name")
+    return bucket.service, bucket.official, endpoint, account, bucket.name, store.prefix
 
 
 def check_apart(origin: Store, target: Store) -> None:
@@ -33,11 +52,9 @@ def check_apart(origin: Store, target: Store) -> None:
         CheckpointError: both are one place.
 
     """
-    if isinstance(origin, LocalStore) and isinstance(target, LocalStore):
-        source, to = (os.path.realpath(store.url) for store in (origin, target))
-        same = to in (source, os.path.dirname(source) if os.path.isfile(source) else source)
-    else:
-        same = origin is target or origin.url.rstrip("/") == target.url.rstrip("/")
+    same = same_place(origin, target)
+    if isinstance(origin, LocalStore) and isinstance(target, LocalStore) and os.path.isfile(origin.url):
+        same = same or os.path.dirname(os.path.realpath(origin.url)) == os.path.realpath(target.url)
     if same:
         raise CheckpointError(
             f"{target.url}: a checkpoint cannot be converted in its own place", hint="give another place"

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from shardkeep.errors import StateError
+from shardkeep.exchange.replacing import same_place
 from shardkeep.store.place import open_root
 from shardkeep.store.roots import Root
 
@@ -47,6 +48,6 @@ def roots_of(
     if far is None:
         return [open_root(near, direct=direct)]
     roots = [open_root(each, direct=direct) for each in (near, far)]
-    if len({os.path.realpath(each.url) for each in roots}) == 1:
+    if same_place(*roots):
         raise StateError(f"promote_to={far!r} is the root itself", hint="give another place to promote to, or None")
     return roots
