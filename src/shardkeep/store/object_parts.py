@@ -1,22 +1,53 @@
 """
 Parts of one size that make a blob: cut from what is written, put together from pieces, given away in order.
 
-No locks and no I/O: whoever uses it sees to the first, and does the second.
+No I/O, and no locks but that of the room which all uploads share: whoever uses it sees to both.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 
+class Room:
+    """Memory for parts that are copied; all uploads to a bucket share it. Counted in bytes: parts grow with their blob."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int, *, must: bool = False) -> Any:
+        """Return memory, which counts as long as it lives; None where there is no room, unless there must be."""
+        memory = np.empty(nbytes, np.uint8)
+        with self._changed:
+            if self._taken + nbytes > self._nbytes and not must:
+                return None
+            self._taken += nbytes
+        weakref.finalize(memory, self._give_back, nbytes).atexit = False
+        return memory
+
+    def wait(self, seconds: float) -> None:
+        """Wait until some is given back, or for so long: whoever waits looks again in any case."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._changed:
+            self._taken -= nbytes
+            self._changed.notify_all()
+
+
 class Building:
     """A part that is put together from pieces."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type] # a buffer, which mypy cannot see
+    def __init__(self, memory: Any) -> None:
+        self.memory = memoryview(memory)
         self._filled: list[tuple[int, int]] = []
 
     def fill(self, start: int, stop: int) -> bool:
@@ -56,17 +87,26 @@ class Parts:
             yield number, start, view[at : at + some]
             at += some
 
+    def nbytes_of(self, number: int) -> int:
+        """Say how large a part is."""
+        return min(self._size, self._nbytes - number * self._size)
+
+    def is_gone(self, number: int) -> bool:
+        """Tell whether a part is whole, or was given away."""
+        return number < self.next or number in self._whole
+
     def building(self, number: int) -> Building | None:
-        """Return the part that is put together, made when first asked for; None where it is whole, or gone."""
-        if number < self.next or number in self._whole:
-            return None
-        if number not in self._building:
-            self._building[number] = Building(min(self._size, self._nbytes - number * self._size))
+        """Return a part that is put together; None where that has not begun."""
+        return self._building.get(number)
+
+    def build(self, number: int, memory: Any) -> Building:
+        """Begin to put a part together."""
+        self._building[number] = Building(memory)
         return self._building[number]
 
     def accept(self, number: int, part: Any) -> bool:
         """Take a part that is whole; False where there was one."""
-        if number < self.next or number in self._whole:
+        if self.is_gone(number):
             return False
         self._building.pop(number, None)
         self._whole[number] = part
@@ -89,10 +129,11 @@ class Parts:
         self.next += 1
         return number, self._whole.pop(number)
 
-    def replace_by_copy(self, number: int) -> None:
-        """Copy a part that waits, so that its memory can be used for something else."""
+    def replace_by_copy(self, number: int, memory: Any) -> None:
+        """Copy a part that waits, so that its own memory can be used for something else."""
         if number in self._whole:
-            self._whole[number] = self._whole[number].copy()
+            memory[:] = self._whole[number]
+            self._whole[number] = memory
 
     def close(self, end: int) -> str | None:
         """End the blob there, which makes its last part whole; returns what is wrong, or None."""

@@ -3,12 +3,13 @@ An upload in parts: a thread hands them to the library in order, which sends sev
 
 A part that one write brings whole is sent from the writer's own memory, and is waited for until the library has let go
 of it; pieces of parts are copied together. What comes before its turn waits for what is missing, for a moment, and is
-then copied too: a thread that writes in some order of its own cannot wait for itself. At most as many copies as requests
-wait to be sent, but for those behind a gap.
+then copied too: a thread that writes in some order of its own cannot wait for itself. All uploads to a bucket share the
+room for copies; beyond it, each has one part that is put together or sent, and those behind a gap.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import threading
@@ -20,10 +21,11 @@ import numpy as np
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import copy
+from shardkeep.store.giving_up import hope_held
 from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
-from shardkeep.store.object_parts import Parts
+from shardkeep.store.object_parts import Building, Parts
 from shardkeep.store.retrying import TRANSIENT
 
 _PATIENCE_S = 0.1
@@ -54,6 +56,8 @@ class Upload:
         self._copies: set[int] = set()
         """Parts that wait or are sent and are in memory of ours."""
         self._patience_s = _PATIENCE_S
+        self._in_vain = -1
+        """The part for which a copy behind it waited longer than that."""
         self._thread: threading.Thread | None = None
         self._end: int | None = None
         self._failure: StorageError | None = None
@@ -61,6 +65,11 @@ class Upload:
         """What was said at the very end, which may have been reached all the same."""
         self.may_appear = False
         """Whether there is an object now, or may be."""
+        self._failed_s = math.inf
+        self._given_up = self._left = False
+        """Whether others failed, and nobody waits for this any more."""
+        if (hope := hope_held()) is not None:
+            hope.tell(self.give_up)
 
     def write(self, offset: int, view: memoryview) -> None:
         """Take some bytes; their memory can be used for something else on return."""
@@ -90,7 +99,8 @@ class Upload:
                 return self._parts.whole(end)
             self._end = end
             self._state.notify_all()
-        self._join()
+        while self._failure is None and self._is_sending():
+            self._join(time.monotonic() + _LOOK_S)
         with self._state:
             self._insist()
         return None
@@ -98,8 +108,22 @@ class Upload:
     def cancel(self) -> None:
         """End it without an object, if that can be; never raises."""
         self.fail(self.error("was abandoned", None, errno.ECANCELED))
-        # One that stalls takes itself back when it comes to; but one that is ending may yet appear.
-        self._join(_LONGEST_S if self._end is None else self._bucket.manners.retry_s)
+        # One that stalls takes itself back when it comes to; but one that is ending may yet appear, and who waits for it
+        # may be about to write another one of that name. Names of what is given up are not used again.
+        quick = self._end is None or self._given_up
+        self._join(self._failed_s + (_LONGEST_S if quick else self._bucket.manners.retry_s))
+        with self._state:
+            self._left = self._given_up
+
+    def give_up(self) -> None:
+        """Let everybody who waits raise, as other work failed, and `cancel` wait for a few seconds from now at most."""
+        self._given_up = True
+        self.fail(self.error("was given up, as something else failed", None, errno.ECANCELED))
+
+    def remove(self) -> None:
+        """Delete the object, if that can be; never raises."""
+        with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
+            obstore().delete(self._bucket.client, self._path)
 
     def is_not_there(self) -> None:
         """Raise why, if that is known; for those who have looked."""
@@ -112,6 +136,7 @@ class Upload:
         """Let everybody who waits raise this."""
         with self._state:
             self._failure = self._failure or error
+            self._failed_s = min(self._failed_s, time.monotonic())
             self._state.notify_all()
 
     def error(self, what: str, offset: int | None, number: int = errno.EINVAL) -> StorageError:
@@ -126,19 +151,33 @@ class Upload:
             self._accept(number, np.frombuffer(piece, np.uint8))
 
     def _copy_in(self, number: int, start: int, piece: memoryview) -> None:
-        with self._state:
-            self._insist()
-            building = self._parts.building(number)
-            if building is None:
-                raise self._sent_already(number)
+        building = self._building(number)
         copy(building.memory[start : start + len(piece)], piece)
         with self._state:
             # A last part that is short goes when the blob ends, and where it does; one alone likewise.
             if building.fill(start, start + len(piece)) and len(building.memory) == self._size < self._nbytes:
                 self._copies.add(number)
                 self._accept(number, np.frombuffer(building.memory, np.uint8))
-                while self._going() > self._bucket.manners.requests:
-                    self._pause()
+
+    def _building(self, number: int) -> Building:
+        """Return a part to copy into, when there is room for it."""
+        room, until = self._bucket.room, time.monotonic() + _PATIENCE_S
+        while True:
+            with self._state:
+                self._insist()
+                if self._parts.is_gone(number):
+                    raise self._sent_already(number)
+                if (building := self._parts.building(number)) is not None:
+                    return building
+                # Copies that go by themselves make room in the end; for all else the caller itself may be waited for.
+                now, going, missing = time.monotonic(), self._going(), self._parts.missing()
+                until = now + _PATIENCE_S if going else until
+                early = number > missing and missing != self._in_vain and now < until
+                memory = room.take(self._parts.nbytes_of(number), must=not going and not early)
+                if memory is not None:
+                    self._in_vain = missing if now >= until else self._in_vain
+                    return self._parts.build(number, memory)
+            room.wait(_PATIENCE_S)
 
     def _accept(self, number: int, part: Any) -> None:
         if not self._parts.accept(number, part):
@@ -148,10 +187,10 @@ class Upload:
             self._thread.start()
         self._state.notify_all()
 
-    def _going(self) -> int:
-        """Count the copies that go by themselves: those behind a gap wait for bytes that the caller may bring yet."""
+    def _going(self) -> bool:
+        """Tell whether copies go by themselves: those behind a gap wait for bytes that the caller may bring yet."""
         missing = self._parts.missing()
-        return sum(number < missing for number in self._copies)
+        return any(number < missing for number in self._copies)
 
     def _wait_for(self, lent: list[int]) -> None:
         """Wait until the library has let go of memory that is not ours."""
@@ -164,7 +203,7 @@ class Upload:
             self._patience_s = 0.0
             for number in early:
                 self._copies.add(number)
-                self._parts.replace_by_copy(number)
+                self._parts.replace_by_copy(number, self._bucket.room.take(self._size, must=True))
                 lent.remove(number)
         self._insist()
 
@@ -191,12 +230,16 @@ class Upload:
                 self.fail(error)
         except BaseException as exc:  # noqa: BLE001 - raised where parts are written
             self.fail(self.error(f"cannot upload: {exc!r}", None, errno.EIO))
+        with self._state:
+            left = self._left and self.may_appear
+        if left:  # it came to its end late, when it was to be none; if this process is gone, it is swept as its save is
+            self.remove()
 
     def _send(self) -> None:
         with object_errors("cannot upload", self._url, self._name):
             obstore().put(
                 self._bucket.client, self._path, self, use_multipart=True,
-                chunk_size=self._size, max_concurrency=self._bucket.manners.requests,
+                chunk_size=self._size, max_concurrency=self._bucket.manners.requests + 1,  # waits here, in `__next__`
             )  # fmt: skip
 
     def __iter__(self) -> Upload:
@@ -210,7 +253,8 @@ class Upload:
             with self._state:
                 while not self._parts.waits(self._parts.next):
                     self._look()
-                    if self._end is not None:
+                    # While they are under way it can still be taken back; a short last one waits for the end anyway.
+                    if self._end is not None and all(number >= self._end // self._size for number in self._held):
                         raise StopIteration
                     self._state.wait(_LOOK_S)
             # Only with a part in hand, or all of them could be kept by blobs whose parts wait for one.
@@ -238,10 +282,12 @@ class Upload:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _join(self, longest_s: float = math.inf) -> None:
-        thread, until = self._thread, time.monotonic() + longest_s
-        while thread is not None and thread.is_alive() and time.monotonic() < until:
-            thread.join(_LOOK_S)  # in pieces: Ctrl-C gets through
+    def _join(self, until: float) -> None:
+        while self._thread is not None and self._is_sending() and time.monotonic() < until:
+            self._thread.join(_LOOK_S)  # in pieces: Ctrl-C gets through
+
+    def _is_sending(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _insist(self) -> None:
         """Raise what has gone wrong. To write again would not mend it, so it is no error that passes."""

@@ -6,7 +6,6 @@ A large one is uploaded in parts. One of one part is put in one request, only if
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable
 
@@ -60,8 +59,7 @@ class ObjectWriter:
         self._over = self._closed = True
         self._upload.cancel()
         if self._upload.may_appear:
-            with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
-                obstore().delete(self._bucket.client, self._path)
+            self._upload.remove()
 
     def _put_whole(self, data: memoryview) -> None:
         # Until it is known that it is not: an answer may be lost, or waiting for it be cut short.
