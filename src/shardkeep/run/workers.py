@@ -45,6 +45,7 @@ def run_workers(
     buffer_nbytes: int,
     lend: Callable[[], memoryview] | None = None,
     stop: threading.Event | None = None,
+    on_stop: Callable[[], object] | None = None,
 ) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
@@ -53,11 +54,13 @@ def run_workers(
 
     `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
     than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
-    its exception is raised. `stop` is then set, or when the caller is interrupted: long work should look at it.
+    the exception of the first is raised. `stop` is then set, or when the caller is interrupted: long work should look at
+    it. What cannot is told by `on_stop`, which must neither wait nor raise, and may be called more than once.
     """
     queue = iter(tasks)
     lock = threading.Lock()
     stop = stop or threading.Event()
+    failed: list[BaseException] = []
     surplus = max(0, threads - max(1, cores() // local_ranks()))
 
     def next_task() -> Iterator[T]:
@@ -84,16 +87,23 @@ def run_workers(
                 waited = work(task, buffer)
                 if not waited and leaves():
                     return
-        except BaseException:
-            stop.set()
-            raise
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
+            failed.append(exc)
+            give_up()
+
+    def give_up() -> None:
+        stop.set()
+        if on_stop is not None:
+            on_stop()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
             futures = [pool.submit(worker) for _ in range(threads)]
             wait(futures)
+        except BaseException:
+            give_up()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
+            raise
         finally:
-            stop.set()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
-    failed = [exc for future in futures if (exc := future.exception())]
+            stop.set()
     for exc in sorted(failed, key=lambda exc: isinstance(exc, Consequence)):
         raise exc

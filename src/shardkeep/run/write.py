@@ -30,6 +30,7 @@ from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.stage.windows import windows_for
 from shardkeep.store.aligned import address_of
+from shardkeep.store.giving_up import Hope
 from shardkeep.store.protocol import BlobWriter, Creates, Deletes
 
 MOST_FILES = 8
@@ -154,7 +155,8 @@ def write_files(
     gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or Hashing(store)
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
-        tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo)
+        hope = Hope()
+        tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, hope)
 
         def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
             file, window = task
@@ -168,7 +170,7 @@ def write_files(
                 _finish(store, file)
             return True
 
-        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
+        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=hope.give_up)
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]
 
@@ -197,14 +199,16 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    store: Writes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack
+    store: Writes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, hope: Hope
 ) -> Iterator[tuple[_OpenFile, Window]]:
     """Begin each file with the first of its windows."""
     opened: dict[str, _OpenFile] = {}
     for window in windows:
         job = window.job
         if job.name not in opened:
-            writer = sink.begin(job)
+            # Only where no other file is ever called so: one that is given up may still appear, and is deleted then.
+            with hope.held() if native.save_id_of(job.name) else contextlib.nullcontext():
+                writer = sink.begin(job)
             undo.callback(take_back, store, job.name, writer)
             if job.apart:
                 undo.callback(_remove, store, native.blocks_name(job.name))
