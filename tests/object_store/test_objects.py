@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -155,6 +157,46 @@ def test_keys_of_a_profile(
         open_place(mine.url, profile="nobody", **where)
 
 
+_FORKS = """
+import os, signal, sys
+from shardkeep.store.place import open_place
+before, other = sys.argv[1:]
+store = open_place(before)
+if not os.fork():  # nothing was used yet: this one may
+    store.put("first", b"x")
+    os._exit(0)
+assert os.wait()[1] == 0
+store.put("second", b"x")
+slots = store.bucket.slots
+while slots.acquire(blocking=False):  # by threads that a child does not have
+    pass
+for url in (before, other):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        try:
+            open_place(url, requests=3 if url == other else None).put("third", b"x")
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, "it hangs"
+"""
+
+
+def test_a_forked_process_is_told_and_does_not_hang(s3_server: S3Server, s3_place: Opened) -> None:
+    """Be it with the parent's connections or with its own; a store that nobody has used yet works in a child."""
+    first, other = s3_place(), s3_place()
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, first.url, other.url],
+        env={**os.environ, **s3_server.environment}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("CheckpointError s3://") == 2
+    assert done.stdout.count("was forked after the store was used") == 2
+    assert done.stdout.count("spawn or forkserver") == 2
+    assert [info.name for info in first.list()] == ["first", "second"]
+
+
 def test_memory_is_one_place_a_name() -> None:
     """All who name it see the same blobs, at any depth, and other names see none of them."""
     store = open_store("memory://tests-objects/runs/step-1", direct=True)
@@ -178,9 +220,9 @@ def test_a_path_has_options_too(tmp_path: Path) -> None:
 
 def test_what_is_missing_to_open_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is not installed is asked for by the name of the extra."""
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[fsspec\]'"):
         open_store("sftp://host/run", direct=True)
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[cloud\]'"):
         open_store("gs://a-bucket-never-opened/run", direct=True)

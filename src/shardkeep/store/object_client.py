@@ -18,6 +18,7 @@ from typing import Any
 from shardkeep.errors import CheckpointError
 from shardkeep.options import MIB, setting
 from shardkeep.store.object_errors import is_foreign
+from shardkeep.store.object_parts import Room
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """What people write, and which service it is."""
@@ -80,15 +81,16 @@ class Manners:
 class Bucket:
     """Connections to a bucket."""
 
-    client: Any
-    """The library's."""
+    opened: Any
+    """The library's client."""
     manners: Manners
     official: bool
     """Whether it is the service's own endpoint, whose behaviour is known."""
     service: str
     name: str
-    slots: threading.BoundedSemaphore
-    """One for each request that may be under way."""
+    all_slots: threading.BoundedSemaphore
+    room: Room
+    """For parts that are copied before they are sent, of all uploads together."""
     tried: dict[str, bool] = field(default_factory=dict)
     """What was found out about it."""
     warned: set[str] = field(default_factory=set)
@@ -100,6 +102,36 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.service}, {self.name!r})"  # and no keys
+
+    @property
+    def client(self) -> Any:
+        """The library's client, in a process that can use it."""
+        self.check_process()
+        return self.opened
+
+    @property
+    def slots(self) -> threading.BoundedSemaphore:
+        """One for each request that may be under way."""
+        self.check_process()  # threads that hold some were not forked with it, and give none back
+        return self.all_slots
+
+    def check_process(self) -> None:
+        """
+        See whether the library works in this process, which becomes the one that uses it if there was none.
+
+        Its threads are not there after a fork, also not for a new client: whoever asked them would wait for ever.
+        """
+        if os.getpid() != _first_user():
+            raise CheckpointError(
+                f"{self.service}://{self.name}: this process was forked after the store was used, and cannot use it",
+                hint="start it with spawn or forkserver (DataLoader: multiprocessing_context='forkserver')",
+            )
+
+
+@functools.cache
+def _first_user() -> int:
+    """Return the process that was the first to use the library, of this one and those it was forked from."""
+    return os.getpid()
 
 
 def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
@@ -149,7 +181,8 @@ def _opened(
     retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
     slots = threading.BoundedSemaphore(manners.requests)
-    return Bucket(store, manners, not endpoint, service, name, slots, given=dict(options))
+    room = Room(manners.requests * manners.part_bytes)
+    return Bucket(store, manners, not endpoint, service, name, slots, room, given=dict(options))
 
 
 def _add_checksums(more: dict[str, Any]) -> None:
@@ -198,14 +231,19 @@ def _client(service: str, name: str, **more: Any) -> Any:
         raise CheckpointError(f"cannot open {service}://{name}: {said}", hint="see shardkeep.open_place") from None
 
 
+def has_keys(options: dict[str, Any]) -> bool:
+    """Tell whether keys for S3 were given, or the want of them, so that no profile counts."""
+    if {"access_key_id", "credential_provider", "skip_signature"} & options.keys():
+        return True
+    return not options.get("profile") and any(map(setting, _OTHER_KEYS))
+
+
 def _boto3_keys(more: dict[str, Any]) -> Any:
     """Return keys by a profile, where one is asked for, or where there are no others and the machine has profiles."""
-    asked = more.pop("profile", None)
-    profile = asked or setting("AWS_PROFILE")
-    if {"access_key_id", "credential_provider", "skip_signature"} & more.keys():
+    if has_keys(more):
+        more.pop("profile", None)
         return None
-    if not asked and any(map(setting, _OTHER_KEYS)):
-        return None
+    profile = more.pop("profile", None) or setting("AWS_PROFILE")
     if not profile and not os.path.exists(
         setting("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
     ):
