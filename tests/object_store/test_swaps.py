@@ -119,6 +119,35 @@ def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> Non
     assert store.get("a", limit=9) == b"new"
 
 
+class _HalfCareful(SmallObjects):
+    """A service that checks whether there is one, and not which one."""
+
+    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        super().send(name, data, create=create)
+
+
+def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
+    """A service may check one and ignore the other: of two who swap the same version one is refused all the same."""
+    store = s3_place(settle_s=0.01, requests=10)
+    small = _HalfCareful(store.bucket, store.prefix, store.url)
+    swaps = Swaps(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swaps.put("a", b"old")
+    seen = small.version("a")
+    with pytest.warns(UserWarning, match="does not check the conditions of puts"):
+        swaps.put("a", b"first", over=seen)
+    with pytest.raises(StorageError) as caught:
+        swaps.put("a", b"second", over=seen)
+    assert caught.value.errno == errno.EEXIST
+    assert store.get("a", limit=9) == b"first"
+    assert [info.name for info in store.list()] == ["a"]
+    careful = s3_place(requests=11)
+    careful.put("a", b"old")
+    careful.put("a", b"new", over=careful.version("a"))
+    assert sorted(careful.bucket.tried.values()) == [True, True]
+
+
 def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
     """Another's bytes a moment later mean that the other has won."""
     store = s3_place(conditional_puts=False)
@@ -150,7 +179,7 @@ class _LosesAnswers(SmallObjects):
 @pytest.mark.parametrize("swap", [False, True], ids=["create", "over"])
 def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     """What is refused because of our own first attempt was ours; what somebody else put is not."""
-    store = s3_place()
+    store = s3_place(conditional_puts=True)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
     swaps = Swaps(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
     seen = None
@@ -165,9 +194,43 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     assert caught.value.errno == errno.EEXIST
 
 
+@pytest.mark.parametrize(
+    ("retry_s", "retried", "times"), [(60.0, False, 4), (60.0, True, 1), (1e-9, False, 1)], ids=["4", "retried", "late"]
+)
+def test_a_put_is_not_tried_for_longer_than_was_said(
+    monkeypatch: pytest.MonkeyPatch, retry_s: float, retried: bool, times: int
+) -> None:
+    """What the library tried again for all its time, or what came after that time, is given up."""
+    sent: list[str] = []
+
+    class _Busy:
+        def send(self, name: str, *_: object, **__: object) -> None:
+            sent.append(name)
+            raise StorageError("503", errno=errno.EBUSY, retried=retried)
+
+        def keeps_conditions(self, _: object) -> bool:
+            return True
+
+    busy: Any = _Busy()
+    swaps = Swaps(busy, "s3://b", settle_s=0.0, lock=threading.Lock(), warned=set(), retry_s=retry_s)
+    monkeypatch.setattr("shardkeep.store.swaps._FIRST_WAIT_S", 0.001)
+    with pytest.raises(StorageError, match="503"):
+        swaps.put("a", b"x")
+    assert sent == ["a"] * times
+
+
+def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place: Opened) -> None:
+    """What passes while it is tried out is no reason for a put to fail."""
+    store = s3_place(requests=12)
+    small = _LosesAnswers(store.bucket, store.prefix, store.url)
+    assert small.keeps_conditions(None)
+    assert small.lost == 1
+    assert list(store.list()) == []
+
+
 def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
     """Services that answer a swap of a deleted object with "not found" mean that it was deleted meanwhile."""
-    store = s3_place()
+    store = s3_place(conditional_puts=True)
 
     class _Amazon(SmallObjects):
         def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:

@@ -18,7 +18,8 @@ from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
 from shardkeep.store.protocol import Version
 
-_CONDITIONS = "conditions are kept"
+_CREATE = "a put that is to create only is refused where there is one"
+_OVER = "a put over a version is refused where there is another"
 
 
 class SmallObjects:
@@ -60,32 +61,39 @@ class SmallObjects:
         # Where there are no tags there are no conditions either, and this is compared by us.
         return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
 
-    def keeps_conditions(self, over: Version | None) -> bool:  # noqa: ARG002 - one is as good as the other
-        """Tell whether conditions are checked."""
+    def keeps_conditions(self, over: Version | None) -> bool:
+        """Tell whether conditions are checked: that there is none, or that it is of a version. Some check one of them."""
+        self._bucket.check_process()  # whoever asks may wait for a lock next
         wanted = self._bucket.manners.conditional_puts
         if wanted is not None or self._bucket.official:
             return wanted is not False
         tried = self._bucket.tried
-        if _CONDITIONS not in tried:
-            tried[_CONDITIONS] = self._try_out()
-        return tried[_CONDITIONS]
+        what = _CREATE if over is None else _OVER
+        if what not in tried:
+            again = f"to try out conditions at {self._url}"
+            tried[what] = ask_again(self._bucket.manners, again, lambda: self._try_out(what))
+        return tried[what]
 
-    def _try_out(self) -> bool:
-        """Put something twice, if there is none: who lets that pass looks at no conditions."""
+    def _try_out(self, what: str) -> bool:
+        """Put something against a condition that does not hold: who lets that pass looks at none."""
         name = f"shardkeep.probe-{secrets.token_hex(8)}"
         try:
-            self.send(name, b"1", create=True)
-            self.send(name, b"2", create=True)
-        except StorageError as error:
-            if error.errno == errno.EEXIST:
-                return True
-            raise
-        else:
+            self.send(name, b"1")
+            seen = None
+            if what == _OVER:
+                seen = self.version(name)
+                self.send(name, b"22")
+            try:
+                self.send(name, b"333", create=what == _CREATE, over=seen)
+            except StorageError as error:
+                if error.errno == errno.EEXIST:
+                    return True
+                raise
             return False
         finally:
             with contextlib.suppress(StorageError):
                 ask_again(self._bucket.manners, f"to delete {self._url}/{name}", lambda: self._delete(name))
 
     def _delete(self, name: str) -> None:
-        with object_errors("cannot delete", self._url, name):
+        with self._bucket.slots, object_errors("cannot delete", self._url, name):
             obstore().delete(self._bucket.client, self._prefix + name)
