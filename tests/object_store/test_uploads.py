@@ -3,23 +3,35 @@
 import errno
 import itertools
 import random
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any
 
 import boto3
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from shardkeep.errors import BlobNotFound, StorageError
+from shardkeep.layout import leftovers
 from shardkeep.store import uploads
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.object_upload import ObjectWriter
 from shardkeep.store.retrying import Patience, RetryingStore
 from shardkeep.testing.s3_server import BUCKET, S3Server
 from shardkeep.testing.store_contract import read_blob, sample
+from tests.object_store.proxy import Proxy
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -202,3 +214,88 @@ def test_unfinished_uploads_are_found_and_swept(small_parts: ObjectRoot, boto: A
     assert begun(boto, small_parts) == []
     assert boto.list_multipart_uploads(Bucket=BUCKET, Prefix=other)["Uploads"][0]["Key"] == other
     assert uploads.unfinished(small_parts.place("step-1")) == []
+
+
+def test_a_profile_that_is_not_there(s3_place: Opened, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not count where keys were given; else it is an error of ours, which no save fails of."""
+    monkeypatch.setenv("AWS_PROFILE", "prod")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    place = s3_place()
+    assert uploads.unfinished(place) == []
+    keyless = replace(place.bucket, given={"endpoint": s3_server.endpoint})
+    store = ObjectRoot(keyless, place.prefix, place.url)
+    with pytest.raises(StorageError, match=r"cannot look after uploads: .*prod"):
+        uploads.unfinished(store)
+    assert leftovers.sweep_uploads(store, leftovers.survey(place)) == 0
+    monkeypatch.setattr(uploads, "sweep", lambda *_, **__: {}["a bug"])
+    assert leftovers.sweep_uploads(store, leftovers.survey(place)) == 0
+
+
+def test_uploads_are_looked_for_by_the_way_that_the_store_takes(s3_place: Opened, s3_server: S3Server) -> None:
+    """Through its proxy, which alone knows the endpoint."""
+    with Proxy(s3_server.port) as proxy:
+        place = s3_place(client_options={"proxy_url": proxy.endpoint}, endpoint="http://nowhere.invalid")
+        assert uploads.unfinished(place) == []
+        assert ["uploads" in request.path for request in proxy.counts.requests] == [True]
+
+
+_NONE = b"""<?xml version="1.0"?><ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"""
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """No uploads, whoever asks."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(_NONE)))
+        self.end_headers()
+        self.wfile.write(_NONE)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def own_certificate() -> tuple[bytes, bytes]:
+    """Make a certificate for this machine that nobody has signed, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
+    now = datetime.now(timezone.utc)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return made.public_bytes(serialization.Encoding.PEM), secret
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+def test_certificates_of_the_store_are_trusted(s3_place: Opened, tmp_path: Path) -> None:
+    """A server whose certificate was given by its text is talked to; one whose was not is not."""
+    public, secret = own_certificate()
+    (tmp_path / "both.pem").write_bytes(public + secret)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "both.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that does not trust it
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            endpoint = f"https://127.0.0.1:{server.server_port}"
+            for trust in ({"root_certificate": public.decode()}, {"allow_invalid_certificates": True}):
+                assert uploads.unfinished(s3_place(endpoint=endpoint, client_options=trust)) == []
+            with pytest.raises(StorageError, match="certificate"):
+                uploads.unfinished(s3_place(endpoint=endpoint))
+        finally:
+            server.shutdown()
+            thread.join()
