@@ -2,7 +2,9 @@
 
 import base64
 import copy
+import pathlib
 import pickle
+import traceback
 
 import pytest
 from cryptography.hazmat.primitives.keywrap import aes_key_unwrap
@@ -85,6 +87,40 @@ def test_where_keys_may_come_from(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidKey, match="is not text"):
         key_source(path)
+
+
+@pytest.mark.parametrize("given", [str, pathlib.Path, KeyRing.from_file])
+def test_most_of_a_key_where_a_path_belongs_is_not_shown(given, tmp_path, monkeypatch):
+    """
+    A digit is missing, or the padding, or it is the second line; "/" is a digit of base64, too. Paths are shown.
+    """
+    monkeypatch.chdir(tmp_path)
+    slashes = ["/" + base64.b64encode(OLD).decode()[1:-1], base64.b64encode(OLD).decode()[:-1].replace("U", "/")]
+    for key in (
+        NEW.hex()[:-1],
+        base64.b64encode(NEW).decode()[:-1],
+        *slashes,
+        f"# ours\n{NEW.hex()}",
+        NEW.hex() + "00",
+    ):
+        with pytest.raises(InvalidKey, match="may be a key") as caught:
+            key_source(given(key))
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not any(line[:9] in shown for line in key.splitlines() if line[0] != "#")
+    for name in ("short", str(tmp_path / ("k" * 50)), "some/where/else.txt"):
+        with pytest.raises(KeyMissing, match=name):
+            key_source(given(name))
+    (tmp_path / NEW.hex()[:40]).write_text(new_key())
+    assert key_source(given(NEW.hex()[:40]))
+
+
+@pytest.mark.parametrize(("given", "named"), [(None, "None"), (7, "a int"), ([OLD], "a list")])
+def test_a_function_that_gives_no_key(given, named):
+    """
+    As one that reads an environment variable which is not set.
+    """
+    with pytest.raises(KeyMissing, match=f"the function that gives keys returned {named}\n"):
+        key_source(lambda: given)
 
 
 def test_fresh_keys():

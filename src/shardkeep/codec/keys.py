@@ -22,6 +22,8 @@ from shardkeep.codec.problems import InvalidKey, KeyMissing, WrongKey
 
 KEY_NBYTES = 32
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_NBYTES}}}")
+_LIKE_KEY = re.compile(r"[0-9A-Za-z+/_-]{40,}=*")
+"""Hex or base64 from which some of a key is missing, or to which something was added. Short names are names."""
 
 
 @runtime_checkable
@@ -82,7 +84,7 @@ class KeyRing:
 
         Raises:
             KeyMissing: the file cannot be read.
-            InvalidKey: it holds something else.
+            InvalidKey: it holds something else; or there is none, and what was given as its path may be a key.
 
         """
         named = f"the key file {os.fspath(path)}"
@@ -90,6 +92,12 @@ class KeyRing:
             with open(path, encoding="ascii") as file:
                 return cls.from_text(file.read(), named=named)
         except OSError as exc:
+            if _may_be_key(os.fspath(path)):
+                # Nor is what it comes from shown: that has the path in it.
+                raise InvalidKey(
+                    "there is no such key file; its path is not shown, for it may be a key",
+                    hint="give the path of a key file; of a key, KeyRing.from_text(text)",
+                ) from None
             raise KeyMissing(f"{named} cannot be read: {exc.strerror or exc}") from exc
         except UnicodeDecodeError as exc:
             raise InvalidKey(f"{named} is not text", hint="one key a line, in hex or base64") from exc
@@ -176,7 +184,7 @@ def key_source(keys: Keys) -> KeySource | None:
 
     Raises:
         InvalidKey: it is none of these, or leads to no key.
-        KeyMissing: a file cannot be read.
+        KeyMissing: a file cannot be read, or the function gives nothing.
 
     """
     if keys is None or isinstance(keys, KeySource):
@@ -187,8 +195,14 @@ def key_source(keys: Keys) -> KeySource | None:
     if isinstance(keys, (str, os.PathLike)):
         return KeyRing.from_file(keys)
     if callable(keys):
-        given = keys()
-        return KeyRing([given]) if isinstance(given, (bytes, bytearray)) else KeyRing.from_text(given)
+        given: object = keys()
+        if not isinstance(given, (str, bytes, bytearray)):
+            what = "None" if given is None else f"a {type(given).__name__}"
+            raise KeyMissing(
+                f"the function that gives keys returned {what}",
+                hint="it returns a key of 32 bytes, or text as in a key file; is what it reads set on this machine?",
+            )
+        return KeyRing.from_text(given) if isinstance(given, str) else KeyRing([bytes(given)])
     raise InvalidKey(
         f"a {type(keys).__name__} is no source of keys",
         hint="give KeyRing.from_file(path), KeyRing.from_text(text), a function, or an object with wrap and unwrap",
@@ -225,6 +239,14 @@ def _from_base64(line: str) -> bytes:
 def _is_key(text: str) -> bool:
     first = text.strip().partition("\n")[0].strip()
     return bool(_HEX.fullmatch(first)) or len(_from_base64(first)) == KEY_NBYTES
+
+
+def _may_be_key(path: str) -> bool:
+    """Say whether what was given as the path of a file may be a key: a file that is there, or could be, is none."""
+    folder = os.path.dirname(path)
+    if os.path.lexists(path) or (os.path.isdir(folder) and folder.strip("/")):  # base64 may begin with "/"
+        return False
+    return any(_LIKE_KEY.fullmatch(line.strip()) for line in path.splitlines())
 
 
 def _keywrap() -> Any:
