@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 
 import msgspec
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli.main import main
-from shardkeep.codec.frame_chain import rewrapped
+from shardkeep.codec.frame_chain import Chain, rewrapped
 from shardkeep.codec.keys import KeyRing
 from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
 from shardkeep.format.record import RECORD_NAME, FileEntry, decode_record, encode_record
+from shardkeep.layout.coded_store import put_coded
 from shardkeep.opening import verify_stored
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStore, blobs_of
 from tests.engine.samples import bits
@@ -313,6 +315,39 @@ def test_the_tables_of_enemies():
             judged(FrameTable(**columns, digests=bytes(32)))
     with pytest.raises(sk.MalformedFile):
         judged(good, plain_nbytes=16)
+
+
+def test_a_small_file_that_claims_a_large_index_is_not_believed():
+    """
+    All its frames and checksums are sound; what a reader allocates stays in proportion to what is stored.
+    """
+    store = saved(["float"])
+    record = decode_record(store.get(RECORD_NAME, limit=MIB), "")
+    zeros, name = bytes(65 * MIB), "index-bomb.skframes"
+    seal = put_coded(store, name, zeros, Chain.opened(record.chains[0]))
+    sizes = {"nbytes": len(zeros), "stored_nbytes": seal.stored_nbytes, "table_checksum": seal.table_checksum}
+    bomb = msgspec.structs.replace(record.index, name=name, checksum=text_of(digest(zeros)), **sizes)
+    changed(store, RECORD_NAME, encode_record(msgspec.structs.replace(record, index=bomb)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(sk.MalformedFile, match=r"an index of 68,157,440 bytes; at most 67,108,864"):
+            load(store)
+        assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_chains_that_no_file_went_through():
+    """
+    A few are not opened, so they may need what is not here; more than a writer makes are refused.
+    """
+    store = saved(["zstd"])
+    unknown = [[{"name": "of-somebody-else", "version": 1}]]
+    resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains + unknown))
+    assert bits(load(store)) == bits(sample_state())
+    resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains * 129))
+    with pytest.raises(sk.MalformedFile, match="258 chains"):
+        load(store)
 
 
 def test_damage_in_digests_that_lie_beside_the_data():

@@ -26,6 +26,7 @@ VERSION = 2
 FIRST_VERSION = 1
 """Of checkpoints without codecs, whose data files hold their own digests: any reader takes them."""
 MAX_RECORD_NBYTES = 256 << 20
+MOST_CHAINS = 256
 _MAX_BLOB_NBYTES = 1 << 62
 """Offsets and sizes stay numbers of 63 bits."""
 _BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
@@ -242,6 +243,12 @@ def _tail(head: bytes) -> bytes:
 
 
 def _check(record: Record, where: str) -> None:
+    if len(record.chains) > MOST_CHAINS:
+        raise MalformedFile(
+            f"{where}: the commit record has {len(record.chains)} chains of codecs, and {MOST_CHAINS} are the most",
+            hint="do not trust this checkpoint",
+            file=RECORD_NAME,
+        )
     blobs: list[Blob] = [record.index, *record.files]
     sound = (
         all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)

@@ -15,7 +15,7 @@ from typing import Protocol
 from shardkeep.codec.frame_chain import Chain
 from shardkeep.errors import DamagedCheckpoint, MalformedFile
 from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.frames import FrameTable, table_nbytes
+from shardkeep.format.frames import FRAME_NBYTES, FrameTable, table_nbytes
 from shardkeep.format.record import Blob
 from shardkeep.layout.frame_reader import SCRATCH_NBYTES, FrameReader, check_size, read_table
 from shardkeep.layout.frame_writer import FrameWriter, Seal, room_for, scratch_nbytes
@@ -70,12 +70,17 @@ class EncodingStore:
         self._inner.delete(name)
 
 
-def put_coded(store: _Writes, name: str, data: bytes, chain: Chain) -> Seal:
-    """Write a whole blob through a chain, durable on return, and return what stands for it."""
+def put_coded(store: _Writes, name: str, data: bytes, chain: Chain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
+    """
+    Write a whole blob through a chain, durable on return, and return what stands for it.
+
+    `frame_nbytes` is the most plain bytes of a frame, from 64 KiB on: there is no room for the table of smaller ones.
+    """
     coded = EncodingStore(store, {name: chain})
     writer = coded.create(name, len(data))
     try:
-        writer.write_at(0, memoryview(data))
+        for at in range(0, len(data), frame_nbytes):
+            writer.write_at(at, memoryview(data)[at : at + frame_nbytes])
         writer.finish()
     except BaseException:
         writer.abandon()

@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -37,11 +37,13 @@ from shardkeep.errors import (
     CheckpointNotFound,
     ChecksumMismatch,
     DamagedCheckpoint,
+    MalformedFile,
     StateError,
     StorageError,
     WrongSize,
 )
 from shardkeep.format.columns import IntArray
+from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
 from shardkeep.format.record import (
     MAX_RECORD_NBYTES,
@@ -58,10 +60,16 @@ from shardkeep.format.region import Box
 from shardkeep.layout.coded_store import checksum_of, put_coded
 from shardkeep.layout.signing import signed
 from shardkeep.layout.torch_files import METADATA_NAME
-from shardkeep.store.protocol import Creates, Deletes, Gets, Lists, Puts, Version
+from shardkeep.store.protocol import Creates, Deletes, Gets, Lists, Opens, Puts, Version
 
 MAX_INDEX_NBYTES = 4 << 30
 """A hundred million chunks. An index is held in memory, and a forged one of this size costs its writer nothing."""
+FREE_INDEX_NBYTES = 64 << 20
+MOST_INDEX_RATIO = 1200
+"""A coded index that is larger than that may be so many times as large as its file: else 200 kB could make a reader
+allocate gigabytes. Regular indexes, or values, do become as little, so large ones are written in small frames."""
+_SMALL_FRAME_NBYTES = 64 << 10
+"""Each has 56 bytes in the table of frames: what is in them is at most 1171 times as large, whatever codecs do."""
 _CODED_SUFFIX = "skframes"
 """So that nobody takes them for safetensors files."""
 _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|skindex|json)$")
@@ -69,6 +77,10 @@ _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|sk
 
 class _Commits(Creates, Deletes, Gets, Puts, Protocol):
     """What publishing needs of a store."""
+
+
+class _Reads(Gets, Opens, Protocol):
+    """What reading an index needs of a store."""
 
 
 class _Looks(Gets, Lists, Protocol):
@@ -152,7 +164,7 @@ def _leftovers(store: Lists) -> str:
     return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
 
 
-def read_index(store: Gets, record: Record, chain: Chain | None = None) -> Index:
+def read_index(store: _Reads, record: Record, chain: Chain | None = None) -> Index:
     """
     Read and check the index a record names.
 
@@ -161,15 +173,36 @@ def read_index(store: Gets, record: Record, chain: Chain | None = None) -> Index
     entry = record.index
     if entry.chain is not None and chain is None:
         raise CheckpointError(f"{entry.name}: the index went through codecs, which were not opened", file=entry.name)
+    if entry.nbytes > (most := _most_index_nbytes(entry.stored_nbytes)):
+        raise MalformedFile(
+            f"{entry.name}: an index of {entry.nbytes:,} bytes; at most {most:,} are read of one of its size in the store",
+            hint="do not trust this checkpoint",
+            file=entry.name,
+        )
     try:
-        data = store.get(entry.name, limit=min(entry.nbytes, MAX_INDEX_NBYTES))
+        data = store.get(entry.name, limit=entry.nbytes) if chain is None else _plain(store, entry.name)
     except BlobNotFound as exc:
         raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
     if len(data) != entry.nbytes:
         raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
     if checksum_of(data, chain) != entry.checksum:
         raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
-    return decode_index(data, where=entry.name)
+    return decode_index(memoryview(data).toreadonly(), where=entry.name)
+
+
+def _most_index_nbytes(stored_nbytes: int | None) -> int:
+    """Return how large an index may be; one that went through codecs, by what is stored of it."""
+    if stored_nbytes is None:
+        return MAX_INDEX_NBYTES
+    return min(MAX_INDEX_NBYTES, max(FREE_INDEX_NBYTES, MOST_INDEX_RATIO * stored_nbytes))
+
+
+def _plain(store: Opens, name: str) -> bytearray:
+    """Read a blob through its codecs, into the only copy: it may be large."""
+    with closing(store.open(name)) as reader:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(data))
+    return data
 
 
 def data_sizes(record: Record) -> IntArray:
@@ -222,7 +255,9 @@ def publish(
     if chain is None:
         store.put(name, index)
     else:
-        seal = put_coded(store, name, index, chain)
+        large = len(index) > FREE_INDEX_NBYTES
+        seal = put_coded(store, name, index, chain, frame_nbytes=_SMALL_FRAME_NBYTES if large else FRAME_NBYTES)
+        _check_size("index", index, _most_index_nbytes(seal.stored_nbytes))
         coded = replace(
             record.index, chain=index_chain, stored_nbytes=seal.stored_nbytes, table_checksum=seal.table_checksum
         )
@@ -242,20 +277,28 @@ def _commit(store: _Commits, record: Record, over: Version | None) -> None:
     except StorageError as exc:
         if exc.errno != errno.EEXIST:
             raise
-        raise CheckpointExists(
-            f"a checkpoint was committed here by another save meanwhile{_winner(store)}",
-            hint="it stands, and this one was not committed; save to another place, or once more with overwrite=True",
-        ) from exc
+        raise _beaten(store) from exc
 
 
-def _winner(store: Gets) -> str:
-    """Say whose record is in place of ours, as far as that can be found out."""
+def _beaten(store: Gets) -> CheckpointError:
+    """Say why the record in place is not the one that was to be replaced, as far as that can be found out."""
+    winner = ""
     try:
         record = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
+        step = "" if record.step is None else f"step {record.step}, "
+        winner = f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
+    except BlobNotFound:
+        return StorageError(
+            "the checkpoint that was to be replaced was deleted by somebody else while this save was under way",
+            hint="save it again; let nobody delete checkpoints by hand in a place that a job saves to",
+            name=RECORD_NAME,
+        )
     except CheckpointError:
-        return ""
-    step = "" if record.step is None else f"step {record.step}, "
-    return f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
+        pass
+    return CheckpointExists(
+        f"a checkpoint was committed here by another save meanwhile{winner}",
+        hint="it stands, and this one was not committed; save to another place, or once more with overwrite=True",
+    )
 
 
 def _check_size(what: str, data: bytes, limit: int) -> None:
