@@ -4,6 +4,7 @@ import errno
 import glob
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from shardkeep.codec.known import register_codec
 from shardkeep.codec.problems import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
 from shardkeep.codec.zstd_codec import Zstd
 from shardkeep.layout.native import save_id_of
+from shardkeep.run.coding import begin_codecs
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of, race
@@ -85,6 +87,69 @@ def test_codecs_by_top_level_key():
     ) == bits(state)
 
 
+SECRET = b"do not write this as it is. " * 9
+
+
+def secret():
+    return torch.frombuffer(bytearray(SECRET), dtype=torch.uint8).clone()
+
+
+@pytest.mark.parametrize(
+    ("state", "top"),
+    [
+        ({"state.w": secret()}, "state.w"),
+        ({"state.": secret(), "state": {"w": torch.ones(3)}}, "state."),
+        ({"state": {"w": secret()}, "state.x": torch.ones(3)}, "state"),
+        ({"a": torch.ones(3), "a.b": {"c": secret()}}, "a.b"),
+        ({"a": {"b.c": secret()}, "a.b": {"d": torch.ones(3)}}, "a"),
+        ({0: {"w": secret()}, 1: {"w": torch.ones(3)}}, 0),
+        ({0: {"w": secret()}, 1: {"w": torch.ones(3)}}, "0"),
+        ({0: {"w": secret()}, "0": {"x": secret()}}, 0),
+        ({"p": sk.PerRank({"w": secret()})}, "p"),
+    ],
+)
+def test_what_was_to_be_encrypted_is_nowhere_in_the_clear(state, top):
+    """
+    However top-level keys are called, and whatever else there is whose name begins alike.
+    """
+    store = sk.MemoryStore()
+    sk.save(state | {"x": torch.ones(4)}, store, codecs={top: ["aes"]}, options=OPTIONS)
+    assert not [name for name, data in blobs_of(store).items() if SECRET[:20] in data]
+    assert [file.chain for file in sk.open(store, options=OPTIONS).record.files].count(0) >= 1
+
+
+@pytest.mark.parametrize("codecs", [{"a": ["aes"]}, {"b": ["aes"]}, {"a": ["lz4"], "b": ["aes"]}])
+def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
+    """
+    They are written once, under one of their names.
+    """
+    store, tied = sk.MemoryStore(), secret()
+    state = {"a": {"w": tied}, "b": {"w": tied, "own": torch.ones(3)}}
+    sk.save(state, store, codecs=codecs, options=OPTIONS)
+    assert not [name for name, data in blobs_of(store).items() if SECRET[:20] in data]
+    assert bits(loaded(store, state)) == bits(state)
+
+
+def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
+    """
+    What nobody can say the codecs of is refused, not written as it is.
+    """
+    begun = begin_codecs({"a": ["zstd"]}, tops=lambda: [("a", None), ("b", None)], keys=None)
+    assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
+    with pytest.raises(sk.StateError, match=r"'a\.w'"):
+        begun.chain_of(["a", "a.w"], np.arange(2))
+
+
+def test_a_large_index_is_never_as_little_as_an_enemys():
+    """
+    A reader does not take one of which next to nothing is stored: however regular it is, enough is.
+    """
+    store = sk.MemoryStore()
+    sk.save({"w": torch.ones(3), "zeros": bytes(65 * MIB)}, store, codecs=["zstd"])
+    index = sk.open(store).record.index
+    assert 65 * MIB < index.nbytes < 1171 * index.stored_nbytes
+
+
 def test_one_encrypted_part_makes_the_index_secret():
     """
     With a mapping, too, names of tensors are encrypted once anything is.
@@ -121,6 +186,7 @@ def test_more_groups_than_files_are_cut_by_chain():
         (7, InvalidCodec, "7"),
         (["zstd:x"], InvalidCodec, "x"),
         ({"modle": ["zstd"]}, sk.StateError, "modle"),
+        ({0: ["zstd"]}, sk.StateError, "asked for 0, which is no top-level key"),
         (["aes"], KeyMissing, "key"),
     ],
 )

@@ -78,8 +78,8 @@ class FilePlan:
     data_nbytes: int
 
 
-ChainOf = Callable[[str, str], "int | None"]
-"""Says which chain of codecs a tensor goes through, by its key and its group."""
+ChainOf = Callable[[list[str], IntArray], "list[int | None]"]
+"""Says which chain of codecs each tensor goes through, by all keys and by which tensors are one memory."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Merged:
     shards: Shards
 
 
-def plan_save(drafts: Sequence[Draft], chain_of: ChainOf = lambda _key, _group: None) -> SavePlan:
+def plan_save(drafts: Sequence[Draft], chain_of: ChainOf = lambda keys, _: [None] * len(keys)) -> SavePlan:
     """Decide which rank writes which part of which tensor into which file; a file goes through one chain."""
     _check_arguments(drafts)
     merged = _merge(drafts)
@@ -114,8 +114,10 @@ def plan_save(drafts: Sequence[Draft], chain_of: ChainOf = lambda _key, _group: 
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
     pieces = _share_out(merged, merged.shards.take(own), len(drafts))
     _check_tiling(merged, pieces, merged.shards.take(~own))
-    chain = [chain_of(key, group) for key, group in zip(merged.keys, merged.groups, strict=True)]
+    chain = chain_of(merged.keys, merged.tensors.alias)
     files, pieces = _place(merged, pieces, len(drafts), chain)
+    if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
+        raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
     return SavePlan(merged.keys, merged.tensors, pieces, files)
 
 

@@ -6,9 +6,11 @@ Data keys do not travel between ranks: orders carry what is recorded, in which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from shardkeep.codec.codecs import CodecConfig
@@ -17,15 +19,18 @@ from shardkeep.codec.keys import KeySource, RememberedKeys
 from shardkeep.codec.known import config_of
 from shardkeep.codec.problems import InvalidCodec
 from shardkeep.errors import StateError
-from shardkeep.format.record import FileEntry, Recorded
-from shardkeep.format.tree import Container, decode_tree, part_name
+from shardkeep.format.columns import IntArray
+from shardkeep.format.record import MOST_CHAINS, FileEntry, Recorded
+from shardkeep.format.tree import Container, Node, decode_tree, leaf_keys, part_name
 from shardkeep.layout.coded_store import EncodingStore, checksum_of
 from shardkeep.layout.frame_writer import Seal
 from shardkeep.run.orders import Orders
 from shardkeep.run.write import FileJob, Writes, entry_of
 
-Codecs = Sequence[str | CodecConfig] | Mapping[str, Sequence[str | CodecConfig]] | None
+Codecs = Sequence[str | CodecConfig] | Mapping[Any, Sequence[str | CodecConfig]] | None
 """What a caller asks for: names or configs, for all; or by top-level key of the state. Nothing: as it is."""
+Tops = list[tuple[str, Node]]
+"""The top-level keys of a state, as they are spelt in names, and what is under each. 0 and "0" are spelt alike."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,37 @@ class Begun:
     """The chains of a new checkpoint, and what goes through which."""
 
     chains: list[Chain] = field(default_factory=list)
-    by_top: Mapping[str, int] | None = None
-    """By top-level key of the state; None: everything goes through the first, if there is one."""
+    by_leaf: Mapping[str, int | None] | None = None
+    """By flat name, of every leaf of the state; None: everything goes through the first, if there is one."""
 
-    def chain_of(self, key: str, group: str) -> int | None:
-        """Say which chain a tensor goes through, by its key and the top-level container it is in."""
-        if self.by_top is None:
-            return 0 if self.chains else None
-        # Tensors that are in no container are one group, too, which is called as a container may be.
-        top = key if group == "state" and not key.startswith("state.") else group
-        return self.by_top.get(top)
+    def chain_of(self, keys: Sequence[str], alias: IntArray) -> list[int | None]:
+        """
+        Say which chain each tensor goes through; `alias` says which tensor's memory stands for it.
+
+        Memory of several names is written once: through a chain that has a secret, if that was asked for any of them.
+
+        Raises:
+            StateError: a tensor is not in the tree of the state, so that nobody can say what was asked for it.
+
+        """
+        if self.by_leaf is None:
+            return [0 if self.chains else None] * len(keys)
+        if unknown := [key for key in keys if key not in self.by_leaf]:
+            raise StateError(
+                f"nobody can say which codecs were asked for {unknown[0]!r}: it is in no part of the state",
+                hint="nothing was written; give codecs for all of the state, and please report this",
+                key=unknown[0],
+            )
+        found = [self.by_leaf[key] for key in keys]
+        for row in np.flatnonzero(alias != np.arange(len(keys))).tolist():
+            owner = int(alias[row])
+            found[owner] = self._safer(found[owner], found[row])
+        return found
+
+    def _safer(self, one: int | None, other: int | None) -> int | None:
+        """Return the one of two chains that has a secret; else the first that there is."""
+        asked = [number for number in (one, other) if number is not None]
+        return next((number for number in asked if self.chains[number].is_secret), asked[0] if asked else None)
 
     @property
     def of_index(self) -> int | None:
@@ -51,17 +77,17 @@ class Begun:
         return next(iter([*secret, *range(len(self.chains))]), None)
 
 
-def begin_codecs(codecs: Codecs, *, tops: Callable[[], Collection[str]], keys: KeySource | None) -> Begun:
+def begin_codecs(codecs: Codecs, *, tops: Callable[[], Tops], keys: KeySource | None) -> Begun:
     """
     Begin the chains of a new checkpoint.
 
     Args:
         codecs: what the caller asked for.
-        tops: gives the top-level keys of the state.
+        tops: gives the top-level keys of the state, and what is under them.
         keys: who wraps data keys.
 
     Raises:
-        StateError: codecs were asked for a top-level key that the state has not.
+        StateError: codecs were asked for a top-level key that the state has not, or twice for one.
         InvalidCodec: what was given are not codecs.
 
     """
@@ -69,25 +95,36 @@ def begin_codecs(codecs: Codecs, *, tops: Callable[[], Collection[str]], keys: K
         return Begun()
     if not isinstance(codecs, Mapping):
         return Begun([Chain.begin(_configs(codecs), keys=keys)])
-    if unknown := sorted(map(str, set(codecs) - set(tops()))):
-        raise StateError(
-            f"codecs were asked for {unknown[0]!r}, which is no top-level key of the state",
-            hint=f"its top-level keys are {', '.join(sorted(tops())[:20])}",
-        )
+    known = tops()
+    names = {name for name, _ in known}
     different: list[list[CodecConfig]] = []
-    by_top: dict[str, int] = {}
+    by_top: dict[str, int | None] = {}
     for top, wanted in codecs.items():
-        if configs := _configs(wanted):
-            if configs not in different:
-                different.append(configs)
-            by_top[top] = different.index(configs)
-    return Begun([Chain.begin(configs, keys=keys) for configs in different], by_top)
+        name = str.__str__(top) if isinstance(top, str) else part_name("dict", top)
+        if name not in names or name in by_top:
+            what = "twice" if name in by_top else "which is no top-level key of the state"
+            raise StateError(
+                f"codecs were asked for {top!r}, {what}",
+                hint=f"its top-level keys are {', '.join(map(repr, sorted(names)[:20]))}; numbers may be spelt as text",
+            )
+        configs = _configs(wanted)
+        if configs and configs not in different:
+            different.append(configs)
+        by_top[name] = different.index(configs) if configs else None
+    if len(different) > MOST_CHAINS:
+        raise StateError(f"{len(different)} different chains of codecs were asked for; {MOST_CHAINS} are the most")
+    by_leaf = {leaf: by_top.get(name) for name, node in known for leaf in _leaves(name, node)}
+    return Begun([Chain.begin(configs, keys=keys) for configs in different], by_leaf)
 
 
-def top_keys(tree: bytes) -> list[str]:
-    """Return the top-level keys of a state, as they are spelt in names."""
+def top_keys(tree: bytes) -> Tops:
+    """Return the top-level keys of a state, as they are spelt in names, each with what is under it."""
     root = decode_tree(tree)
-    return [part_name(root.kind, part) for part, _ in root.children] if isinstance(root, Container) else []
+    return [(part_name(root.kind, part), node) for part, node in root.children] if isinstance(root, Container) else []
+
+
+def _leaves(name: str, node: Node) -> Iterable[str]:
+    return [name] if node is None else (f"{name}.{key}" for key in leaf_keys(node))
 
 
 def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:
