@@ -6,12 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
+from shardkeep.store import object_sending
+from shardkeep.store.giving_up import Hope
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.uploads import unfinished
 from shardkeep.testing.s3_server import S3Server
@@ -90,6 +93,32 @@ def test_a_failure_does_not_wait_for_stalled_uploads(
         assert proxy.counts.faults["stall"], "or nothing was there to wait for"
         assert [blob.name for blob in place.list()] == []
         assert unfinished(place) == []
+
+
+def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
+    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for an upload that was told to end and is given up; the object that appears later does not stay."""
+    monkeypatch.setattr(object_sending, "_LONGEST_S", 0.0)
+    hope = Hope()
+    with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
+        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
+        with hope.held():
+            writer = place.create("late", PART + 99)
+        writer.write_at(0, memoryview(bytes(PART + 99)))
+        proxy.rules = [Rule("delay", method="POST", path=r"late\?uploadId=", delay_s=1.5)]
+        finished = pool.submit(writer.finish)
+        while not proxy.counts.faults["delay"]:
+            time.sleep(0.01)
+        hope.give_up()
+        with pytest.raises(StorageError, match="given up"):
+            finished.result()
+        writer.abandon()
+        sending = [thread for thread in threading.enumerate() if thread.name == "upload late"]
+        assert sending, "or it was waited for"
+        sending[0].join()
+        assert proxy.counts.requests[-1].path.endswith("?delete"), "it was there"
+        assert list(place.list()) == []
 
 
 @contextlib.contextmanager
