@@ -1,7 +1,10 @@
 """Roots that are far away: what killed jobs left there, stores that do not answer, and keys that change meanwhile."""
 
+import errno
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from shardkeep.store import uploads
 from shardkeep.store.place import open_root
 from shardkeep.store.process import host
 from shardkeep.testing.s3_server import BUCKET, S3Server
-from tests.manage.scene import checkpointer, empty_state, state_at
+from tests.manage.far import Broken, far_root
+from tests.manage.scene import QUICK, checkpointer, empty_state, state_at, until
 
 
 @pytest.fixture
@@ -113,3 +117,80 @@ def test_prune_takes_back_old_uploads_where_nothing_else_goes(
     assert left(root) == ["step-1"]
     assert main(["prune", url, "--keep-last", "9", "--yes"]) == 0
     assert left(root) == []
+
+
+class Silent:
+    """Lets nothing through, from when it is closed to when it is opened: a far store that does not answer."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.asked = threading.Event()
+
+    def __call__(self, verb: str, name: str) -> None:
+        self.asked.set()
+        self.open.wait(60)
+
+
+def silent_root() -> tuple[Any, Silent]:
+    """Make a root that can fall silent, with all of its places."""
+    silent = Silent()
+    root = far_root(silent)
+    for verb in ("get", "put", "delete", "version", "list", "places", "open"):
+        setattr(root, verb, _waiting(silent, verb, getattr(root.inner, verb)))
+    return root, silent
+
+
+def _waiting(silent: Silent, verb: str, work: Any) -> Any:
+    def wait(*args: Any, **more: Any) -> Any:
+        silent(verb, "")
+        return work(*args, **more)
+
+    return wait
+
+
+def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The near root is free when it returns, what was under way commits nothing later, and the next job goes on."""
+    monkeypatch.setattr("shardkeep.manage.promotions.GRACE_S", 0.2)
+    far, silent = silent_root()
+    ckpt = checkpointer(tmp_path, asynchronous=False, promote_to=far, keep_last=1, promote_required=False)
+    ckpt.save(1, state_at(1))
+    ckpt.wait()
+    silent.open.clear()
+    silent.asked.clear()
+    ckpt.save(2, state_at(2))
+    assert silent.asked.wait(30)
+    ckpt.close(timeout_s=0.1)
+    assert not silent.open.is_set()
+    assert not (tmp_path / "lease.json").exists()
+    silent.open.set()
+    until(lambda: not {"shardkeep-promote", "shardkeep-aside"} & {each.name for each in threading.enumerate()})
+    assert "shardkeep.json" not in far.names("step-2")
+    with checkpointer(tmp_path, asynchronous=False, promote_to=far) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.save(3, state_at(3))
+    assert steps(far.inner) == [1, 2, 3]
+
+
+def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
+    """A promotion whose far root fails in passing ends between two attempts, as cancelled and not as failed."""
+    broken, seen, waited = Broken("create", "", errno.EIO), list[sk.events.Event](), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        ckpt.cancel_promotions()
+
+    ckpt = checkpointer(
+        tmp_path,
+        asynchronous=False,
+        promote_to=far_root(broken),
+        retries=1000,
+        seams=replace(QUICK, sleep=sleep),
+        on_event=seen.append,
+    )
+    ckpt.save(1, state_at(1))
+    ckpt.wait()
+    assert len(waited) == 1
+    assert [each.cancelled for each in seen if isinstance(each, sk.events.PromotionFailed)] == [True]
+    broken.verb = ""
+    ckpt.close()

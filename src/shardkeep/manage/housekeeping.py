@@ -70,6 +70,7 @@ class Housekeeping:
         self._tasks: deque[Future[None]] = deque()
         # Apart: no save waits for these.
         self._after_promotions: list[Future[set[str]]] = []
+        self._closed = False
         self._lock = threading.Lock()
 
     def survey(self) -> list[Entry]:
@@ -102,6 +103,8 @@ class Housekeeping:
 
     def close(self) -> None:
         """Wait, and end the thread."""
+        with self._lock:
+            self._closed = True
         self._thread.shutdown()
 
     def _after(self, name: str, succeeded: Callable[[], bool]) -> None:
@@ -115,9 +118,10 @@ class Housekeeping:
         self.tidy_up(name, latest=name)
 
     def after_promotion(self, name: str) -> None:
-        """Delete, in the background, what had to stay until a checkpoint was promoted."""
+        """Delete, in the background, what had to stay until a checkpoint was promoted; after `close` it stays."""
         with self._lock:
-            self._after_promotions.append(self._thread.submit(self.tidy_up, name))
+            if not self._closed:
+                self._after_promotions.append(self._thread.submit(self.tidy_up, name))
 
     def tidy_up(self, name: str, latest: str | None = None) -> set[str]:
         """

@@ -22,6 +22,7 @@ from shardkeep.errors import BlobNotFound, CheckpointExists, DamagedCheckpoint, 
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layout import leftovers
 from shardkeep.layout.native import claim_name, read_record
+from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry, entry_of
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
@@ -69,6 +70,7 @@ class Promoting:
     def __init__(
         self,
         tiers: Tiers,
+        far: Catalog,
         terms: Terms,
         lease: Lease,
         near_house: Housekeeping,
@@ -80,6 +82,7 @@ class Promoting:
 
         Args:
             tiers: both roots.
+            far: the far one again, as promotions see it: once they are cancelled, it does nothing for them.
             terms: what is promoted.
             lease: of the far root.
             near_house: keeps the near root in order, and waits for promotions with that.
@@ -90,9 +93,9 @@ class Promoting:
         if tiers.far is None:  # unreachable: without a far root nobody promotes
             raise ValueError("there is no far root")
         self.lease = lease
-        self.house = Housekeeping(tiers.far, terms.policy, lease, InUse(), now)
+        self.house = Housekeeping(far, terms.policy, lease, InUse(), now)
         self.house.resumes = self._resumes
-        self._near, self._far = tiers.near, tiers.far
+        self._near, self._far, self._whole_far = tiers.near, far, tiers.far
         self._terms = terms
         self._near_house = near_house
         self._near_in_use = near_in_use
@@ -118,7 +121,7 @@ class Promoting:
 
         """
         self.lease.take()
-        entries = self._far.entries()
+        entries = self._whole_far.entries()
         with self._lock:
             self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
         return list(self._there.values())
@@ -130,7 +133,7 @@ class Promoting:
 
     def is_pinned(self, name: str) -> bool:
         """Say whether the far root has one, and it is pinned."""
-        return self.has(name) and is_pinned(self._far.root, name)
+        return self.has(name) and is_pinned(self._whole_far.root, name)
 
     def unpromoted(self, near: Sequence[Entry]) -> set[str]:
         """Name the near checkpoints that must stay, as they are still to be promoted."""

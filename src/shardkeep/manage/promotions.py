@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -23,17 +23,29 @@ import msgspec
 
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, SaveCancelled
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, tell
+from shardkeep.manage.aside import Lane, in_time
+from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.copying import Limits, copy_blobs
+from shardkeep.manage.housekeeping import Housekeeping
+from shardkeep.manage.in_use import InUse
 from shardkeep.manage.jobs import Job
+from shardkeep.manage.lease import Lease
 from shardkeep.manage.pending import Pending
 from shardkeep.manage.problems import NearCopyDamaged, NotPromoted
-from shardkeep.manage.promoting import Order, Promoting
+from shardkeep.manage.promoting import Order, Promoting, Terms
+from shardkeep.manage.seams import Seams
 from shardkeep.manage.tiers import FAR, NEAR, Tiers
 from shardkeep.ranks.agree import Meeting, meet
 from shardkeep.ranks.world import World
 from shardkeep.run.handles import SaveHandle
+from shardkeep.store.retrying import Patience
+from shardkeep.store.retrying_root import RetryingRoot
+from shardkeep.store.roots import Root
 
 log = logging.getLogger("shardkeep")
+
+GRACE_S = 3.0
+"""How long what was cancelled may take to end, and the far root to be given back; then both go on by themselves."""
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,29 +67,52 @@ class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Promotions:
     """Promotions of one Checkpointer. Used by one thread."""
 
-    def __init__(self, tiers: Tiers, leader: Promoting, job: Job, limits: Limits) -> None:
+    def __init__(
+        self,
+        root: Root,
+        tiers: Tiers,
+        job: Job,
+        seams: Seams,
+        lease: Lease,
+        house: Housekeeping,
+        in_use: InUse,
+        terms: Terms,
+        limits: Limits,
+        retries: int,
+    ) -> None:
         """
         Begin nothing yet.
 
         Args:
+            root: the far one.
             tiers: both roots, which try again what fails in passing.
-            leader: rank 0's part.
             job: the ranks.
+            seams: clocks and waits.
+            lease: of the far root.
+            house: keeps the near root in order.
+            in_use: places of the near root that must not be deleted.
+            terms: what is promoted.
             limits: threads and memory of each rank.
+            retries: how often an operation of the far root is tried again.
 
         """
-        self.leader = leader
+        self._under_way = 0
+        """The number of the round that is."""
+        self._cancelled = 0
+        """Rounds of lower numbers are not wanted any more."""
+        patience = Patience(retries, sleep=seams.sleep, wanted=self._wanted)
+        far = Catalog(RetryingRoot(root, patience), tiers.near.naming.template)
+        self.leader = Promoting(tiers, far, terms, lease, house, in_use, seams.now)
+        """Rank 0's part."""
         self.rounds = Pending()
         """Under way, or failed and not told yet."""
-        self._tiers = tiers
+        self._tiers = Tiers(tiers.near, far)
         self._job = job
         self._limits = limits
         self._where = [each.root.url for each in tiers.all]
         self._world: World | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-promote")
+        self._lane = Lane("shardkeep-promote")
         self._futures: list[Future[None]] = []
-        self._cancelled = 0
-        """Rounds of lower numbers are not wanted any more."""
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -92,14 +127,14 @@ class Promotions:
             world = replace(world, store=PrefixStore(f"promotions/{session}", world.store))
         # They are waited for by nobody but each other, and rank 0 looks at both roots while the others wait.
         self._world = replace(world, alone_s=world.timeout_s)
-        _at_exit(self.cancel)
+        _at_exit(self._leave)
         self.after(None)
 
     def after(self, saved: Any, *, newest: bool = False) -> None:
         """Begin a round once a save has ended; `newest`: whatever its step, the newest checkpoint is promoted."""
-        if self._world is None:
+        if self._world is None or self._lane.closed:
             return
-        future = self._thread.submit(self._round, self.rounds.count, saved, newest, self._world)
+        future = self._lane.submit(self._round, self.rounds.count, saved, newest, self._world)
         self.rounds.add(future)
         self._futures = [each for each in self._futures if not each.done()] + [future]
 
@@ -109,12 +144,14 @@ class Promotions:
 
     def wait(self, timeout_s: float | None = None) -> list[BaseException]:
         """
-        Wait for all rounds, and return what went wrong.
+        Wait for all rounds, and return what went wrong; not for those that `stop` has left.
 
         Raises:
             TimeoutError: they are not over in time; they go on.
 
         """
+        if self._lane.left:
+            return []
         if futures.wait(self._futures, timeout_s).not_done:
             raise TimeoutError(f"not all checkpoints were promoted to {self._where[FAR]} within {timeout_s:g} s")
         return self.rounds.end(self.rounds.before(self.rounds.count))
@@ -123,17 +160,32 @@ class Promotions:
         """Give up all rounds that were begun; what was copied is found by a later one."""
         self._cancelled = self.rounds.count
 
+    def stop(self) -> None:
+        """
+        Begin no more rounds, and wait a little for those that were begun, which are over or cancelled.
+
+        One that is not over then waits for an answer: it is left to itself, and does nothing after that.
+        """
+        if not self._lane.left and not self._lane.close(GRACE_S):
+            log.warning("%s does not answer: what is under way there is left to itself", self._where[FAR])
+
     def close(self) -> None:
-        """Wait for what is under way, give back the far root, and end the thread."""
+        """Stop, and give back the far root, or try to: where it does not answer, its lease runs out."""
         try:
-            self._thread.shutdown()
+            self.stop()
             self.leader.house.close()
         finally:
-            self.leader.lease.release()
+            in_time(self.leader.lease.release, GRACE_S)
+
+    def _leave(self) -> None:
+        """At exit."""
+        self.cancel()
+        self.close()
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
     def _round(self, number: int, saved: Any, newest: bool, world: World) -> None:
+        self._under_way = number
         if isinstance(saved, SaveHandle):
             saved.wait_for_end()
         damaged: NotPromoted | None = None
@@ -145,6 +197,9 @@ class Promotions:
                 log.info("promotions to %s were cancelled", self._where[FAR])
                 return
             except Exception as error:
+                if self._lane.left:  # nobody waits for it, and the far root was given back
+                    log.info("a promotion to %s that was cancelled has ended: %s", self._where[FAR], error)
+                    return
                 failed = self._failure(error)
                 if world.rank == 0:  # said now, as nobody may ask before the next save
                     log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
@@ -215,11 +270,8 @@ class Promotions:
         near, far = (each.root.place(order.name) for each in self._tiers.all)
         mine = shares(record.at_rest, world.size)[world.rank]
 
-        def wanted() -> bool:
-            return number >= self._cancelled
-
         try:
-            copied = copy_blobs(near, far, record, mine, self._limits, wanted)
+            copied = copy_blobs(near, far, record, mine, self._limits, self._wanted)
         except DamagedCheckpoint as error:  # only of the near one: what is wrong with the far one is copied again
             return msgspec.msgpack.encode(_Share(lost=f"{type(error).__name__}: {error.message}"))
         self._insist(number)
@@ -239,6 +291,9 @@ class Promotions:
             self.leader.commit(order)
         outcome = _Outcome(copied=sum(part.copied for part in parts), gone=bool(lost))
         return [msgspec.msgpack.encode(outcome)] * len(said)
+
+    def _wanted(self) -> bool:
+        return self._under_way >= self._cancelled
 
     def _insist(self, number: int) -> None:
         if number < self._cancelled:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, tell
+from shardkeep.manage.aside import in_time
 from shardkeep.manage.copying import Limits
 from shardkeep.manage.entries import meta_with
 from shardkeep.manage.housekeeping import Housekeeping
@@ -21,7 +22,7 @@ from shardkeep.manage.jobs import Job
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.pending import Pending
 from shardkeep.manage.pins import pinned
-from shardkeep.manage.promoting import Promoting, Terms
+from shardkeep.manage.promoting import Terms
 from shardkeep.manage.promotions import Promotions
 from shardkeep.manage.restoring import Candidate, Restored
 from shardkeep.manage.retention import Policy
@@ -41,6 +42,9 @@ Saved = SaveHandle[SaveReport] | SaveReport
 
 PINNED = "pinned"
 """In the details of a refusal to overwrite a checkpoint that is pinned."""
+
+_RELEASE_S = 10.0
+"""How long giving back the root may take."""
 
 log = logging.getLogger("shardkeep")
 
@@ -110,8 +114,9 @@ class Saves:
         """Rank 0's is that of all."""
         self.promotions: Promotions | None = None
         if terms is not None:
-            leader = Promoting(tiers, terms, leases[FAR], self._house, self._in_use, seams.now)
-            self.promotions = Promotions(tiers, leader, job, limits)
+            self.promotions = Promotions(
+                roots[FAR], tiers, job, seams, leases[FAR], self._house, self._in_use, terms, limits, retries
+            )
         self._timeline: Timeline | None = None
         self._restored: Restored | None = None
 
@@ -156,10 +161,12 @@ class Saves:
     def close(self) -> None:
         """Give back the roots, and end threads."""
         with ExitStack() as ends:  # each, whatever becomes of the others; the last one first
-            ends.callback(self._lease.release)
-            ends.callback(self._house.close)
             if self.promotions is not None:
                 ends.callback(self.promotions.close)
+            ends.callback(in_time, self._lease.release, _RELEASE_S)
+            ends.callback(self._house.close)
+            if self.promotions is not None:
+                ends.callback(self.promotions.stop)  # it uses the near root
 
     def wait_for_promotions(self, timeout_s: float | None = None) -> list[BaseException]:
         """
@@ -186,6 +193,7 @@ class Saves:
         except TimeoutError as late:
             log.warning("%s; the next job goes on with them", late)
             self.promotions.cancel()
+            self.promotions.stop()
             return self.wait_for_promotions()
 
     def check(self, step: int) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
+from shardkeep.errors import BlobNotFound, MalformedFile, SaveCancelled, StorageError
 from shardkeep.store.protocol import (
     BlobInfo,
     BlobReader,
@@ -39,6 +39,8 @@ TRANSIENT = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, 
 """What may be gone in a moment. A full disk, a lack of rights and a name that is taken are not."""
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 15.0
+_LONGEST_DEAF_S = 0.5
+"""A wait is looked up from so often, to see whether it is still wanted."""
 
 Told = Callable[[int, StorageError, float], object]
 """Is called with the attempt that failed (from 1), its error, and how long the next one waits."""
@@ -48,7 +50,12 @@ class Patience:
     """How often, and after which waits, something is tried again."""
 
     def __init__(
-        self, retries: int, *, told: Told | None = None, sleep: Callable[[float], object] = time.sleep
+        self,
+        retries: int,
+        *,
+        told: Told | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """
         Say how often.
@@ -57,15 +64,24 @@ class Patience:
             retries: how many times more than once.
             told: is told of each failure that is tried again.
             sleep: waits.
+            wanted: is asked before each attempt whether there is to be one.
 
         """
         self._retries = retries
         self._told = told
         self._sleep = sleep
+        self._wanted = wanted
 
     def attempt(self, what: str, work: Callable[[int], T]) -> T:
-        """Do some work, which is told how many attempts failed before, until it succeeds or is to be given up."""
+        """
+        Do some work, which is told how many attempts failed before, until it succeeds or is to be given up.
+
+        Raises:
+            SaveCancelled: it is not wanted any more.
+
+        """
         for failed in range(self._retries):
+            self._insist(what)
             try:
                 return work(failed)
             except StorageError as error:
@@ -75,8 +91,21 @@ class Patience:
                 log.warning("%s failed (attempt %d), tried again in %.1f s: %s", what, failed + 1, wait_s, error)
                 if self._told is not None:
                     self._told(failed + 1, error, wait_s)
-                self._sleep(wait_s)
+                self._pause(wait_s)
+        self._insist(what)
         return work(self._retries)
+
+    def _insist(self, what: str) -> None:
+        if self._wanted is not None and not self._wanted():
+            raise SaveCancelled(f"{what} is not tried: it is not wanted any more")
+
+    def _pause(self, wait_s: float) -> None:
+        if self._wanted is None:
+            self._sleep(wait_s)
+            return
+        while wait_s > 0 and self._wanted():
+            self._sleep(min(_LONGEST_DEAF_S, wait_s))
+            wait_s -= _LONGEST_DEAF_S
 
     @staticmethod
     def _wait_s(failed: int) -> float:
