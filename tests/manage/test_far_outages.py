@@ -194,3 +194,19 @@ def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
     assert [each.cancelled for each in seen if isinstance(each, sk.events.PromotionFailed)] == [True]
     broken.verb = ""
     ckpt.close()
+
+
+def test_keys_that_are_rotated_while_it_is_copied_are_promoted(tmp_path: Path) -> None:
+    """The far checkpoint opens with the new key alone, as the near one does."""
+    old, new = sk.new_key(), sk.new_key()
+    near, far = tmp_path / "near", tmp_path / "far"
+
+    def rotate(event: sk.events.Event) -> None:
+        if isinstance(event, sk.events.PromotionBegan):
+            assert sk.rotate_keys(near / "step-1", options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
+
+    keys = sk.Options(keys=sk.KeyRing.from_text(old))
+    with checkpointer(near, asynchronous=False, promote_to=far, codecs=["aes"], options=keys, on_event=rotate) as ckpt:
+        ckpt.save(1, state_at(1))
+    for root in (near, far):
+        assert sk.open(root / "step-1", options=sk.Options(keys=sk.KeyRing.from_text(new)))["step"] == 1

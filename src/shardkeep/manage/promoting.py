@@ -228,9 +228,10 @@ class Promoting:
         pinned = is_pinned(self._near.root, order.name)
         if pinned:
             pin(self._far.root, order.name)
+        data = self._as_it_is_now(order)
         self.lease.insist()
         try:
-            place.put(RECORD_NAME, order.record, over=self._seen)
+            place.put(RECORD_NAME, data, over=self._seen)
         except StorageError as exc:
             if exc.errno != errno.EEXIST:
                 raise
@@ -241,6 +242,16 @@ class Promoting:
         discard(place, [claim_name(record.save_id)])
         with self._lock:
             self._there[order.name] = replace(entry_of(order.name, order.step, record, pinned=pinned), tier=FAR)
+
+    def _as_it_is_now(self, order: Order) -> bytes:
+        """Return the near record of the same save: its keys may have been rotated while its files were copied."""
+        was = order.decoded()
+        try:
+            data = self._near.root.place(order.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+            now = decode_record(data, RECORD_NAME)
+        except (BlobNotFound, DamagedCheckpoint):
+            return order.record
+        return data if (now.save_id, now.at_rest) == (was.save_id, was.at_rest) else order.record
 
     def tidy(self, order: Order) -> None:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
