@@ -49,6 +49,8 @@ class TwoRoots(RuleBasedStateMachine):
         self.rotten: set[tuple[str, str]] = set()
         """Roots and saves in it that are damaged."""
         self.ckpt: Any = None
+        self.begun = False
+        """Whether this job has saved: before, it has to see all that is in both roots."""
         self.at = 0
 
     @initialize(keep=st.sampled_from([None, 1, 2]), far_keep=st.sampled_from([None, 1, 3]), required=st.booleans())
@@ -64,6 +66,7 @@ class TwoRoots(RuleBasedStateMachine):
                 self.ckpt.close()
         far = self.roots["far"]
         self.ckpt = checkpointer(self.roots["near"], promote_to=far, asynchronous=False, retries=0, **self.how)
+        self.begun = False
         self.restore()
 
     def wait(self) -> None:
@@ -83,6 +86,7 @@ class TwoRoots(RuleBasedStateMachine):
         self.at += by
         with suppress(sk.EarlierSaveFailed):
             self.ckpt.save(self.at, state_of(self.value))
+        self.begun = True
         self.saved[self.record("near", self.at)["save_id"]] = self.value
         if waits:
             self.wait()
@@ -94,7 +98,11 @@ class TwoRoots(RuleBasedStateMachine):
         self.wait()
         self.roots["far"].before = Broken(verb)
         try:
-            self.save(by, waits=False)
+            try:
+                self.save(by, waits=False)
+            except sk.StorageError:
+                assert not self.begun
+                self.at -= by
             with suppress(sk.EarlierSaveFailed):
                 self.ckpt.wait()
             if closes:
