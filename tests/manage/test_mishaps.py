@@ -47,6 +47,8 @@ class Hooked:
 
     def __getattr__(self, verb: str) -> Any:
         work = getattr(self._inner, verb)
+        if not callable(work):
+            return work
 
         def call(*args: Any, **more: Any) -> Any:
             self._before(self.url.rsplit("/", 1)[-1], verb, *args)

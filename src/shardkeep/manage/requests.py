@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StateError
+from shardkeep.manage.aside import Lane
 from shardkeep.manage.schedule import Flag, Timer
-from shardkeep.store.protocol import Store, is_name
+from shardkeep.store.protocol import Store, is_name, is_sequential
 
 log = logging.getLogger("shardkeep")
 
@@ -49,6 +51,9 @@ class Requests:
         self._interval_s = interval_s
         self._looked_s = clock() - interval_s
         self._stuck = False
+        # Training must not wait for a service that does not answer; a disk is asked at once.
+        self._lane = Lane("shardkeep-requests") if is_sequential(root) else None
+        self._look: Future[bool] | None = None
         # The last one that was served: whether it came to this rank, and when.
         self._signal: tuple[bool, float] | None = None
         self._stop_later = False
@@ -85,23 +90,36 @@ class Requests:
         return True
 
     def _file_found(self) -> bool:
-        """Look for the file, and take it away."""
+        """Look for the file, in the background where that may take long: then this is what was seen the last time."""
+        if self._look is not None:
+            if not self._look.done():
+                return False
+            look, self._look = self._look, None
+            if look.result():
+                return True
         if self._file is None or self._clock() - self._looked_s < self._interval_s:
             return False
         self._looked_s = self._clock()
+        if self._lane is None:
+            return self._taken(self._file)
+        self._look = self._lane.submit(self._taken, self._file)
+        return False
+
+    def _taken(self, file: str) -> bool:
+        """Look for the file, and take it away."""
         try:
-            self._root.open(self._file).close()
+            self._root.open(file).close()
         except BlobNotFound:
             self._stuck = False
             return False
         except CheckpointError as error:
-            log.warning("cannot look for %s in %s: %s", self._file, self._root.url, error)
+            log.warning("cannot look for %s in %s: %s", file, self._root.url, error)
             return False
         if self._stuck:  # it was served, and cannot be deleted
             return False
         try:
-            self._root.delete(self._file)
+            self._root.delete(file)
         except CheckpointError as error:
             self._stuck = True
-            log.warning("%s asks for no more saves until somebody deletes it: %s", self._file, error)
+            log.warning("%s asks for no more saves until somebody deletes it: %s", file, error)
         return True
