@@ -12,7 +12,7 @@ from shardkeep.errors import CheckpointError, StateError
 from shardkeep.exchange.rotating import rotate_keys
 
 EXAMPLES = """
-  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a         new key on the first line, old ones below
+  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      the new key first in it
   SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a/step-500
 """
 

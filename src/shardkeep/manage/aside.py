@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,11 +49,16 @@ class Lane:
 
 
 def in_time(work: Callable[[], object], within_s: float) -> bool:
-    """Do something that never raises; False where it is not over in time, and goes on by itself."""
-    thread = threading.Thread(target=work, daemon=True, name="shardkeep-aside")
-    thread.start()
-    thread.join(within_s)
-    return not thread.is_alive()
+    """Do something, and raise what it raises; False where it is not over in time, and goes on by itself."""
+    tasks: SimpleQueue[_Task | None] = SimpleQueue()
+    future: Future[Any] = Future()
+    tasks.put((future, work, ()))
+    tasks.put(None)
+    threading.Thread(target=_serve, args=(tasks,), daemon=True, name="shardkeep-aside").start()
+    if not wait([future], within_s).done:
+        return False
+    future.result()
+    return True
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
