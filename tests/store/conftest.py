@@ -14,7 +14,7 @@ def _no_leaks() -> Iterator[None]:
     """Whatever a test here does, every file descriptor is closed at its end."""
     before = _open_fds()
     yield
-    assert _open_fds() == before
+    assert _open_fds() <= before  # fewer, where connections of earlier tests were closed meanwhile
 
 
 def _open_fds() -> int:
