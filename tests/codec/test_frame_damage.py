@@ -130,7 +130,7 @@ def test_unknown_codecs():
     """
     A codec or a version that is not known here is named, with what to do.
     """
-    with pytest.raises(UnknownCodec, match="no codec named 'zip'; known are aes,.* float, lz4,") as caught:
+    with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; known are aes,.* float, lz4,") as caught:
         Chain.begin(["zip"])
     assert "register_codec" in caught.value.hint
     with pytest.raises(UnknownCodec, match="no codec named 'zip'"):
