@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ def prepare(store: Store) -> Folder:
     return look(store)
 
 
-def begin(store: Store, save_id: str, folder: Folder, _files: Collection[str] | None = None) -> Names:
+def begin(store: Store, save_id: str, folder: Folder) -> Names:
     """
     Begin to write files beside what `prepare` found: until `publish`, only that counts.
 

@@ -139,7 +139,7 @@ def consolidate_safetensors_files_on_every_rank(
 
     def begin_all(_: list[bytes]) -> list[bytes]:
         [job] = jobs
-        names = begin(job.output, str(uuid.uuid4()), prepare(job.output), job.names)
+        names = begin(job.output, str(uuid.uuid4()), prepare(job.output))
         return [json.dumps(asdict(names)).encode()] * world.size
 
     with meet(world, "consolidate safetensors files") as meeting:
@@ -235,7 +235,7 @@ def check_mapping(mapping: Mapping[str, int]) -> None:
 
 
 def _make(job: _Job, save_id: str, num_threads: int) -> None:
-    names = begin(job.output, save_id, prepare(job.output), job.names)
+    names = begin(job.output, save_id, prepare(job.output))
     try:
         _write(job, list(job.files), names, num_threads)
         _publish(job, names)
