@@ -21,7 +21,7 @@ from functools import partial
 from shardkeep.errors import CheckpointError
 from shardkeep.events import Pruned, tell
 from shardkeep.layout import leftovers
-from shardkeep.layout.native import is_claim, read_record, save_id_of
+from shardkeep.layout.native import read_record, save_id_of
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.in_use import InUse
@@ -207,7 +207,7 @@ class Housekeeping:
         found = leftovers.survey(store, self._lease.gone)
         record = read_record(store)  # only now: what is dead and not named by it never will be
         leftovers.sweep_uploads(store, found)
-        for each in sorted(set(found.dead).difference(record.names), key=is_claim):
+        for each in leftovers.claims_last(set(found.dead).difference(record.names)):
             store.delete(each)
 
     def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
@@ -232,8 +232,7 @@ class Housekeeping:
         if REMOVING_NAME in names:
             self._root.remove(name)
             return
-        # Claims last: while they are there, the rest is not taken for a checkpoint that lost its record.
-        for each in sorted(found.dead, key=is_claim):
+        for each in leftovers.claims_last(found.dead):
             store.delete(each)
         if found.dead:
             log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
