@@ -89,6 +89,11 @@ def one_round(workload: str, number: int, workers: dict[str, Worker], scratch: s
     return samples
 
 
+def scratch_in(folder: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that is removed at the end, with all that is left in it."""
+    return tempfile.TemporaryDirectory(prefix="shardkeep-bench-", dir=folder, ignore_cleanup_errors=True)
+
+
 def _times(samples: list[Sample], name: str) -> str:
     return "".join(f"  {s.op} {s.seconds:.3f} s" for s in samples if s.contender == name)
 
@@ -169,11 +174,8 @@ def main() -> None:
     verdicts = report.judge(samples, Options().host_budget_bytes)
     resharded = None
     if args.only in (None, "reshard"):
-        scratch = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=args.dir)
-        try:
+        with scratch_in(args.dir) as scratch:
             resharded = reshard.measure(scratch, min(args.gb, RESHARD_GB), min(args.rounds, 3))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         print("reshard, torch's layout\n" + "\n".join(report.reshard_lines(resharded)) + "\n")
         verdicts += report.judge_reshard(resharded)
     plans = None
@@ -183,11 +185,8 @@ def main() -> None:
         verdicts += report.judge_planning(plans)
     on_s3 = None
     if args.only in (None, "s3"):
-        scratch = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=args.dir)
-        try:
+        with scratch_in(args.dir) as scratch:
             on_s3 = s3.measure(scratch, min(args.gb, S3_GB), min(args.rounds, 3))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         print("an object store\n" + "\n".join(s3.lines(on_s3)) + "\n")
         verdicts += s3.judge(on_s3)
     print("targets: median over the rounds (lowest to highest), against the best of the others in the same round")

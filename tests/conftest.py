@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,20 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
     base = tmp_path_factory.getbasetemp()
     with S3Server((base if worker_id == "master" else base.parent) / "s3") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def boto(s3_server: S3Server) -> Iterator[Any]:
+    """Another client of the server, which sees what ours does not list."""
+    import boto3
+
+    options = s3_server.options
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3_server.endpoint,
+        aws_access_key_id=options["access_key_id"],
+        aws_secret_access_key=options["secret_access_key"],
+        region_name=options["region"],
+    )
+    with contextlib.closing(client):
+        yield client

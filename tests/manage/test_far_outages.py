@@ -2,13 +2,10 @@
 
 import errno
 import threading
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import msgspec
 import pytest
 
@@ -48,17 +45,8 @@ class Killed:
 
 
 @pytest.fixture
-def killed(s3_server: S3Server) -> Iterator[Killed]:
-    options = s3_server.options
-    client = boto3.client(
-        "s3",
-        endpoint_url=s3_server.endpoint,
-        aws_access_key_id=options["access_key_id"],
-        aws_secret_access_key=options["secret_access_key"],
-        region_name=options["region"],
-    )
-    with closing(client):
-        yield Killed(client)
+def killed(boto: Any) -> Killed:
+    return Killed(boto)
 
 
 def left(root: Any) -> list[str]:

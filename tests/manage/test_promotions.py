@@ -214,8 +214,8 @@ def train_three(ckpt: sk.Checkpointer) -> None:
         ckpt.save(step, state_at(step))
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -> None:
-    """The new save of the step is promoted in its place."""
+def held_at_create() -> tuple[Any, threading.Event, threading.Event]:
+    """A far root that says when a file is to be made in it, and waits until it may go on."""
     far, arrived, go = far_root(), threading.Event(), threading.Event()
 
     def slow(verb: str, name: str) -> None:
@@ -224,6 +224,12 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -
             go.wait(20)
 
     far.before = slow
+    return far, arrived, go
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    """The new save of the step is promoted in its place."""
+    far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))
         assert arrived.wait(20)
@@ -270,14 +276,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path: Path) -> None:
     """A cancellation is no failure."""
-    far, arrived, go = far_root(), threading.Event(), threading.Event()
-
-    def slow(verb: str, name: str) -> None:
-        if verb == "create":
-            arrived.set()
-            go.wait(20)
-
-    far.before = slow
+    far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))
         assert arrived.wait(20)

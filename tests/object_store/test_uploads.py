@@ -5,9 +5,8 @@ import itertools
 import random
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,6 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from cryptography import x509
@@ -36,20 +34,6 @@ from tests.object_store.proxy import Proxy
 MIB = 1 << 20
 PART = 5 * MIB
 Opened = Callable[..., ObjectRoot]
-
-
-@pytest.fixture(scope="session")
-def boto(s3_server: S3Server) -> Iterator[Any]:
-    options = s3_server.options
-    client = boto3.client(
-        "s3",
-        endpoint_url=s3_server.endpoint,
-        aws_access_key_id=options["access_key_id"],
-        aws_secret_access_key=options["secret_access_key"],
-        region_name=options["region"],
-    )
-    with closing(client):
-        yield client
 
 
 @pytest.fixture
