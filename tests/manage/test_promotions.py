@@ -209,6 +209,35 @@ def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
     assert not [name for name in far.names("step-2") if name == "shardkeep.json"]
 
 
+@pytest.mark.parametrize("becomes", ["deleted", "damaged"])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path: Path, becomes: str, replaces: bool) -> None:
+    """Of half a promotion that nobody goes on with, alone or beside an older save of the step, nothing stays."""
+    far = far_root()
+    how: dict[str, Any] = {"keep_promoted": KeepAll(), "promote_required": False, "on_error": "warn", "retries": 0}
+    with checkpointer(tmp_path, promote_to=far, keep_last=1 if becomes == "deleted" else 3, **how) as ckpt:
+        for step in (1, 2) if replaces else (1,):
+            ckpt.save(step, state_at(step))
+            ckpt.wait()
+        ckpt.restore(1, empty_state())
+        before = far.names("step-2")
+        far.before = Broken("finish")
+        ckpt.save(2, state_at(7))
+        ckpt.wait()
+        far.before = None
+        assert [name for name in far.names("step-2") if name.startswith("claim-")]
+        if becomes == "damaged":
+            damage(tmp_path / "step-2")
+        arrived = threading.Event()
+        far.before = lambda verb, name: arrived.wait(20)  # until the near copy has gone
+        ckpt.save(3, state_at(3))
+        ckpt.wait(promotions=False)
+        arrived.set()
+        ckpt.wait()
+        assert far.names("step-2") == before
+        assert committed(far) == ([1, 2, 3] if replaces else [1, 3])
+
+
 def train_three(ckpt: sk.Checkpointer) -> None:
     for step in (1, 2, 3):
         ckpt.save(step, state_at(step))

@@ -135,14 +135,18 @@ def unnamed(store: Store, found: Survey) -> list[str]:
 
 
 def sweep_uploads(store: Store, found: Survey) -> int:
+    """Take back uploads that saves began in a place which are dead or over, before their claims are removed."""
+    return sweep_uploads_of(store, {save_id for name in found.dead + found.ended if (save_id := save_id_of(name))})
+
+
+def sweep_uploads_of(store: Store, save_ids: Collection[str]) -> int:
     """
-    Take back uploads that saves began in a place which are dead or over, before their claims are removed; returns how many.
+    Take back uploads that some saves began in a place, which go on with none of them; returns how many.
 
     Where nobody can say which there are, none: see `store.uploads`. Whatever goes wrong is logged and no more.
     """
-    over = {save_id_of(name) for name in found.dead + found.ended} - {None}
     try:
-        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in over)
+        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in save_ids)
     except Exception as exc:  # noqa: BLE001 - a save that may have been committed does not fail for tidying up
         log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
         return 0

@@ -184,6 +184,18 @@ class Housekeeping:
         for name in self._to_sweep(entries):
             self._carefully(name, partial(self._sweep, name))
 
+    def sweep_at(self, name: str) -> None:
+        """Remove what dead writers left in one place, whether there is a checkpoint or not; never raises but LeaseLost."""
+        self._carefully(name, partial(self._sweep_at, name))
+
+    def _sweep_at(self, name: str) -> None:
+        step = self._catalog.naming.step(name)
+        entry = None if step is None else self._catalog.find(step)
+        if entry is None or entry.status == "unfinished":
+            self._sweep(name)
+        else:
+            self._sweep_beside(entry)
+
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a place that is not in use, while the lease is held; what fails is told."""
         with self._in_use.removing(name) as free:

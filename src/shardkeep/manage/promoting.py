@@ -106,6 +106,8 @@ class Promoting:
         self._there: dict[str, Entry] = {}
         self._given_up: set[SaveOf] = set()
         self._to_come: set[str] = set()
+        self._half: set[str] = set()
+        """Far places in which a promotion was begun, perhaps, that is not committed."""
         self._swept = False
         self._seen: Version | None = None
         self._standing = ExitStack()
@@ -161,6 +163,11 @@ class Promoting:
         if not self._swept:  # here, in the background: a far root may have thousands of places
             self.house.survey()
             self._swept = True
+            self._half = set(self._to_come)  # by an earlier job, perhaps
+        # Deleted or replaced in the near root meanwhile, or damaged there: nobody goes on with what was copied of it.
+        for name in self._half - self._to_come:
+            self.house.sweep_at(name)
+            self._half.discard(name)
         for entry in wanted:
             self._near_in_use.begin(entry.name)
             self._standing.callback(self._near_in_use.end, entry.name)
@@ -198,8 +205,9 @@ class Promoting:
         save_id = entry.record.save_id
         self._standing.enter_context(leftovers.claiming(save_id))
         if claim_name(save_id) in there:  # of the job that was cut short; the lease says that it is over
-            leftovers.sweep_uploads(place, leftovers.Survey(None, [claim_name(save_id)], [], []))
+            leftovers.sweep_uploads_of(place, [save_id])
         place.delete(claim_name(save_id))
+        self._half.add(entry.name)
         leftovers.make_claim(place, save_id)
 
     def is_gone(self, order: Order) -> bool:
@@ -240,6 +248,7 @@ class Promoting:
                 hint="let only one job promote to a root",
             ) from exc
         discard(place, [claim_name(record.save_id)])
+        self._half.discard(order.name)
         with self._lock:
             self._there[order.name] = replace(entry_of(order.name, order.step, record, pinned=pinned), tier=FAR)
 
