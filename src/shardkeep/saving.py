@@ -77,9 +77,10 @@ def save(
         overwrite: replace a committed checkpoint; without it, one that is there is an error.
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
         check_replicas: hash replicated tensors on every rank and insist that they are equal.
-        codecs: what files go through: names or configs, in order, such as `["float", "aes"]`; or a mapping from top-level
-            keys of the state to such lists, and what it does not name is stored as it is. Rank 0's are taken. Keys for
-            encryption are in `options`, or in the environment (SHARDKEEP_KEY_FILE), on every rank.
+        codecs: what files go through: names or configs, in order, such as `["float", "aes"]`; or a mapping from parts of
+            the state to such lists, where the closest name counts (`{"optimizer": [...], "optimizer.state.*.step": []}`)
+            and what has none is stored as it is. Rank 0's are taken. Keys for encryption are in `options`, or in the
+            environment (SHARDKEEP_KEY_FILE), on every rank.
         group: the ranks that take part.
         options: threads, memory and deadlines.
 

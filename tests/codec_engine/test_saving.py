@@ -13,6 +13,7 @@ from shardkeep.codec.keys import new_key
 from shardkeep.codec.known import register_codec
 from shardkeep.codec.problems import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
 from shardkeep.codec.zstd_codec import Zstd
+from shardkeep.format.tree import Container, decode_tree
 from shardkeep.layout.native import save_id_of
 from shardkeep.run.coding import begin_codecs
 from shardkeep.testing.faulty_store import FaultyStore
@@ -87,6 +88,51 @@ def test_codecs_by_top_level_key():
     ) == bits(state)
 
 
+def test_codecs_of_single_tensors():
+    """
+    The closest name counts, whichever comes first; a list may be empty, and what is not there yet may be named.
+    """
+    layers = {f"{n}.{what}": torch.full((3,), float(n)) for n in range(3) for what in ("weight", "bias")}
+    state = {
+        "model": {"layers": layers, "head": torch.ones(2)},
+        "optim": {"state": {}},
+        "x": [torch.ones(1), torch.ones(2)],
+    }
+    codecs = {
+        "x.1": ["lz4"],
+        "optim.state": ["zstd"],
+        "model": ["zstd"],
+        "model.layers.2.bias": ["lz4"],
+        "model.layers.*.bias": [],
+        "model.layers.1": ["lz4"],
+    }
+    store = sk.MemoryStore()
+    sk.save(state, store, codecs=codecs)
+    assert bits(loaded(store, state)) == bits(state)
+
+    opened = sk.open(store)
+    begun = begin_codecs(codecs, tree=lambda: decode_tree(opened.index.tree), keys=None)
+    names = {None: "", 0: "lz4", 1: "zstd"}
+    assert {key: names[number] for key, number in begun.by_leaf.items()} == {
+        "model.layers.0.weight": "zstd",
+        "model.layers.0.bias": "",
+        "model.layers.1.weight": "lz4",
+        "model.layers.1.bias": "",
+        "model.layers.2.weight": "zstd",
+        "model.layers.2.bias": "lz4",
+        "model.head": "zstd",
+        "x.0": "",
+        "x.1": "lz4",
+    }
+    assert {file.name.partition("-0")[0]: file.chain for file in opened.record.files} == {
+        "model-c0": None,
+        "model-c1": 0,
+        "model-c2": 1,
+        "x-c0": None,
+        "x-c1": 0,
+    }
+
+
 SECRET = b"do not write this as it is. " * 9
 
 
@@ -134,7 +180,7 @@ def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
     """
     What nobody can say the codecs of is refused, not written as it is.
     """
-    begun = begin_codecs({"a": ["zstd"]}, tops=lambda: [("a", None), ("b", None)], keys=None)
+    begun = begin_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
     with pytest.raises(sk.StateError, match=r"'a\.w'"):
         begun.chain_of(["a", "a.w"], np.arange(2))
@@ -186,7 +232,9 @@ def test_more_groups_than_files_are_cut_by_chain():
         (7, InvalidCodec, "7"),
         (["zstd:x"], InvalidCodec, "x"),
         ({"modle": ["zstd"]}, sk.StateError, "modle"),
-        ({0: ["zstd"]}, sk.StateError, "asked for 0, which is no top-level key"),
+        ({"model.x": ["zstd"]}, sk.StateError, r"model\.x"),
+        ({"model.w.*": ["zstd"]}, sk.StateError, r"model\.w\.\*"),
+        ({0: ["zstd"]}, sk.StateError, "asked for 0, which is no part of the state"),
         (["aes"], KeyMissing, "key"),
     ],
 )

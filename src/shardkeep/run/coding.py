@@ -6,7 +6,7 @@ Data keys do not travel between ranks: orders carry what is recorded, in which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,15 @@ from shardkeep.codec.problems import InvalidCodec
 from shardkeep.errors import StateError
 from shardkeep.format.columns import IntArray
 from shardkeep.format.record import MOST_CHAINS, FileEntry, Recorded
-from shardkeep.format.tree import Container, Node, decode_tree, leaf_keys, part_name
+from shardkeep.format.tree import Node, part_name
 from shardkeep.layout.coded_store import EncodingStore, checksum_of
 from shardkeep.layout.frame_writer import Seal
+from shardkeep.run.named_parts import closest
 from shardkeep.run.orders import Orders
 from shardkeep.run.write import FileJob, Writes, entry_of
 
 Codecs = Sequence[str | CodecConfig] | Mapping[Any, Sequence[str | CodecConfig]] | None
-"""What a caller asks for: names or configs, for all; or by top-level key of the state. Nothing: as it is."""
-Tops = list[tuple[str, Node]]
-"""The top-level keys of a state, as they are spelt in names, and what is under each. 0 and "0" are spelt alike."""
+"""What a caller asks for: names or configs, for all; or by part of the state (`named_parts`). Nothing: as it is."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,17 @@ class Begun:
         return next(iter([*secret, *range(len(self.chains))]), None)
 
 
-def begin_codecs(codecs: Codecs, *, tops: Callable[[], Tops], keys: KeySource | None) -> Begun:
+def begin_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | None) -> Begun:
     """
     Begin the chains of a new checkpoint.
 
     Args:
         codecs: what the caller asked for.
-        tops: gives the top-level keys of the state, and what is under them.
+        tree: gives the skeleton of the state.
         keys: who wraps data keys.
 
     Raises:
-        StateError: codecs were asked for a top-level key that the state has not, or twice for one.
+        StateError: codecs were asked for a part that the state has not, or twice for one.
         InvalidCodec: what was given are not codecs.
 
     """
@@ -95,36 +94,31 @@ def begin_codecs(codecs: Codecs, *, tops: Callable[[], Tops], keys: KeySource | 
         return Begun()
     if not isinstance(codecs, Mapping):
         return Begun([Chain.begin(_configs(codecs), keys=keys)])
-    known = tops()
-    names = {name for name, _ in known}
+    names = [str.__str__(part) if isinstance(part, str) else part_name("dict", part) for part in codecs]
+    closest_to, unfit = closest(names, root := tree())
+    twice = [number for number, name in enumerate(names) if names.index(name) < number]
+    for number in [*twice, *unfit]:
+        what = "twice" if number in twice else "which is no part of the state"
+        raise StateError(
+            f"codecs were asked for {list(codecs)[number]!r}, {what}",
+            hint=f"its top-level keys are {_tops_of(root)}; numbers may be spelt as text, and * stands for any key",
+        )
     different: list[list[CodecConfig]] = []
-    by_top: dict[str, int | None] = {}
-    for top, wanted in codecs.items():
-        name = str.__str__(top) if isinstance(top, str) else part_name("dict", top)
-        if name not in names or name in by_top:
-            what = "twice" if name in by_top else "which is no top-level key of the state"
-            raise StateError(
-                f"codecs were asked for {top!r}, {what}",
-                hint=f"its top-level keys are {', '.join(map(repr, sorted(names)[:20]))}; numbers may be spelt as text",
-            )
+    chain_of: list[int | None] = []
+    for wanted in codecs.values():
         configs = _configs(wanted)
         if configs and configs not in different:
             different.append(configs)
-        by_top[name] = different.index(configs) if configs else None
+        chain_of.append(different.index(configs) if configs else None)
     if len(different) > MOST_CHAINS:
         raise StateError(f"{len(different)} different chains of codecs were asked for; {MOST_CHAINS} are the most")
-    by_leaf = {leaf: by_top.get(name) for name, node in known for leaf in _leaves(name, node)}
+    by_leaf = {leaf: None if number is None else chain_of[number] for leaf, number in closest_to.items()}
     return Begun([Chain.begin(configs, keys=keys) for configs in different], by_leaf)
 
 
-def top_keys(tree: bytes) -> Tops:
-    """Return the top-level keys of a state, as they are spelt in names, each with what is under it."""
-    root = decode_tree(tree)
-    return [(part_name(root.kind, part), node) for part, node in root.children] if isinstance(root, Container) else []
-
-
-def _leaves(name: str, node: Node) -> Iterable[str]:
-    return [name] if node is None else (f"{name}.{key}" for key in leaf_keys(node))
+def _tops_of(root: Node) -> str:
+    tops = [part_name(root.kind, part) for part, _ in root.children] if root is not None else []
+    return ", ".join(map(repr, sorted(tops)[:20]))
 
 
 def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:

@@ -27,10 +27,11 @@ from shardkeep.errors import (
 )
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import RECORD_NAME, FileEntry, Record, checked_meta, checked_step
+from shardkeep.format.tree import decode_tree
 from shardkeep.layout import leftovers, native, torch_files
 from shardkeep.plan.draft import decode_draft, encode
 from shardkeep.plan.saves import SavePlan, plan_save
-from shardkeep.run.coding import Begun, Codecs, begin_codecs, top_keys
+from shardkeep.run.coding import Begun, Codecs, begin_codecs
 from shardkeep.run.drafting import merge_skeletons, merge_values
 from shardkeep.run.orders import cut_orders, file_names
 from shardkeep.run.sources import read_record
@@ -83,7 +84,7 @@ class Coordinator:
         self._check_place()
         drafts = [decode_draft(payload) for payload in payloads]
         self.tree = merge_skeletons(drafts)
-        self.begun = begin_codecs(self._codecs, tops=lambda: top_keys(self.tree), keys=self._keys)
+        self.begun = begin_codecs(self._codecs, tree=lambda: decode_tree(self.tree), keys=self._keys)
         self.saved = plan_save(drafts, self.begun.chain_of)
         self.values = merge_values(drafts, self.saved.keys)
         self._check_room()

@@ -1,0 +1,47 @@
+"""Names of parts of a state, against a plain reading of what they mean."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkeep.format.tree import Container, leaf_keys
+from shardkeep.run.named_parts import closest
+
+PARTS = st.sampled_from(["a", "b", "ab", "a.b", "*", "", "x\ny"])
+NODES = st.recursive(
+    st.none(),
+    lambda below: st.dictionaries(PARTS, below, max_size=3).map(lambda made: Container("dict", tuple(made.items()))),
+    max_leaves=8,
+)
+TREES = st.dictionaries(PARTS, NODES, min_size=1, max_size=4).map(lambda made: Container("dict", tuple(made.items())))
+NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=3).map(".".join), max_size=5, unique=True)
+
+
+def fits(name: str, leaf: str) -> bool:
+    wanted, found = name.split("."), leaf.split(".")
+    return len(wanted) <= len(found) and all(w in ("*", f) for w, f in zip(wanted, found, strict=False))
+
+
+def closer(name: str) -> tuple[int, int]:
+    return name.count("."), -name.split(".").count("*")
+
+
+@given(TREES, NAMES)
+def test_the_closest_name_counts(tree, names):
+    """
+    Of those that fit a leaf, one with the most parts, then with the fewest wildcards, then the first.
+    """
+    by_leaf, unfit = closest(names, tree)
+    assert list(by_leaf) == list(dict.fromkeys(leaf_keys(tree)))
+    for leaf, number in by_leaf.items():
+        fitting = [name for name in names if fits(name, leaf)]
+        assert (None if number is None else names[number]) == max(fitting, key=closer, default=None)
+    assert not {number for number in by_leaf.values() if number is not None}.intersection(unfit)
+    assert not [names[number] for number in unfit if any(fits(names[number], leaf) for leaf in by_leaf)]
+
+
+def test_what_is_empty_may_be_named():
+    """
+    An optimizer that has not stepped yet has no state; a name beside it is a mistake.
+    """
+    tree = Container("dict", (("optim", Container("dict", (("state", Container("dict", ())),))), ("w", None)))
+    assert closest(["optim.state", "optim", "optim.stat", "w.x", "*.state"], tree)[1] == [2, 3]
