@@ -181,8 +181,8 @@ def async_save(
             "host": the call waits until all is copied. "auto": as "device" if that takes no more than half of what is
             free there; else as "overlap" for what an optimizer guards, and as "host" for all else.
         writer: Who hashes and writes. "thread": threads of this process. "process": another one, which is started by the
-            first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` must be
-            a path.
+            first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` is a
+            path, a URL, or what `open_place` returned; not a store of your own, nor `memory://`.
         max_in_flight: With so many saves under way the call waits for the first of them.
 
     Returns:

@@ -20,8 +20,9 @@ from shardkeep.run import writer_pipe, writer_process
 from shardkeep.run.writer_hold import writer_hold
 from shardkeep.run.writer_memory import SharedMemory
 from shardkeep.run.writer_pipe import Patience, Waiting
+from shardkeep.run.writer_places import LocalPlace
 from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_wire import Create, Place, WriteBytes, WriteRuns
+from shardkeep.run.writer_wire import Create, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
 from shardkeep.store.process import started
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
@@ -344,7 +345,7 @@ def alone():
 
 
 def place_in(folder):
-    return Place(os.fsencode(folder), direct=False, durable=False)
+    return LocalPlace(os.fsencode(folder), direct=False, durable=False)
 
 
 @pytest.mark.parametrize("broken", ["send", "receive"])

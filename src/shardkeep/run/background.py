@@ -142,6 +142,8 @@ class Background:
         outside = self._outside
         if self._pieces.events or outside:
             window = WINDOW_NBYTES
+        if outside:
+            threads = outside.threads(threads, self._options.host_budget_bytes)
         staging = Staging(
             windows_in_turn(jobs, window, threads),
             ring=self._memory.ring,

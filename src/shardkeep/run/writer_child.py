@@ -1,7 +1,7 @@
 """
 What runs in the process that writes: it hashes and writes memory that the training process shares with it.
 
-It imports neither torch nor the program that trains. It has a low priority for the CPU, from which Linux derives that
+It imports neither torch nor the program that trains, and the libraries of object stores only where one is written to. It has a low priority for the CPU, from which Linux derives that
 for the disk. Each pipe is served by a thread of its own. It ends with the training process, and at nobody else's
 wish: a scheduler that tells all processes of a job to end leaves it to the training process to save once more.
 """
@@ -14,22 +14,27 @@ import os
 import select
 import signal
 import socket
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
 
+from shardkeep.layout import native
 from shardkeep.layout.coded_store import EncodingStore
 from shardkeep.layout.frame_writer import Seal
 from shardkeep.ranks.verdict import describe
 from shardkeep.run.write import hash_and_write
 from shardkeep.run.writer_mapping import map_shared
 from shardkeep.run.writer_pipe import receive, send
-from shardkeep.run.writer_wire import Abandon, Create, Finish, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.run.writer_wire import Abandon, Create, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import aligned_buffer, copy
+from shardkeep.store.giving_up import Hope
 from shardkeep.store.protocol import BlobWriter
 
 _SENT_TO_ALL = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -98,6 +103,26 @@ class _Own:
         return self._view[:nbytes]
 
 
+@contextlib.contextmanager
+def _shared_by(hope: Hope) -> Iterator[None]:
+    """Let the other files of a save hear of a failure inside: the save has failed, and they need not wait for a store."""
+    try:
+        yield
+    except BaseException:
+        hope.give_up()
+        raise
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that is being written."""
+
+    writer: BlobWriter
+    seals: dict[str, Seal]
+    hope: Hope
+    """That of its save."""
+
+
 class _Files:
     """The files that are being written. Used by several threads."""
 
@@ -105,32 +130,47 @@ class _Files:
         self._memory = memory
         self._mapped: dict[tuple[int, int], memoryview] = {}
         self._numbers = itertools.count(1)
-        self._writers: dict[int, BlobWriter] = {}
-        self._seals: dict[int, dict[str, Seal]] = {}
+        self._files: dict[int, _File] = {}
+        self._lock = threading.Lock()
+        self._hopes: WeakValueDictionary[str, Hope] = WeakValueDictionary()
 
     def answer(self, request: Request, own: _Own) -> Reply:
         """Carry out a request."""
         if isinstance(request, Create):
-            number = next(self._numbers)
-            chains = {} if request.coded is None else {request.name: request.coded.opened()}
+            return self._create(request)
+        file = self._files[request.file]
+        if isinstance(request, Abandon):
+            # The save has failed: what of it still waits for a store need not.
+            file.hope.give_up()
+            file.writer.abandon()
+            del self._files[request.file]
+            return Reply()
+        with _shared_by(file.hope):
+            if isinstance(request, WriteRuns):
+                data = self._bytes_of(request, own)
+                return Reply(digests=hash_and_write(file.writer, request.offset, data, request.block_nbytes))
+            if isinstance(request, WriteBytes):
+                file.writer.write_at(request.offset, memoryview(request.data))
+                return Reply()
+            file.writer.finish(request.nbytes)
+            del self._files[request.file]
+            return Reply(seal=next(iter(file.seals.values()), None))
+
+    def _create(self, request: Create) -> Reply:
+        chains = {} if request.coded is None else {request.name: request.coded.opened()}
+        with self._lock:  # one at a time: to open a store may change the environment
             store = EncodingStore(request.place.opened(), chains)
-            self._writers[number] = store.create(request.name, request.nbytes)
-            self._seals[number] = store.seals
-            return Reply(file=number)
-        writer = self._writers[request.file]
-        if isinstance(request, WriteRuns):
-            data = self._bytes_of(request, own)
-            return Reply(digests=hash_and_write(writer, request.offset, data, request.block_nbytes))
-        if isinstance(request, WriteBytes):
-            writer.write_at(request.offset, memoryview(request.data))
-        elif isinstance(request, Finish):
-            writer.finish(request.nbytes)
-            del self._writers[request.file]
-            return Reply(seal=next(iter(self._seals.pop(request.file).values()), None))
-        elif isinstance(request, Abandon):
-            writer.abandon()
-            del self._writers[request.file], self._seals[request.file]
-        return Reply()
+            hope = self._hope_of(request.name)
+        with _shared_by(hope), hope.held():
+            writer = store.create(request.name, request.nbytes)
+        number = next(self._numbers)
+        self._files[number] = _File(writer, store.seals, hope)
+        return Reply(file=number)
+
+    def _hope_of(self, name: str) -> Hope:
+        """Return what the files of one save share; others share nothing, as something of their name may come later."""
+        save_id = native.save_id_of(name)
+        return Hope() if save_id is None else self._hopes.setdefault(save_id, Hope())
 
     def _bytes_of(self, request: WriteRuns, own: _Own) -> memoryview:
         """Return the runs end to end: as they lie, if there is one, else as a copy."""

@@ -8,10 +8,11 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardkeep.errors import SaveCancelled, WriterDied
 from shardkeep.run.coding import FileCoding
@@ -19,17 +20,23 @@ from shardkeep.run.staging import Staging
 from shardkeep.run.write import Sink, Window
 from shardkeep.run.writer_memory import SharedMemory
 from shardkeep.run.writer_pipe import Patience
+from shardkeep.run.writer_place_of import place_of
+from shardkeep.run.writer_places import LocalPlace
 from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_sink import OutsideSink, shared_runs
-from shardkeep.run.writer_wire import Place, Reply, Request, place_of
+from shardkeep.run.writer_sink import OutsideSink, Target, shared_runs
+from shardkeep.run.writer_wire import Reply, Request
 from shardkeep.stage.buffers import Arenas, BufferPool
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory, staging_memory
-from shardkeep.store.protocol import Store
+from shardkeep.store import uploads
+from shardkeep.store.protocol import Store, requests_of
 
 log = logging.getLogger("shardkeep")
 
 _SLOWEST = 16 << 20
 """Bytes of a file that a slow disk makes durable in a second, of which a request to do so may have many to wait for."""
+
+_TAKEN_BACK_S = 15.0
+"""What a store that is not of this machine may need to take back what was uploaded, when a save is cancelled."""
 
 Wanted = Callable[[], bool]
 """Says whether a save has not been cancelled."""
@@ -43,9 +50,15 @@ class Outside:
     """To copy and to stage to, so that the other process sees it."""
     process: WriterProcess
     shared: SharedMemory
-    place: Place
+    target: Target
     patience: Patience
     wanted: Wanted
+
+    def threads(self, threads: int, budget_nbytes: int) -> int:
+        """Say how many threads may ask the other process at a time; it may have two windows for each."""
+        if requests_of(self.target.store, 0):  # a window has several of these, so that few threads bring many
+            threads = min(threads, budget_nbytes // (2 * WINDOW_NBYTES))
+        return max(1, min(threads, self.process.pipes))
 
     def ask(self, request: Request, *, nbytes: int = 0) -> Reply:
         """
@@ -66,7 +79,7 @@ class Outside:
 
     def sink(self, staging: Staging, coding: FileCoding) -> Sink:
         """Return where windows go, and through which codecs."""
-        return OutsideSink(self.ask, self.shared, self.place, staging, coding)
+        return OutsideSink(self.ask, self.shared, self.target, staging, coding)
 
     def filled_ahead(self, window: Window) -> bool:
         """Say whether a window must be filled before the other process sees its bytes."""
@@ -103,14 +116,18 @@ class WriterHold:
 
         """
         place = place_of(store)
+        target = Target(store, place, set())
         with self._lock:
             process, memory, shared = self._ready(pipes)
             self._ending = False
             self._saves.append(wanted)
-        patience = Patience(timeout_s, lambda: self._given_up(process))
+        patience = Patience(timeout_s, given_up=lambda: self._given_up(process))
+        if not isinstance(place, LocalPlace):
+            patience = replace(patience, cancelled_s=_TAKEN_BACK_S)
         try:
-            yield Outside(memory, process, shared, place, patience, wanted)
+            yield Outside(memory, process, shared, target, patience, wanted)
         finally:
+            _take_back(target)
             with self._lock:
                 self._saves.remove(wanted)
                 if self._ending:
@@ -164,6 +181,16 @@ class WriterHold:
         if self._shared is not None:
             self._shared.close()
         self._process = self._memory = self._shared = None
+
+
+def _take_back(target: Target) -> None:
+    """Take back the uploads of a process that is gone: nobody else knows yet that nobody will finish them."""
+    if not target.lost:
+        return
+    try:
+        uploads.sweep(target.store, older_than_s=math.inf, is_dead=target.lost.__contains__)
+    except Exception as exc:  # noqa: BLE001 - the save has failed already, and that is what is to be told
+        log.info("%s: what the dead process had uploaded is not taken back: %s", target.store.url, exc)
 
 
 @functools.cache  # outlives the calls that use it; a forked process must not touch its parent's

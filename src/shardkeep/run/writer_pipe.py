@@ -29,6 +29,8 @@ class Patience:
     """How long a save waits for an answer."""
 
     timeout_s: float
+    cancelled_s: float = _CANCELLED_S
+    """How long at least, where the process would be ended because the save was cancelled."""
     given_up: Callable[[], bool] = lambda: False
     """
     Says whether nobody needs the process any more. It is asked until it says so; the process is then ended, so that
@@ -67,7 +69,7 @@ class Waiting:
         self._looked = now
         if self._waited_s >= self._most_s:
             raise TooLong(f"did not answer within {self._most_s:.3g} s, and was ended")
-        if self._waited_s >= _CANCELLED_S and self._patience.given_up():
+        if self._waited_s >= self._patience.cancelled_s and self._patience.given_up():
             raise TooLong("was ended, as it did not answer when its save was cancelled")
 
 

@@ -36,7 +36,7 @@ _IF_DEAD = (
     ' writer="thread" needs no process'
 )
 _IF_SILENT = (
-    "this save is lost, and the next one starts a new process; a disk that hangs looks the same, and one that is only"
+    "this save is lost, and the next one starts a new process; storage that hangs looks the same, and one that is only"
     " slow needs a larger Options.timeout_s"
 )
 _multiprocessing: Any = spawn
@@ -101,6 +101,11 @@ class WriterProcess:
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    @property
+    def pipes(self) -> int:
+        """How many threads it answers at a time."""
+        return len(self._pipes)
 
     def alive(self) -> bool:
         """Say whether the process is there."""

@@ -19,15 +19,27 @@ from shardkeep.run.coding import FileCoding
 from shardkeep.run.staging import Staging
 from shardkeep.run.write import FileJob, Window
 from shardkeep.run.writer_memory import Region, SharedMemory
-from shardkeep.run.writer_wire import Abandon, Coded, Create, Finish, Place, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.run.writer_places import Place
+from shardkeep.run.writer_wire import Abandon, Coded, Create, Finish, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
-from shardkeep.store.protocol import BlobWriter
+from shardkeep.store.protocol import BlobWriter, Store
 
 
 class Ask(Protocol):
     """Has the other process do something, for which it may have to wait for so many bytes to be durable."""
 
     def __call__(self, request: Request, *, nbytes: int = 0) -> Reply: ...
+
+
+class Target(NamedTuple):
+    """Where files go."""
+
+    store: Store
+    """As this process has it."""
+    place: Place
+    """As the other one opens it."""
+    lost: set[str]
+    """Files that it did not finish and can take back no more, as it is gone: what is left of them is to be looked for."""
 
 
 class Runs(NamedTuple):
@@ -42,21 +54,21 @@ class Runs(NamedTuple):
 class OutsideSink:
     """A sink: another process hashes and writes."""
 
-    def __init__(self, ask: Ask, memory: SharedMemory, place: Place, staging: Staging, coding: FileCoding) -> None:
+    def __init__(self, ask: Ask, memory: SharedMemory, target: Target, staging: Staging, coding: FileCoding) -> None:
         self._coding = coding
         self._ask = ask
         self._memory = memory
-        self._place = place
+        self._target = target
         self._staging = staging
 
     def begin(self, job: FileJob) -> BlobWriter:
         """Begin a file."""
         try:
-            return _OutsideFile(self._ask, self._place, job, self._coding)
+            return _OutsideFile(self._ask, self._target, job, self._coding)
         except BaseException:
             # Nobody knows how far it came, and nobody else knows of the file.
             with contextlib.suppress(CheckpointError):
-                self._place.opened().delete(job.name)
+                self._target.store.delete(job.name)
             raise
 
     def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
@@ -90,14 +102,16 @@ class OutsideSink:
 class _OutsideFile:
     """A file that another process writes."""
 
-    def __init__(self, ask: Ask, place: Place, job: FileJob, coding: FileCoding) -> None:
+    def __init__(self, ask: Ask, target: Target, job: FileJob, coding: FileCoding) -> None:
         self._ask = ask
+        self._lost = target.lost
         self._nbytes = job.nbytes
         self._name = job.name
         self._coding = coding
         told = coding.told(job.name)
         try:
-            self.number = ask(Create(place, job.name, job.nbytes, None if told is None else Coded(*told))).file
+            create = Create(target.place, job.name, job.nbytes, None if told is None else Coded(*told))
+            self.number = ask(create).file
         except UnknownCodec as error:
             error.hint = (
                 "the process that writes does not run your program: bring the codec by an entry point of a package, or"
@@ -118,8 +132,10 @@ class _OutsideFile:
     def abandon(self) -> None:
         if not self._over:
             self._over = True
-            with contextlib.suppress(CheckpointError):  # of a process that is gone, the files are deleted by others
+            try:
                 self._ask(Abandon(self.number))
+            except CheckpointError:  # of a process that is gone, the files are deleted by others
+                self._lost.add(self._name)
 
 
 def shared_runs(window: Window, memory: SharedMemory) -> Runs | None:

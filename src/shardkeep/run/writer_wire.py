@@ -7,31 +7,14 @@ Each request has one reply, on the pipe it came from.
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from shardkeep.codec.frame_chain import Chain
 from shardkeep.codec.keys import RememberedKeys
-from shardkeep.errors import CheckpointError, Failure
+from shardkeep.errors import Failure
 from shardkeep.format.record import Recorded
 from shardkeep.layout.frame_writer import Seal
-from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import Store
-from shardkeep.store.retrying import RetryingStore
-
-
-class Place(msgspec.Struct, frozen=True):
-    """A store, in words from which another process opens it."""
-
-    path: bytes
-    """Absolute, as the system has it."""
-    direct: bool
-    durable: bool
-
-    def opened(self) -> LocalStore:
-        """Open it here."""
-        return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
+from shardkeep.run.writer_places import Place
 
 
 class Coded(msgspec.Struct, frozen=True):
@@ -107,23 +90,3 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     seal: Seal | None = None
     """Of a coded file that is finished."""
     failure: Failure | None = None
-
-
-def place_of(store: Store) -> Place:
-    """
-    Say how another process opens a store.
-
-    Raises:
-        CheckpointError: it cannot.
-
-    """
-    # What is tried again, or checked, before a commit is so here: that process writes data files and commits nothing.
-    if type(store) is RetryingStore:
-        store = store.inner
-    # A class of somebody's own may do anything in its verbs, which a plain one there would not do.
-    if type(store) is not LocalStore:
-        raise CheckpointError(
-            f'{store.url}: writer="process" cannot open a {type(store).__name__} in another process',
-            hint='save to a path, or pass writer="thread"',
-        )
-    return Place(os.fsencode(store._path), store._direct, store._durable)
