@@ -10,6 +10,7 @@ from shardkeep.errors import BlobNotFound, ChecksumMismatch, WrongSize
 from shardkeep.format.checksum import digest, text_of
 from shardkeep.format.header import apart_nbytes, decode_apart
 from shardkeep.format.record import FileEntry
+from shardkeep.layout.rereading import Again, decoded
 from shardkeep.store.protocol import Opens
 
 
@@ -36,12 +37,17 @@ def read_apart(store: Opens, entry: FileEntry, blocks: int) -> tuple[bytes, byte
             )
         data = bytearray(reader.nbytes)
         reader.read_into(0, memoryview(data))
-    if text_of(digest(data)) != entry.checksum:
-        raise ChecksumMismatch(
-            f"{name}: the digests of {entry.name} have checksum {text_of(digest(data))}, the commit record says"
-            f" {entry.checksum}",
-            hint="the file was damaged after the save",
-            file=name,
-            offset=0,
-        )
-    return decode_apart(bytes(data), blocks=blocks, where=name)
+
+    def decode(data: bytearray) -> tuple[bytes, bytes]:
+        if text_of(digest(data)) != entry.checksum:
+            raise ChecksumMismatch(
+                f"{name}: the digests of {entry.name} have checksum {text_of(digest(data))}, the commit record says"
+                f" {entry.checksum}",
+                hint="the file was damaged after the save",
+                file=name,
+                offset=0,
+            )
+        return decode_apart(bytes(data), blocks=blocks, where=name)
+
+    with closing(Again(name, store)) as again:
+        return decoded(data, decode, lambda: again.read(0, len(data)), name=name)

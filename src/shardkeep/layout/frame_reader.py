@@ -8,7 +8,8 @@ written. A frame that is wanted whole is decoded straight into place, a part of 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from shardkeep.format.frames import (
     read_footer,
 )
 from shardkeep.format.record import Blob
+from shardkeep.layout.rereading import Again, Verdict, decoded, judged, mend
 from shardkeep.store.aligned import ScratchPool, copy, flat
-from shardkeep.store.protocol import BlobReader
+from shardkeep.store.protocol import BlobReader, Opens
 
 _TAIL_NBYTES = 64 << 10
 """What is read at first of the end of a blob: the whole table, of one of up to a gigabyte."""
@@ -38,9 +40,11 @@ SCRATCH_NBYTES = len(MAGIC) + REQUEST_NBYTES + FRAME_NBYTES
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
-def read_table(reader: BlobReader, entry: Blob) -> FrameTable:
+def read_table(reader: BlobReader, entry: Blob, store: Opens | None = None) -> FrameTable:
     """
     Read and check the table of a coded blob that is as large as the commit record says.
+
+    `store` is where the blob is opened anew, if its table is damaged.
 
     Raises:
         ChecksumMismatch: it is not what was written.
@@ -50,12 +54,36 @@ def read_table(reader: BlobReader, entry: Blob) -> FrameTable:
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
         raise MalformedFile(f"{entry.name}: too small to hold a table of frames", file=entry.name, offset=0)
-    tail = bytearray(min(_TAIL_NBYTES, stored_nbytes))
-    reader.read_into(stored_nbytes - len(tail), memoryview(tail))
+    with closing(Again(entry.name, store, reader)) as again:
+
+        def read(offset: int, nbytes: int) -> bytearray:
+            data = bytearray(nbytes)
+            reader.read_into(offset, memoryview(data))
+            return data
+
+        nbytes = min(_TAIL_NBYTES, stored_nbytes)
+        return decoded(
+            _table_at_end(read, entry, nbytes, stored_nbytes),
+            lambda tail: _decoded_table(tail, entry, stored_nbytes),
+            lambda: _table_at_end(again.read, entry, nbytes, stored_nbytes),
+            name=entry.name,
+            offset=stored_nbytes - nbytes,
+            same=again.same,
+        )
+
+
+def _table_at_end(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
+    """Read the end of a blob, so much of it or, if the table is larger, all of that."""
+    tail = read(stored_nbytes - nbytes, nbytes)
+    with suppress(MalformedFile):  # told by whoever decodes it
+        wanted = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+        if wanted > nbytes:
+            return read(stored_nbytes - wanted, wanted)
+    return tail
+
+
+def _decoded_table(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable:
     nbytes = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
-    if nbytes > len(tail):
-        tail = bytearray(nbytes)
-        reader.read_into(stored_nbytes - nbytes, memoryview(tail))
     table = bytes(tail[-nbytes:])
     found = text_of(digest(table))
     if found != entry.table_checksum:
@@ -89,9 +117,23 @@ class FrameReader:
         chain: Chain,
         scratch: ScratchPool,
         noted: list[DamagedCheckpoint] | None = None,
+        store: Opens | None = None,
     ) -> None:
-        """`scratch` has buffers of `SCRATCH_NBYTES`. With `noted`, damage is added to it and read as zeros."""
+        """
+        Read a blob whose size and table are known.
+
+        Args:
+            inner: reads what is stored.
+            entry: the blob.
+            table: its frames.
+            chain: what they went through.
+            scratch: has buffers of `SCRATCH_NBYTES`.
+            noted: damage is added to it and read as zeros; else it is raised.
+            store: where the blob is opened anew to read once more what is damaged; else `inner` is asked again.
+
+        """
         self._inner = inner
+        self._store = store
         self._entry = entry
         self._table = table
         self._scratch = scratch
@@ -133,7 +175,9 @@ class FrameReader:
         stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
         self._inner.read_into(base - lead, stored)
         if lead and stored[:lead] != MAGIC:
-            self._note(_no_magic(self._entry))
+            verdict = self._mend(0, stored[:lead], lambda found: found == MAGIC)
+            if not verdict.fits:
+                self._note(_no_magic(self._entry, same=verdict.same))
         stored = stored[lead:]
         for frame in run:
             at = int(table.stored_start[frame]) - base
@@ -156,13 +200,20 @@ class FrameReader:
         self._noted.append(error)
 
     def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
-        if digest(data) != self._table.digest(frame):
-            raise damaged_frame(self._entry, self._table, frame)
+        meant = self._table.digest(frame)
+        if digest(data) != meant:
+            at = int(self._table.stored_start[frame])
+            verdict = self._mend(at, data, _has_digest(meant))
+            if not verdict.fits:
+                raise damaged_frame(self._entry, self._table, frame, same=verdict.same)
         try:
             self.chain.decode(data, into, place)
         except DamagedCheckpoint as error:
             error.details.update(_where(self._entry, self._table, frame))
             raise
+
+    def _mend(self, at: int, stored: memoryview, fits: Callable[[bytearray], bool]) -> Verdict:
+        return mend(self._entry.name, self._store, self._inner, at, stored, fits)
 
     def close(self) -> None:
         """Release what it holds."""
@@ -193,20 +244,21 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
             begin = row
 
 
-def damaged_frame(entry: Blob, table: FrameTable, frame: int) -> ChecksumMismatch:
-    """Describe a frame whose stored bytes are not those that were written."""
+def damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool | None = None) -> ChecksumMismatch:
+    """Describe a frame whose stored bytes were not those that were written, twice; `same`: both reads agree."""
     at, place = int(table.stored_start[frame]), place_of(entry, table, frame)
-    return ChecksumMismatch(
+    error = ChecksumMismatch(
         f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
         f" form of bytes {place.offset} to {place.offset + place.nbytes}",
         hint=_HINT,
         **_where(entry, table, frame),
     )
+    return judged(error, same=same)
 
 
-def _no_magic(entry: Blob) -> ChecksumMismatch:
+def _no_magic(entry: Blob, *, same: bool | None) -> ChecksumMismatch:
     text = f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved"
-    return ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0)
+    return judged(ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0), same=same)
 
 
 def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
@@ -215,9 +267,10 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
-def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterator[int]:
+def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens | None = None) -> Iterator[int]:
     """
-    Read all that is stored, without decoding it, and go through the frames that are not what was written.
+    Read all that is stored, without decoding it, and go through the frames that are not what was written, also when they
+    are read once more: from `store`, where the blob is opened anew, or by the same reader.
 
     Raises:
         ChecksumMismatch: not even what stands before the first frame is.
@@ -226,7 +279,9 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterat
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))
     if magic != MAGIC:
-        raise _no_magic(entry)
+        verdict = mend(entry.name, store, reader, 0, memoryview(magic), lambda found: found == MAGIC)
+        if not verdict.fits:
+            raise _no_magic(entry, same=verdict.same)
     order = np.argsort(table.stored_start, kind="stable")
     starts = table.stored_start[order].tolist()
     ends = (table.stored_start + table.stored_nbytes)[order].tolist()
@@ -239,6 +294,13 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable) -> Iterat
         reader.read_into(base, buffer[: ends[last - 1] - base])
         for row in range(first, last):
             frame = int(order[row])
-            if digest(buffer[starts[row] - base : ends[row] - base]) != table.digest(frame):
+            stored, meant = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
+            if digest(stored) == meant:
+                continue
+            if not mend(entry.name, store, reader, starts[row], stored, _has_digest(meant)).fits:
                 yield frame
         first = last
+
+
+def _has_digest(meant: bytes) -> Callable[[bytearray], bool]:
+    return lambda found: digest(found) == meant

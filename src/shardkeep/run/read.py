@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ from shardkeep.layout.coded_store import checksum_of
 from shardkeep.layout.digest_files import read_apart
 from shardkeep.layout.frame_reader import FrameReader
 from shardkeep.layout.native import data_sizes, save_id_of
+from shardkeep.layout.rereading import Again, decoded, judged, tell_healed
 from shardkeep.plan.loads import check_tensors, chunk_rows
 from shardkeep.plan.ranges import FileReads, Read
 from shardkeep.run.copies import Copies
@@ -121,6 +123,7 @@ class _Task(NamedTuple):
 
 @dataclass
 class _OpenFile:
+    store: Opens
     reads: FileReads
     entry: FileEntry
     reads_left: int
@@ -160,20 +163,25 @@ def _digests_of(store: Opens, entry: FileEntry, reader: BlobReader) -> bytes:
     header = bytearray(entry.header_nbytes)
     reader.read_into(0, memoryview(header))
     blocks = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
-    if entry.blocks is not None:
-        of_header, digests = read_apart(store, entry, blocks)
-        found, expected = text_of(digest(header)), text_of(of_header)
-    else:
-        chain = reader.chain if isinstance(reader, FrameReader) else None
-        found, expected = checksum_of(header, chain), entry.checksum
-    if found != expected:
-        raise ChecksumMismatch(
-            f"{entry.name}: the header has checksum {found}, the commit record says {expected}",
-            hint="the file was damaged after the save",
-            file=entry.name,
-            offset=0,
-        )
-    return digests if entry.blocks is not None else read_block_digests(header, blocks=blocks, where=entry.name)
+    apart = None if entry.blocks is None else read_apart(store, entry, blocks)
+    chain = reader.chain if isinstance(reader, FrameReader) else None
+
+    def decode(header: bytearray) -> bytes:
+        if apart is None:
+            found, expected = checksum_of(header, chain), entry.checksum
+        else:
+            found, expected = text_of(digest(header)), text_of(apart[0])
+        if found != expected:
+            raise ChecksumMismatch(
+                f"{entry.name}: the header has checksum {found}, the commit record says {expected}",
+                hint="the file was damaged after the save",
+                file=entry.name,
+                offset=0,
+            )
+        return read_block_digests(header, blocks=blocks, where=entry.name) if apart is None else apart[1]
+
+    with closing(Again(entry.name, store)) as again:
+        return decoded(header, decode, lambda: again.read(0, len(header)), name=entry.name)
 
 
 def _open_explained(store: Reads, entry: FileEntry, headers: Headers | None) -> tuple[BlobReader, bytes]:
@@ -236,7 +244,7 @@ def read_files(
     `damaged`.
     """
     copies = Copies(scattered)
-    opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
+    opened = [_OpenFile(store, plan, files[plan.file], len(plan.reads)) for plan in plans]
     # Each piece costs turns at the interpreter's lock, which many cores beside an accelerator would all wait for.
     on_accelerator = any(each.accelerator is not None for each in scattered.values())
     hot_nbytes = window_nbytes if on_accelerator else _HOT_NBYTES
@@ -290,12 +298,36 @@ def _do_read(
         window = view_memory(part.address, nbytes) if part.address else buffer[:nbytes]
         reader.read_into(offset + part.start, window, cached=cached)
         if bad := bad_blocks(file.entry, file.digests, part.start, window):
-            if damaged is None:
-                raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at)
-            damaged.extend(bad)
+            bad, same = _read_again(file, bad, part.start, window)
+            if bad and damaged is None:
+                raise damage_of(file.entry, file.reads.file, neighbours(bad)[0], key_at, same=same)
+            if damaged is not None:
+                damaged.extend(bad)
         if not part.address:
             copies.copy(file.reads, part, window)
     return cached
+
+
+def _read_again(file: _OpenFile, bad: Sequence[int], start: int, window: memoryview) -> tuple[list[int], bool | None]:
+    """Read blocks that differ once more, into place; return those that still do, and if both reads of them agree."""
+    entry, differ = file.entry, []
+    same: bool | None = True
+    with closing(Again(entry.name, file.store)) as again:
+        for block in bad:
+            begin = block * entry.block_nbytes
+            piece = window[begin - start : begin - start + entry.block_nbytes]
+            verdict = again.mend(entry.header_nbytes + begin, piece, _fits(file, begin))
+            if not verdict.fits:
+                differ.append(block)
+                same = same and verdict.same
+    for healed in neighbours({*bad}.difference(differ)):
+        at, nbytes = entry.header_nbytes + healed.start * entry.block_nbytes, len(healed) * entry.block_nbytes
+        tell_healed(entry.name, at, min(nbytes, entry.nbytes - at))
+    return differ, same
+
+
+def _fits(file: _OpenFile, start: int) -> Callable[[bytearray], bool]:
+    return lambda data: not bad_blocks(file.entry, file.digests, start, memoryview(data))
 
 
 def bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
@@ -322,12 +354,14 @@ def neighbours(blocks: Iterable[int]) -> list[range]:
     return found
 
 
-def damage_of(entry: FileEntry, file: int, blocks: range, key_at: KeyAt) -> ChecksumMismatch:
-    """Describe damaged blocks of a file."""
+def damage_of(
+    entry: FileEntry, file: int, blocks: range, key_at: KeyAt, *, same: bool | None = None
+) -> ChecksumMismatch:
+    """Describe blocks of a file that were damaged when they were read, twice; `same`: both reads brought the same."""
     start = blocks.start * entry.block_nbytes
     stop = min(blocks.stop * entry.block_nbytes, entry.nbytes - entry.header_nbytes)
     keys = key_at(file, start, stop)
-    return ChecksumMismatch(
+    error = ChecksumMismatch(
         f"{entry.name}: bytes {entry.header_nbytes + start} to {entry.header_nbytes + stop} are not what was saved;"
         f" they hold {keys}",
         hint="the file was damaged after the save: use another checkpoint, or exclude these keys",
@@ -335,6 +369,7 @@ def damage_of(entry: FileEntry, file: int, blocks: range, key_at: KeyAt) -> Chec
         offset=entry.header_nbytes + start,
         key=keys,
     )
+    return judged(error, same=same)
 
 
 def keys_at(index: Index) -> KeyAt:
