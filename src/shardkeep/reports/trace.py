@@ -1,5 +1,5 @@
 """
-A timeline of saves and loads, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+A timeline of saves, loads and promotions, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 In come events; out goes a JSON array in the trace event format, one process for each rank and one thread for each phase
 of it. Each call is written when it ends, so that memory is bounded, and what a killed job leaves behind can still be
@@ -24,6 +24,7 @@ from shardkeep.events import (
     LoadBegan,
     LoadFailed,
     LoadFinished,
+    PromotionFailed,
     Pruned,
     RankPhases,
     Retried,
@@ -36,26 +37,29 @@ from shardkeep.events import (
     say,
 )
 from shardkeep.reports.first_rank import from_first, is_first
+from shardkeep.reports.trace_promotions import PromotionTimed
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
     "load": ("load", "open", "plan", "read", "exchange", "place"),
+    "promote": ("promote", "choose", "copy", "wait", "commit"),
 }
 """From top to bottom."""
 _ROWS = 100
 """Of one lane, at most: calls that go on at the same time have one each."""
 _End: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed
+_Timed: TypeAlias = _End | PromotionTimed
 _ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
-_MOMENTS = (Retried, Pruned, StepSkipped)
+_MOMENTS = (Retried, Pruned, StepSkipped, PromotionFailed)
 
 
 @contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """
-    Write a timeline of all saves and loads that end inside, with the phases of every rank.
+    Write a timeline of all saves, loads and promotions that end inside, with the phases of every rank.
 
     To be entered on all ranks, or on rank 0 alone, which writes what the ranks have told it anyway. On the way out waits
-    for asynchronous saves that began inside, unless an exception passes. A file of that name is replaced.
+    for asynchronous saves that began inside, unless an exception passes; for promotions wait yourself. A file of that name is replaced.
 
     Args:
         path: The file; open it at ui.perfetto.dev.
@@ -72,7 +76,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     """
     tracing = _Tracing(os.fspath(path))
-    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, *_ENDS, *_MOMENTS)):
+    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, PromotionTimed, *_ENDS, *_MOMENTS)):
         wait = False
         try:
             yield
@@ -157,6 +161,8 @@ class _Rows:
         """Return the entries of an event that has just been told, by a clock that never jumps."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
+        if isinstance(event, PromotionTimed):
+            return self._spans("promote", event, event.ranks)
         if not isinstance(event, _ENDS):
             return []
         ranks = [RankPhases(event.rank, event.phases)]
@@ -166,13 +172,18 @@ class _Rows:
         else:
             entries.append(_instant(event, event.called_s + event.seconds))
         call = "save" if isinstance(event, (SaveCommitted, SaveFailed)) else "load"
-        lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
-        for each in ranks:
-            for span in _with_whole(call, each, event):
-                entries += self._complete(each.rank, span, lanes.index(f"{call} {span.name}"), event)
-        return entries
+        return entries + self._spans(call, event, ranks)
 
-    def _complete(self, rank: int, span: Span, lane: int, event: _End) -> Iterator[dict[str, Any]]:
+    def _spans(self, call: str, event: _Timed, ranks: list[RankPhases]) -> list[dict[str, Any]]:
+        lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
+        return [
+            entry
+            for each in ranks
+            for span in _with_whole(call, each, event)
+            for entry in self._complete(each.rank, span, lanes.index(f"{call} {span.name}"), event)
+        ]
+
+    def _complete(self, rank: int, span: Span, lane: int, event: _Timed) -> Iterator[dict[str, Any]]:
         """Give a span as an entry, after those that name the rank and its row."""
         # Whole numbers, so that what begins when another ends does not overlap it by a rounding.
         begin_us, end_us = (round((event.called_s + at_s) * 1e6) for at_s in (span.begin_s, span.end_s))
@@ -195,18 +206,25 @@ class _Rows:
             "dur": end_us - begin_us,
             "pid": rank,
             "tid": row,
-            "args": {"where": event.where, "step": event.step, "bytes": span.nbytes},
+            "args": {"where": event.where, "step": event.step, "bytes": span.nbytes, **_more(span, event)},
         }
 
 
-def _with_whole(name: str, did: RankPhases, event: _End) -> list[Span]:
+def _more(span: Span, event: _Timed) -> dict[str, Any]:
+    """Say of a whole promotion what is of interest beyond the bytes that were copied."""
+    if not isinstance(event, PromotionTimed) or span.name != "promote":
+        return {}
+    return {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
+
+
+def _with_whole(name: str, did: RankPhases, event: _Timed) -> list[Span]:
     """Return the spans of a rank after one for the whole of its call, as far as it is known here."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
-    if did.rank == event.rank:
+    if did.rank == event.rank and not isinstance(event, PromotionTimed):  # whose seconds are those after the choice
         begins, ends = [*begins, 0.0], [*ends, event.seconds]
     if not ends:
         return []
-    moved = sum(span.nbytes for span in did.spans if span.name in ("write", "read"))
+    moved = sum(span.nbytes for span in did.spans if span.name in ("write", "read", "copy"))
     return [Span(name, min(begins), max(ends), moved), *did.spans]
 
 
