@@ -2,20 +2,23 @@
 Files of a checkpoint from one store to another, as they are stored, every byte checked on the way.
 
 They go in windows, several at once, within a budget of memory. What lies in the target already is read there and checked
-against the same digests: what is sound is not copied again, whatever is not is replaced.
+against the same digests: what is sound is not copied again, whatever is not is replaced. What was copied is read back,
+too, unless the service has compared it with a checksum.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from shardkeep.errors import DamagedCheckpoint, SaveCancelled, WrongSize
+from shardkeep.errors import DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.checksum import digest
 from shardkeep.format.record import Record
+from shardkeep.manage.arrival import is_checked_by_service
 from shardkeep.manage.proofs import Piece, Proof, open_sized, prove
 from shardkeep.run.workers import Consequence, run_workers, window_for
 from shardkeep.store.protocol import BlobReader, BlobWriter, Store, requests_of
@@ -38,13 +41,27 @@ class Copied:
     """That were copied."""
     found_nbytes: int
     """That were there already, and are sound."""
+    files: int
+    """That were copied."""
+
+
+def _at_once() -> None:
+    """Wait for nobody."""
 
 
 def copy_blobs(
-    source: Store, target: Store, record: Record, names: Sequence[str], limits: Limits, wanted: Callable[[], bool]
+    source: Store,
+    target: Store,
+    record: Record,
+    names: Sequence[str],
+    limits: Limits,
+    wanted: Callable[[], bool],
+    give_way: Callable[[], None] = _at_once,
 ) -> Copied:
     """
     Copy files of a checkpoint, and make them durable; those that are in the target already are only checked.
+
+    On return all of them are in the target as they must be: they were read there, or the service has checked them.
 
     Args:
         source: where the checkpoint is.
@@ -53,29 +70,40 @@ def copy_blobs(
         names: which of its files.
         limits: threads and memory.
         wanted: is asked now and then whether to go on.
+        give_way: is called before each window, and may wait.
 
     Raises:
         DamagedCheckpoint: the source is not what was saved.
+        StorageError: a store fails, or the target does not give back what was written.
         SaveCancelled: it was not to go on.
 
     """
+
+    def damaged_in(store: Store, proofs: Sequence[Proof]) -> dict[str, DamagedCheckpoint]:
+        check = _Pass(store, None, wanted, give_way)
+        check.run(proofs, limits)
+        return check.damaged
+
     sizes = record.at_rest
     there = {info.name: info.nbytes for info in target.list()}
     proofs = [prove(source, record, name) for name in names]
-    sound = _sound_ones(target, [proof for proof in proofs if there.get(proof.name) == proof.nbytes], limits, wanted)
+    candidates = [proof for proof in proofs if there.get(proof.name) == proof.nbytes]
+    sound = {proof.name for proof in candidates}.difference(damaged_in(target, candidates))
     for name in set(names).difference(sound).intersection(there):
         target.delete(name)
     rest = [proof for proof in proofs if proof.name not in sound]
-    _Pass(source, target, wanted).run(rest, limits)
+    _Pass(source, target, wanted, give_way).run(rest, limits)
+    if not is_checked_by_service(target):
+        for name, why in damaged_in(target, rest).items():
+            raise StorageError(
+                f"{target.url}/{name} was written, and is not read back as it was: {why.message}",
+                hint="the store or its disk changes bytes: look at its log; the copy is not used, and made anew",
+                name=name,
+                offset=why.details.get("offset"),
+                errno=errno.EIO,
+            ) from why
     found = sum(sizes[name] for name in sound)
-    return Copied(nbytes=sum(sizes[name] for name in names) - found, found_nbytes=found)
-
-
-def _sound_ones(store: Store, proofs: Sequence[Proof], limits: Limits, wanted: Callable[[], bool]) -> set[str]:
-    """Name those that are in a store as they must be."""
-    check = _Pass(store, None, wanted)
-    check.run(proofs, limits)
-    return {proof.name for proof in proofs} - check.damaged
+    return Copied(nbytes=sum(sizes[name] for name in names) - found, found_nbytes=found, files=len(rest))
 
 
 class _File:
@@ -91,12 +119,15 @@ class _File:
 class _Pass:
     """One reading of files, which are written elsewhere, or only checked."""
 
-    def __init__(self, source: Store, target: Store | None, wanted: Callable[[], bool]) -> None:
-        self.damaged: set[str] = set()
-        """Those that are not as they must be, where they are only checked."""
+    def __init__(
+        self, source: Store, target: Store | None, wanted: Callable[[], bool], give_way: Callable[[], None]
+    ) -> None:
+        self.damaged: dict[str, DamagedCheckpoint] = {}
+        """Those that are not as they must be, where they are only checked, and why."""
         self._source = source
         self._target = target
         self._wanted = wanted
+        self._give_way = give_way
         self._lock = threading.Lock()
         self._open: dict[str, _File] = {}
         self._failed = False
@@ -122,7 +153,7 @@ class _Pass:
                 reader = open_sized(self._source, proof.name, proof.nbytes)
             except BaseException as error:
                 if writer is None and isinstance(error, WrongSize):  # it has gone since it was listed
-                    self.damaged.add(proof.name)
+                    self.damaged[proof.name] = error
                     continue
                 if writer is not None:
                     writer.abandon()
@@ -130,7 +161,9 @@ class _Pass:
             file = _File(proof, len(windows), reader, writer)
             with self._lock:
                 self._open[proof.name] = file
-            yield from ((file, window) for window in windows)
+            for window in windows:
+                self._give_way()  # here, where all threads come one by one: it is the pace of all of them together
+                yield file, window
 
     def _move(self, task: tuple[_File, list[Piece]], buffer: memoryview) -> bool:
         file, pieces = task
@@ -162,10 +195,10 @@ class _Pass:
             file.reader.read_into(start, window)
             for piece in pieces:
                 piece.check(digest(window[piece.start - start :][: piece.nbytes]), where)
-        except DamagedCheckpoint:
+        except DamagedCheckpoint as error:
             if self._target is not None:
                 raise
-            self.damaged.add(file.proof.name)
+            self.damaged.setdefault(file.proof.name, error)
             return
         if file.writer is not None:
             file.writer.write_at(start, window)

@@ -247,6 +247,7 @@ class Promoting:
                 f"{place.url}: a checkpoint was committed here by somebody else meanwhile",
                 hint="let only one job promote to a root",
             ) from exc
+        _insist_on_record(place, data)
         discard(place, [claim_name(record.save_id)])
         self._half.discard(order.name)
         with self._lock:
@@ -283,6 +284,21 @@ class Promoting:
     def end(self) -> None:
         """Let go of what `choose` held, whatever became of it."""
         self._standing.close()
+
+
+def _insist_on_record(place: Store, data: bytes) -> None:
+    """Look whether the record that was put is what is there; before the near copy may go."""
+    try:
+        same = place.get(RECORD_NAME, limit=MAX_RECORD_NBYTES) == data
+    except (BlobNotFound, DamagedCheckpoint):
+        same = False
+    if not same:
+        raise StorageError(
+            f"{place.url}/{RECORD_NAME} was written, and is not read back as it was",
+            hint="the store or its disk changes bytes: look at its log; the near copy is promoted anew",
+            name=RECORD_NAME,
+            errno=errno.EIO,
+        )
 
 
 def _insist_on_files(place: Store, record: Record) -> None:
