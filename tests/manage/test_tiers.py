@@ -17,8 +17,8 @@ from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipp
 from shardkeep.format.record import IndexEntry, Record, Totals
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.promotable import to_promote
-from shardkeep.manage.promotions import shares
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
+from shardkeep.manage.turns import shares
 from shardkeep.store.local import LocalStore
 from shardkeep.store.local_root import LocalRoot
 from tests.manage.far import far_root

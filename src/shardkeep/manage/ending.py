@@ -37,13 +37,12 @@ class Ending(Resuming):
         """
         errors = self._saves.wait()
         with self._failures.keeping(errors):
-            errors += self._saves.wait_for_promotions(timeout_s) if promotions else []
+            errors += self._saves.promotions.wait(timeout_s) if promotions else []
         self._failures.tell_earlier(errors)
 
     def cancel_promotions(self) -> None:
         """Give up what is being promoted, until the next save; what was copied is found then. Called by all ranks."""
-        if self._saves.promotions is not None:
-            self._saves.promotions.cancel()
+        self._saves.promotions.cancel()
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """
@@ -66,7 +65,7 @@ class Ending(Resuming):
         errors: list[BaseException] = []
         try:
             errors = self._saves.wait()
-            errors += self._saves.close_promotions(timeout_s, newest=newest)
+            errors += self._saves.promotions.finish(timeout_s, newest=newest)
         except BaseException:  # who cannot wait for saves does not wait for these
             self.cancel_promotions()
             raise

@@ -15,11 +15,13 @@ from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFaile
 from shardkeep.events import Retried, tell
 from shardkeep.manage.aside import in_time
 from shardkeep.manage.copying import Limits
+from shardkeep.manage.courtesy import Courtesy
 from shardkeep.manage.entries import meta_with
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
 from shardkeep.manage.jobs import Job
 from shardkeep.manage.lease import Lease
+from shardkeep.manage.no_promotions import NoPromotions
 from shardkeep.manage.pending import Pending
 from shardkeep.manage.pins import pinned
 from shardkeep.manage.promoting import Terms
@@ -112,10 +114,12 @@ class Saves:
         self._house = Housekeeping(tiers.near, policy, self._lease, self._in_use, seams.now)
         self._session = secrets.token_hex(8)
         """Rank 0's is that of all."""
-        self.promotions: Promotions | None = None
+        self._courtesy = Courtesy(seams.sleep)
+        self.promotions: Promotions | NoPromotions = NoPromotions()
         if terms is not None:
+            about_near = self._house, self._in_use
             self.promotions = Promotions(
-                roots[FAR], tiers, job, seams, leases[FAR], self._house, self._in_use, terms, limits, retries
+                roots[FAR], tiers, job, seams, leases[FAR], *about_near, terms, limits, retries, self._courtesy
             )
         self._timeline: Timeline | None = None
         self._restored: Restored | None = None
@@ -126,17 +130,15 @@ class Saves:
         self._timeline = None
         self._last, self._highest = (restored.step, None), restored.step
         self._house.distrusted = {each.name for each in restored.skipped if each.tier == NEAR}
-        if self.promotions is not None:
-            self.promotions.leader.house.distrusted = {each.name for each in restored.skipped if each.tier == FAR}
+        self.promotions.distrust({each.name for each in restored.skipped if each.tier == FAR})
 
     def failed(self) -> tuple[list[int], list[int]]:
         """Number the saves, and the rounds of promotions, that have failed by now, on this rank."""
-        return self.pending.failed(), [] if self.promotions is None else self.promotions.rounds.failed()
+        return self.pending.failed(), self.promotions.failed()
 
     def end(self, saves: Collection[int], promotions: Collection[int]) -> list[BaseException]:
         """Wait for some to end, and return what went wrong."""
-        errors = self.pending.end(saves)
-        return errors if self.promotions is None else errors + self.promotions.rounds.end(promotions)
+        return self.pending.end(saves) + self.promotions.end(promotions)
 
     def make_room(self) -> list[BaseException]:
         """Wait until another save may begin, and return what went wrong with those that it waited for."""
@@ -161,40 +163,10 @@ class Saves:
     def close(self) -> None:
         """Give back the roots, and end threads."""
         with ExitStack() as ends:  # each, whatever becomes of the others; the last one first
-            if self.promotions is not None:
-                ends.callback(self.promotions.close)
+            ends.callback(self.promotions.close)
             ends.callback(in_time, self._lease.release, _RELEASE_S)
             ends.callback(self._house.close)
-            if self.promotions is not None:
-                ends.callback(self.promotions.stop)  # it uses the near root
-
-    def wait_for_promotions(self, timeout_s: float | None = None) -> list[BaseException]:
-        """
-        Wait for all promotions, and for what follows them; return what went wrong.
-
-        Raises:
-            TimeoutError: they are not over in time; they go on.
-
-        """
-        if self.promotions is None:
-            return []
-        errors = self.promotions.wait(timeout_s)
-        self._house.wait()
-        return errors
-
-    def close_promotions(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
-        """Wait for all promotions, the newest checkpoint's too if it is wanted, or cancel them when time is up."""
-        if self.promotions is None:
-            return []
-        if newest:
-            self.promotions.after(None, newest=True)
-        try:
-            return self.wait_for_promotions(timeout_s)
-        except TimeoutError as late:
-            log.warning("%s; the next job goes on with them", late)
-            self.promotions.cancel()
-            self.promotions.stop()
-            return self.wait_for_promotions()
+            ends.callback(self.promotions.stop)  # it uses the near root
 
     def check(self, step: int) -> None:
         """
@@ -235,8 +207,7 @@ class Saves:
             told = meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
         # Only now, so that all ranks begin again if one could not.
         self._timeline = next(iter(found), Timeline())
-        if self.promotions is not None:
-            self.promotions.begin(told.decode())
+        self.promotions.begin(told.decode())
 
     @property
     def begun(self) -> bool:
@@ -246,7 +217,7 @@ class Saves:
     def _begin(self, step: int, found: list[Timeline], payloads: list[bytes]) -> list[bytes]:
         """On rank 0."""
         self._lease.take()
-        far = [] if self.promotions is None else self.promotions.leader.begin()
+        far = self.promotions.take_root()
         restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
         found.append(timeline_of(merged([*self._house.survey(), *far]), restored, step, where=self._tiers.where))
         return [self._session.encode()] * len(payloads)
@@ -275,7 +246,7 @@ class Saves:
                         **{PINNED: True},
                     )
                 )
-        elif not overwrite and self._is_far(name):
+        elif not overwrite and self.promotions.has(name):
             ours = _Refused(
                 CheckpointExists(
                     f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
@@ -290,26 +261,26 @@ class Saves:
         elsewhere: EarlierSaveFailed | None = None
         saved: Saved
         try:
-            if self._asynchronous:
-                saved = async_save(state, store, **how, **self._how_asynchronous)
-            else:
-                saved = save(state, store, **how)
+            with self._courtesy.in_call():
+                if self._asynchronous:
+                    saved = async_save(state, store, **how, **self._how_asynchronous)
+                else:
+                    saved = save(state, store, **how)
         except EarlierSaveFailed as error:  # one that is none of ours
             elsewhere, saved = error, error.response
         except BaseException:
             self.pending.skip()
-            if self.promotions is not None:
-                self.promotions.skip()
+            self.promotions.skip()
             if first:
                 self._in_use.end(name)
             raise
         self._last = step, saved
         if isinstance(saved, SaveHandle):
             self.pending.add(saved)
+            self._courtesy.until_end_of(saved)
         if first:
             self._house.after(name, lambda: _ended_well(saved, step, timeline))
-        if self.promotions is not None:
-            self.promotions.after(saved)
+        self.promotions.after(saved)
         if elsewhere is not None:
             raise elsewhere
         return saved
@@ -339,12 +310,9 @@ class Saves:
 
         return Patience(self._retries, told=told, sleep=self._seams.sleep)
 
-    def _is_far(self, name: str) -> bool:
-        return self.promotions is not None and self.promotions.leader.has(name)
-
     def _is_there(self, step: int) -> bool:
         try:
-            if self._is_far(self._catalog.naming.name(step)):
+            if self.promotions.has(self._catalog.naming.name(step)):
                 return True
             found = self._catalog.find(step)
         except CheckpointError as error:
@@ -354,8 +322,7 @@ class Saves:
 
     def _is_pinned(self, name: str) -> bool:
         try:
-            far = self.promotions is not None and self.promotions.leader.is_pinned(name)
-            return far or name in pinned(self._catalog.root)
+            return self.promotions.is_pinned(name) or name in pinned(self._catalog.root)
         except CheckpointError as error:
             log.warning("%s: cannot look for pins: %s", self._root.url, error)
             return True

@@ -1,0 +1,256 @@
+"""How promotions behave: they let training and saves go first, trust no store that checks nothing, and say what they did."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import StorageError
+from shardkeep.events import PromotionFinished
+from shardkeep.layout.native import read_record
+from shardkeep.manage.arrival import is_checked_by_service
+from shardkeep.manage.copying import Limits, copy_blobs
+from shardkeep.manage.problems import NotPromoted
+from shardkeep.manage.promoting import Promoting
+from shardkeep.run.workers import MIN_WINDOW_NBYTES
+from shardkeep.store.local import LocalStore
+from shardkeep.store.memory import MemoryStore
+from shardkeep.store.place import open_place
+from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.testing.rank_pool import RankPool
+from tests.manage.far import far_root
+from tests.manage.scene import QUICK, checkpointer, state_at
+from tests.manage.test_tier_ranks import groups
+from tests.manage.test_tiers import committed
+
+# -- who goes first
+
+
+def test_a_save_goes_first(tmp_path: Path) -> None:
+    """While one is under way each window of a promotion waits a moment, before and after it none does."""
+    near, far, slept = far_root(), far_root(), list[float]()
+    held, go, copying, copy = (threading.Event() for _ in range(4))
+
+    def hold_the_save(verb: str, name: str) -> None:
+        if verb == "create" and near.count("create", "state-") > 1:
+            held.set()
+            go.wait(20)
+
+    def hold_the_promotion(verb: str, name: str) -> None:
+        if verb == "create":
+            copying.set()
+            copy.wait(20)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 30:  # the promotion went on all the same: three windows
+            go.set()
+
+    near.before, far.before = hold_the_save, hold_the_promotion
+    with checkpointer(near, promote_to=far, seams=replace(QUICK, sleep=sleep)) as ckpt:
+        ckpt.save(1, state_at(1))
+        assert copying.wait(20)
+        assert not slept
+        handle: Any = ckpt.save(2, state_at(2))
+        assert held.wait(20)
+        copy.set()
+        handle.result(20)
+        ckpt.wait()
+        assert set(slept) == {0.02}
+        slept.clear()
+        far.seen.clear()
+    assert not slept
+    assert committed(far) == [1, 2]
+
+
+def test_windows_are_bounded_and_each_gives_way() -> None:
+    """A copy takes windows of what its budget allows, and asks before each of them, also of those it reads back."""
+    source, target, asked, sizes = MemoryStore(), MemoryStore(), list[int](), list[int]()
+    sk.save({"w": torch.arange(3_000_000)}, source)
+    record = read_record(source)
+
+    class Noting(MemoryStore):
+        def create(self, name: str, nbytes: int) -> Any:
+            writer, noted = super().create(name, nbytes), sizes
+            write_at = writer.write_at
+
+            def noting(offset: int, data: memoryview) -> None:
+                noted.append(len(data))
+                write_at(offset, data)
+
+            writer.write_at = noting  # type: ignore[method-assign]
+            return writer
+
+    target = Noting()
+    limits = Limits(threads=4, budget_nbytes=2 * MIN_WINDOW_NBYTES)
+    done = copy_blobs(source, target, record, list(record.names), limits, lambda: True, lambda: asked.append(1))
+    assert sum(sizes) == done.nbytes == record.stored_nbytes
+    assert max(sizes) <= MIN_WINDOW_NBYTES
+    assert len(asked) == 2 * len(sizes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_promotions_stand_back(tmp_path: Path) -> None:
+    """Their threads have a lower priority than those of asynchronous saves, which have a lower one than training."""
+    near, far = far_root(), far_root()
+    found: dict[str, set[int]] = {"near": set(), "far": set()}
+
+    def note(root: str, verb: str) -> None:
+        if verb in ("create", "write_at"):
+            found[root].add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    near.before, far.before = (lambda verb, name, root=root: note(root, verb) for root in found)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with checkpointer(near, promote_to=far) as ckpt:
+        ckpt.save(1, state_at(1))
+    assert mine < min(found["near"]) <= max(found["near"]) < min(found["far"])
+    assert mine == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+# -- what arrives
+
+
+def flipping(target: Any, start: str) -> Any:
+    """A store that keeps another byte than it was given, in the middle of a file."""
+    create = target.create
+
+    def flipped(name: str, nbytes: int) -> Any:
+        writer = create(name, nbytes)
+        finish = writer.finish
+
+        def finishing(end: int | None = None) -> None:
+            if name.startswith(start):
+                writer.data[nbytes // 2] ^= 1
+            finish(end)
+
+        writer.finish = finishing
+        return writer
+
+    target.create = flipped
+    return target
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+@pytest.mark.parametrize("start", ["w-", "index-"])
+def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
+    """What was written is read back: the file and the place in it are named, and the next copy replaces it."""
+    source, target = MemoryStore(), MemoryStore()
+    sk.save({"w": {"w": torch.arange(60_000)}, "name": "x"}, source, codecs=codecs)
+    record, limits = read_record(source), Limits(threads=2, budget_nbytes=4 << 20)
+    with pytest.raises(StorageError, match=rf"{start}.* was written, and is not read back") as caught:
+        copy_blobs(source, flipping(target, start), record, list(record.names), limits, lambda: True)
+    assert caught.value.details["name"].startswith(start)
+    assert caught.value.details["offset"] >= 0
+    del target.create  # type: ignore[method-assign]
+    again = copy_blobs(source, target, record, list(record.names), limits, lambda: True)
+    assert again.files == 1
+    assert again.nbytes == record.at_rest[caught.value.details["name"]]
+
+
+def test_a_record_that_the_store_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as a promotion that failed, and put again after the next save."""
+    far = far_root()
+    place_of = far.inner.place("step-1")
+    put = place_of.put
+
+    def other(name: str, data: bytes, **how: Any) -> None:
+        put(name, data.replace(b'"step"', b'"stop"') if name == "shardkeep.json" else data, **how)
+
+    with checkpointer(tmp_path, promote_to=far) as ckpt:
+        monkeypatch.setattr(place_of, "put", other)
+        ckpt.save(1, state_at(1))
+        with pytest.raises(NotPromoted, match="not read back as it was"):
+            ckpt.wait()
+        monkeypatch.undo()
+        ckpt.save(2, state_at(2))
+    assert committed(far) == [1, 2]
+    sk.open(far.place("step-1")).verify()
+
+
+def test_which_stores_check_what_arrives(tmp_path: Path) -> None:
+    """Only S3 itself, with a checksum: all else is read back."""
+    keys = {"access_key_id": "a", "secret_access_key": "b", "region": "x"}
+    s3 = open_place("s3://bucket/run", **keys).place("step-1")
+    assert is_checked_by_service(s3)
+    assert is_checked_by_service(RetryingStore(s3, Patience(0)))
+    for store in (
+        open_place("s3://bucket/run", checksum_algorithm="none", **keys).place("step-1"),
+        open_place("s3://bucket/run", endpoint="http://localhost:1", **keys).place("step-1"),
+        open_place("gs://bucket/run", skip_signature=True).place("step-1"),
+        MemoryStore(),
+        LocalStore(tmp_path),
+    ):
+        assert not is_checked_by_service(store)
+
+
+# -- what is said
+
+
+def traced(folder: Path) -> None:
+    how: dict[str, Any] = {"promote_to": folder / "far", "asynchronous": False}
+    with sk.trace(folder / "trace.json"), checkpointer(folder / "near", **how) as ckpt:
+        ckpt.save(1, groups(1))
+        ckpt.wait()
+
+
+def test_a_trace_shows_promotions(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Those of all ranks, with bytes, files and phases, each within its promotion."""
+    rank_pool.run(2, traced, tmp_path)
+    record = read_record(LocalStore(tmp_path / "far" / "step-1"))
+    entries = json.loads((tmp_path / "trace.json").read_bytes())
+    spans = [each for each in entries if each["ph"] == "X" and each["args"]["where"].startswith(str(tmp_path / "far"))]
+    names = {rank: [span["name"] for span in spans if span["pid"] == rank] for rank in (0, 1)}
+    assert names == {0: ["promote", "choose", "copy", "wait", "commit"], 1: ["promote", "choose", "copy"]}
+    for whole in (span for span in spans if span["name"] == "promote"):
+        inside = [span for span in spans if span["pid"] == whole["pid"]]
+        assert all(whole["ts"] <= span["ts"] for span in inside)
+        assert all(span["ts"] + span["dur"] <= whole["ts"] + whole["dur"] for span in inside)
+        assert whole["args"]["files"] == whole["args"]["files_total"] == len(record.at_rest)
+        assert whole["args"]["source"] == str(tmp_path / "near" / "step-1")
+    assert sum(span["args"]["bytes"] for span in spans if span["name"] == "copy") == record.stored_nbytes
+
+
+def test_one_line_for_each_promotion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says how much was copied, and how long each phase took; whoever listens for the event hears it once."""
+    heard: list[Any] = []
+    with (
+        caplog.at_level(logging.INFO, "shardkeep"),
+        sk.on_event(heard.append, kinds=[PromotionFinished]),
+        checkpointer(tmp_path / "near", promote_to=tmp_path / "far") as ckpt,
+    ):
+        ckpt.save(1, state_at(1))
+    [line] = [each.getMessage() for each in caplog.records if "is promoted" in each.getMessage()]
+    [event] = heard
+    assert f"{event.bytes_total:,} bytes in 2 files, " in line
+    assert all(f"{phase} 0." in line for phase in ("choose", "copy", "commit"))
+
+
+def test_what_is_said_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A promotion that only had to be committed has copied no file."""
+    commit, failing, heard = Promoting.commit, [True], list[Any]()
+
+    def fails_once(self: Any, order: Any) -> None:
+        if failing.pop() if failing else False:
+            raise StorageError("injected")
+        commit(self, order)
+
+    monkeypatch.setattr(Promoting, "commit", fails_once)
+    with checkpointer(
+        tmp_path / "near", promote_to=tmp_path / "far", on_event=heard.append, on_error="warn", promote_every=2
+    ) as ckpt:
+        ckpt.save(2, state_at(2))
+        ckpt.wait()
+        ckpt.save(3, state_at(3))
+        ckpt.wait()
+        [event] = [each for each in heard if isinstance(each, PromotionFinished)]
+    assert (event.step, event.bytes_copied, event.files_copied) == (2, 0, 0)  # type: ignore[attr-defined]
