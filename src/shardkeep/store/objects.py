@@ -96,8 +96,14 @@ class ObjectStore:
         except BlobNotFound:
             # Some services say so for one that is not there, and then not what became of the others.
             if len(paths) > 1:
-                for path in paths:
-                    self._delete([path])
+                left = self._left_of(paths)
+                for each in [left] if len(left) < len(paths) else [[path] for path in left]:
+                    self._delete(each)
+
+    def _left_of(self, paths: Sequence[str]) -> Sequence[str]:
+        """Return those of some paths that are there, or lie deeper than a listing shows."""
+        there = {each["path"] for each in self._level()["objects"]}
+        return [path for path in paths if path in there or "/" in path.removeprefix(self.prefix)]
 
     def _level(self) -> dict[str, Any]:
         """List what is right below the prefix: objects, and further prefixes."""
