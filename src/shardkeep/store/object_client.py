@@ -19,28 +19,30 @@ from shardkeep.errors import CheckpointError
 from shardkeep.options import MIB, setting
 from shardkeep.store.object_errors import is_foreign
 from shardkeep.store.object_parts import Room
+from shardkeep.store.object_settings import ENDPOINTS, KEYS, home, is_official, keys_alone, settled
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """What people write, and which service it is."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
-_ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 _OTHER_KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
 _READ = {
     "s3": (
-        *_ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+        *ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
         "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP", "AWS_CHECKSUM_ALGORITHM",
     ),
-    "gs": (*_ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "gs": (
+        *ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE",
+    ),
     "az": (
-        *_ENDPOINTS["az"], "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY",
-        "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID",
+        *ENDPOINTS["az"], "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN", "AZURE_SKIP_SIGNATURE",
+        "AZURE_STORAGE_USE_EMULATOR", "AZURITE_BLOB_STORAGE_URL", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET",
+        "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_USE_AZURE_CLI",
     ),
 }  # fmt: skip
 """Variables by which a bucket is opened anew when they change."""
@@ -99,6 +101,8 @@ class Bucket:
     """For what threads of this process must do one after the other."""
     given: dict[str, Any] = field(default_factory=dict)
     """The options it was opened with; there are keys among them."""
+    home: tuple[str, ...] = ()
+    """Of which server and account it is, however they were named."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.service}, {self.name!r})"  # and no keys
@@ -165,24 +169,25 @@ def _opened(
     del environment  # the library reads it itself
     given = dict(options)
     manners = _manners(given)
-    endpoint = given.get("endpoint") or next(filter(None, map(setting, _ENDPOINTS[service])), "")
-    more = dict(given)
+    more = settled(service, given, f"{service}://{name}")
+    official, at = is_official(service, more), home(service, more)
+    endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
-        more.pop("endpoint", None)
-        more["base_url"] = endpoint
+        more["base_url"] = more.pop("endpoint")
     client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
-    if str(endpoint).startswith("http://"):  # somebody said so
+    if endpoint.startswith("http://"):  # somebody said so
         client.setdefault("allow_http", True)
     if service == "s3":
         _add_checksums(more)
     if service == "s3" and (provider := _boto3_keys(more)):
         more["credential_provider"] = provider
+    keys_alone(service, more)
     retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
     slots = threading.BoundedSemaphore(manners.requests)
     room = Room(manners.requests * manners.part_bytes)
-    return Bucket(store, manners, not endpoint, service, name, slots, room, given=dict(options))
+    return Bucket(store, manners, official, service, name, slots, room, given=dict(options), home=at)
 
 
 def _add_checksums(more: dict[str, Any]) -> None:
@@ -228,7 +233,8 @@ def _client(service: str, name: str, **more: Any) -> Any:
             raise
         # Not all of what it says: there may be keys in it.
         said = str(exc).partition("\n\nDebug")[0]
-        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint="see shardkeep.open_place") from None
+        hint = "see shardkeep.open_place" if type(exc).__name__ == "UnknownConfigurationKeyError" else KEYS[service]
+        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint=hint) from None
 
 
 def has_keys(options: dict[str, Any]) -> bool:

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, StorageError
+from shardkeep.store.object_settings import KEYS
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]{1,500})</Message>")
+_MESSAGE = re.compile(r"<Message>([^<\n]{1,500})")  # Azure has a number and a time below it
 _RETRIES = re.compile(r"after (\d+) retries")
 _QUERY = re.compile(r"\?[^\s\"',]*")
 _REASONS = (
@@ -38,6 +39,17 @@ _REASONS = (
 )
 """What to look for in the library's words, most telling first."""
 _BUSY = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
+_TAKEN = "BlobAlreadyExists"
+"""What Azure says, with a 409, of a put that is to create only; elsewhere it is a 412."""
+_SAME = {
+    "ContainerNotFound": "NoSuchBucket",
+    "ResourceNotFound": "NoSuchBucket",  # nor such an account; of a blob it is another code
+    "InvalidBlockList": "NoSuchUpload",  # who commits an upload again finds its parts gone
+    "Md5Mismatch": "BadDigest",
+}
+"""What Azure says, in the words of the others."""
+_NO_CONTAINER = "container does not exist"
+"""Of a deletion of many there is no code."""
 _DAMAGED = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
 """What is said of bytes that arrived otherwise than they were sent."""
 _BY_STATUS = {
@@ -48,16 +60,18 @@ _NO_KEYS = (
     "/latest/api/token",
     "/latest/meta-data",
     "metadata.google.internal",
+    "/computeMetadata/",
     "/metadata/identity",
     "MissingAccessKeyId",
 )
 """Where it is looked for keys when there are none anywhere else."""
-_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GOOGLE_*, AZURE_* elsewhere), or pass them to shardkeep.open_place"
 _HINTS_BY_CODE = {
-    "NoSuchBucket": "make the bucket, or correct its name; nothing was written",
-    "InvalidAccessKeyId": "the access key is unknown there: " + _KEYS,
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key: " + _KEYS,
+    "NoSuchBucket": "make the bucket, or correct its name{account}; nothing was written",
+    "InvalidAccessKeyId": "the access key is unknown there: {keys}",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key: {keys}",
+    "AuthenticationFailed": "the key does not belong to the account: {keys}",
     "AccessDenied": "these keys may not do this there; the bucket's policy must allow it",
+    "AuthorizationPermissionMismatch": "these keys may not do this there; they need the rights to read, write and delete",
     "ExpiredToken": "the session's token has expired: get a new one",
     "RequestTimeTooSkewed": "this machine's clock is wrong",
     "BadDigest": "something on the way there changes bytes; nothing of it was kept",
@@ -65,12 +79,14 @@ _HINTS_BY_CODE = {
     "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
 }
 _HINTS_BY_ERRNO = {
-    errno.ECONNREFUSED: "nothing answers there: correct the endpoint (AWS_ENDPOINT_URL), or start the service",
-    errno.EHOSTUNREACH: "correct the endpoint (AWS_ENDPOINT_URL) or the region",
-    errno.EACCES: "check keys and rights: " + _KEYS,
+    errno.ECONNREFUSED: "nothing answers there: correct the endpoint ({endpoint}), or start the service",
+    errno.EHOSTUNREACH: "correct the endpoint ({endpoint}), the region or the account",
+    errno.EACCES: "check keys and rights: {keys}",
     errno.EBUSY: "the service is overloaded or asks to be asked less: lower requests=, or try later",
     errno.ETIMEDOUT: "raise timeout_s=, or see whether the service is well",
 }
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
 @contextmanager
@@ -94,29 +110,49 @@ def is_foreign(exc: BaseException) -> bool:
 def translated(exc: BaseException, action: str, url: str, name: str = "", offset: int | None = None) -> StorageError:
     """Say what went wrong, in our words."""
     text = str(exc)
-    code = _found(_CODE, text)
+    code = _code_in(text)
     number, summary = _judged(type(exc).__name__, text, code)
     where = f"{url}/{name}" if name else url
     at = "" if offset is None else f" at offset {offset}"
     message = f"{where}: {action}{at}: {summary} (errno {errno.errorcode.get(number, number)})"
-    hint = _HINTS_BY_CODE.get(code, "")
     if any(mark in text for mark in _NO_KEYS):
-        hint, message = "no keys were found here: " + _KEYS, f"{where}: {action}{at}: no keys to sign requests with"
-    if "BadScheme" in text:
-        hint = "use an https:// endpoint, or set AWS_ALLOW_HTTP=true"
-    if code not in _DAMAGED and "x-amz-checksum" in text.lower():
-        hint = "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
-    hint = hint or _HINTS_BY_ERRNO.get(number, "")
+        message = f"{where}: {action}{at}: no keys to sign requests with"
+    hint = _hint(text, code, number).format(**_names(url))
     details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
     missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
     return (BlobNotFound if missing else StorageError)(message, hint=hint, **details)
+
+
+def _hint(text: str, code: str, number: int) -> str:
+    """Say what to do; names of variables are left open."""
+    if code not in _DAMAGED and "x-amz-checksum" in text.lower():
+        return "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
+    if "BadScheme" in text:
+        return "use an https:// endpoint, or set {allow_http}=true"
+    if any(mark in text for mark in _NO_KEYS):
+        return "no keys were found here: {keys}"
+    return _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
+
+
+def _names(url: str) -> dict[str, str]:
+    """Return what hints speak of, as it is called where the place is."""
+    service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
+    account = " or the account's" if service == "az" else ""
+    return {
+        "keys": KEYS[service], "endpoint": _ENDPOINTS[service], "allow_http": _ALLOW_HTTP[service], "account": account,
+    }  # fmt: skip
+
+
+def _code_in(text: str) -> str:
+    code = _found(_CODE, text)
+    return _SAME.get(code, code) or ("NoSuchBucket" if _NO_CONTAINER in text else "")
 
 
 def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
     """Return an errno and one line."""
     found = _STATUS.search(text)
     if found is None and kind == "FileNotFoundError":
-        return errno.ENOENT, "no such object"
+        return errno.ENOENT, code or "no such object"
     if found is None:
         for word, number, reason in _REASONS:
             if word in text:
@@ -127,6 +163,8 @@ def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
     summary = f"{status} {code or found[2].strip()}{': ' + said if said else ''}{_after(text)}"
     if code in _BUSY:
         return errno.EBUSY, summary
+    if code == _TAKEN:
+        return errno.EEXIST, summary
     if code in _DAMAGED:
         return errno.EIO, f"what arrived there is not what was sent: {summary}"
     if code == "RequestTimeout":
