@@ -1,0 +1,65 @@
+"""
+Azure and Google on this machine, and places there, each with a name of its own.
+
+Azurite is Microsoft's own emulator, and is not there everywhere: `npm install azurite` in some folder, then set
+SHARDKEEP_AZURITE to its node_modules/.bin/azurite-blob. For Google there is a server of ours, which is always there.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.place import open_place
+from shardkeep.testing.azure_server import AzureServer, azurite
+from shardkeep.testing.google_server import GoogleServer
+
+_numbers = itertools.count()
+Cloud = AzureServer | GoogleServer
+
+
+@pytest.fixture(autouse=True)
+def _only_what_a_test_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no keys and no endpoints around."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "STORAGE_EMULATOR_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzureServer]:
+    """Azurite, where it is installed."""
+    if azurite() is None:
+        pytest.skip("Azurite is not installed: npm install azurite, and set SHARDKEEP_AZURITE")
+    with AzureServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google_server() -> Iterator[GoogleServer]:
+    """What stands for Google here."""
+    with GoogleServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["azure", "google"])
+def cloud(request: pytest.FixtureRequest) -> Cloud:
+    """One after the other."""
+    found: Cloud = request.getfixturevalue(f"{request.param}_server")
+    return found
+
+
+@pytest.fixture
+def cloud_place(cloud: Cloud) -> Callable[..., ObjectRoot]:
+    """Open a place that nobody else uses."""
+
+    def opened(**options: Any) -> ObjectRoot:
+        url = cloud.url(f"tests/{os.getpid()}-{next(_numbers)}")
+        place = open_place(url, **{**cloud.options, **options})
+        assert isinstance(place, ObjectRoot)
+        return place
+
+    return opened
