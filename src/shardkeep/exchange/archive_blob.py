@@ -1,9 +1,10 @@
 """
 One file as a blob of a store: found by its URL, written in windows, replaced in one request.
 
-A blob that is new appears when all of it is there. One that takes the place of another is put at once, for which all of
-it must be in memory: stores have no other step in which the old bytes are there until the new ones are. It is looked at
-before, while the old bytes can still stay, and is never deleted: there would be neither.
+A blob that is new appears when all of it is there. One that takes the place of another is put at once, from memory, where
+it is looked at before, while the old bytes can still stay. Of a larger one object stores put together the parts in one
+request (`blob_replacing`), and it is looked at afterwards; other stores have no such step, and it is refused. What
+replaced another is never deleted: there would be neither.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 
 from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, StorageError
+from shardkeep.exchange.blob_replacing import ReplacingWriter
 from shardkeep.options import Options
 from shardkeep.store.local import LocalStore
+from shardkeep.store.objects import ObjectStore
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import BlobReader, BlobWriter, Store
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
-_MOST_REPLACED_NBYTES = 1 << 30
-"""Of a blob that is put in place of another: what is held in memory, and sent in one request."""
+_MOST_HELD_NBYTES = 1 << 30
+"""Of a blob that is put in place of another from memory, in one request."""
 
 Check = Callable[[BlobReader], None]
 """Raises where what was written is not what was meant to be."""
@@ -83,43 +86,65 @@ def write_blob(
 
     Raises:
         StorageError: it cannot be written, or something is there that it may not replace (errno EEXIST), or that it is
-            too large to replace (errno EFBIG); that is still there. Or it was written, and cannot be read.
+            too large to replace in a store that is no object store (errno EFBIG); that is still there. Or it was
+            written, and cannot be read.
         DamagedCheckpoint: what was written is not what was meant to be.
 
     """
     store, name = place_of(url)
     replaces = replace and store.version(name) is not None
-    if replaces:
-        most = min(_MOST_REPLACED_NBYTES, budget_nbytes // 2)  # it is held twice for a moment
-        if nbytes > most:
-            raise StorageError(
-                f"{url}: {nbytes} bytes cannot replace what is there in one step, only {most}",
-                hint="write to another name, or delete what is there first",
-                name=name,
-                errno=errno.EFBIG,
-            )
+    replacing: ReplacingWriter | None = None
+    if replaces and nbytes <= min(_MOST_HELD_NBYTES, budget_nbytes // 2):  # it is held twice for a moment
         held = _Held(nbytes)
         write(held)
         if check is not None:
             check(held)
         store.put(name, bytes(held.data), replace=True)
+    elif replaces:
+        replacing = _replacing(store, name, nbytes)
+        _write_all(replacing, write)
     else:
-        writer = store.create(name, nbytes)
-        try:
-            write(writer)
-            writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
+        _write_all(store.create(name, nbytes), write)
     if check is None:
+        if replacing is not None and replacing.in_doubt:
+            raise replacing.unchanged()
         return
     try:
-        with closing(store.open(name)) as reader:
-            check(reader)
-    except DamagedCheckpoint:
+        try:
+            _look(store, name, check)
+        except DamagedCheckpoint:
+            _look(store, name, check)  # it may have been changed on the way here
+    except DamagedCheckpoint as exc:
+        if replacing is not None and replacing.in_doubt:
+            raise replacing.unchanged() from exc
         if not replaces:
             with suppress(CheckpointError):
                 store.delete(name)
+        raise
+
+
+def _look(store: Store, name: str, check: Check) -> None:
+    with closing(store.open(name)) as reader:
+        check(reader)
+
+
+def _replacing(store: Store, name: str, nbytes: int) -> ReplacingWriter:
+    if not isinstance(store, ObjectStore):
+        raise StorageError(
+            f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
+            hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
+            name=name,
+            errno=errno.EFBIG,
+        )
+    return ReplacingWriter(store, name, nbytes)
+
+
+def _write_all(writer: BlobWriter, write: Callable[[BlobWriter], None]) -> None:
+    try:
+        write(writer)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
         raise
 
 

@@ -84,7 +84,7 @@ def export(
     Memory is `Options.host_budget_bytes` at most, however large the checkpoint. What is written is read back and
     compared before it counts. If anything fails, what was at `to` is still there, and nothing else is. In a store, where
     nothing can be renamed, a model that replaces another has files of other names, which its index file tells; a file
-    for `torch.load` is replaced in one request, if it is no larger than a store takes at once.
+    for `torch.load` is replaced in one request, in which an object store puts its parts together.
 
     Args:
         where: the checkpoint: native, torch's, or safetensors files.
