@@ -32,16 +32,9 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
     if isinstance(one, LocalStore) and isinstance(other, LocalStore):
         return os.path.realpath(one.url) == os.path.realpath(other.url)
     if isinstance(one, ObjectStore) and isinstance(other, ObjectStore):
-        return _object_place(one) == _object_place(other)
+        mine, its = one.bucket, other.bucket
+        return (mine.home, mine.name, one.prefix) == (its.home, its.name, other.prefix)
     return one is other or one.url.rstrip("/") == other.url.rstrip("/")
-
-
-def _object_place(store: ObjectStore) -> tuple[object, ...]:
-    bucket = store.bucket
-    # Where options do not say it, the environment does, for both places.
-    endpoint = str(bucket.given.get("endpoint", "")).rstrip("/")
-    account = bucket.given.get("account_name")
-    return bucket.service, bucket.official, endpoint, account, bucket.name, store.prefix
 
 
 def check_apart(origin: Store, target: Store) -> None:

@@ -176,7 +176,7 @@ def _opened(
         more["base_url"] = more.pop("endpoint")
     client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
-    if endpoint.startswith("http://"):  # somebody said so
+    if endpoint.lower().startswith("http://"):  # somebody said so
         client.setdefault("allow_http", True)
     if service == "s3":
         _add_checksums(more)

@@ -86,7 +86,8 @@ def settled(service: str, options: dict[str, Any], url: str) -> dict[str, Any]:
 def _check_endpoint(found: dict[str, Any], url: str) -> None:
     said = str(found.get("endpoint", "https://"))
     try:
-        fits = urlsplit(said).port != 0 and said.startswith(("http://", "https://"))
+        parts = urlsplit(said)
+        fits = parts.scheme in {"http", "https"} and parts.port != 0
     except ValueError:
         fits = False
     if not fits:

@@ -161,10 +161,19 @@ def _segments(url: str) -> list[str]:
 def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectRoot:
     name, *below = _segments(url)
     if "@" in name:  # abfss://container@account.dfs.core.windows.net/path
-        name, _, account = name.partition("@")
-        options = {"account_name": account.partition(".")[0], **options}
+        name, _, host = name.partition("@")
+        options = {**_account_at(host), **options}
     prefix = "".join(f"{segment}/" for segment in below)
     return ObjectRoot(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
+
+
+def _account_at(host: str) -> dict[str, str]:
+    """Say which account of Azure a host is of; its clouds that are apart have endpoints of their own."""
+    account, _, cloud = host.partition(".")
+    suffix = cloud.partition(".")[2] if cloud.startswith(("dfs.", "blob.")) else ""
+    if suffix in {"", "core.windows.net"}:
+        return {"account_name": account}
+    return {"account_name": account, "endpoint": f"https://{account}.blob.{suffix}"}
 
 
 def _in_memory(url: str) -> MemoryRoot:
