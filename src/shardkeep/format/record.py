@@ -7,6 +7,7 @@ byte of it can change unnoticed while `cat` and `jq` still read it.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import re
@@ -199,7 +200,9 @@ def encode_record(record: Record) -> bytes:
 
 def authenticated_bytes(record: Record, chains: list[Recorded]) -> bytes:
     """Return what a record's MAC is of: all it says but the MAC itself, with its chains as they are given here."""
-    return msgspec.json.encode(_members(msgspec.structs.replace(record, mac=None, chains=chains)), order="sorted")
+    members = _members(msgspec.structs.replace(record, mac=None, chains=chains))
+    # By Python itself, whose spelling of fractions is fixed: a MAC has to hold for as long as the checkpoint.
+    return json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _members(record: Record) -> dict[str, Any]:
