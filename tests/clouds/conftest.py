@@ -27,6 +27,8 @@ def _only_what_a_test_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "STORAGE_EMULATOR_")):
             monkeypatch.delenv(name)
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):  # nor a role of this machine
+        monkeypatch.setenv(name, "127.0.0.1:1")
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,8 @@ def _opened(
     del environment  # the library reads it itself
     given = dict(options)
     manners = _manners(given)
-    more = settled(service, given, f"{service}://{name}")
+    url = f"{service}://{name}"
+    more = settled(service, given, url)
     official, at = is_official(service, more), home(service, more)
     endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
@@ -182,7 +183,7 @@ def _opened(
         _add_checksums(more)
     if service == "s3" and (provider := _boto3_keys(more)):
         more["credential_provider"] = provider
-    keys_alone(service, more)
+    keys_alone(service, more, url)
     retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
     slots = threading.BoundedSemaphore(manners.requests)

@@ -27,6 +27,7 @@ _REASONS = (
     ("TimedOut", errno.ETIMEDOUT, "no answer in time"),
     ("kind: Timeout", errno.ETIMEDOUT, "no answer in time"),
     ("timed out", errno.ETIMEDOUT, "no answer in time"),
+    ("lacked valid authentication", errno.EACCES, "the keys are none"),
     ("BadScheme", errno.EINVAL, "plain http is not allowed"),
     ("certificate", errno.EACCES, "the server's certificate was not accepted"),
     ("Network is unreachable", errno.ENETUNREACH, "the network cannot be reached"),

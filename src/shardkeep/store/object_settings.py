@@ -8,6 +8,7 @@ Here keys that are given as options are used alone.
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -119,8 +120,14 @@ def _own_host(service: str, found: dict[str, Any]) -> str | None:
     return next((own for own in _OWN_HOSTS[service] if not endpoint or host.endswith(own)), None)
 
 
-def keys_alone(service: str, found: dict[str, Any]) -> None:
-    """Have keys that were given as options handed over so that nothing in the environment joins them."""
+def keys_alone(service: str, found: dict[str, Any], url: str) -> None:
+    """
+    Have keys that were given as options handed over so that nothing in the environment joins them.
+
+    Raises:
+        CheckpointError: a key cannot be one.
+
+    """
     if "credential_provider" in found or _is_true(found.get("skip_signature")):
         return
     keys: dict[str, Any] = {}
@@ -130,12 +137,29 @@ def keys_alone(service: str, found: dict[str, Any]) -> None:
     elif service == "gs" and "bearer_token" in found:
         keys = {"token": found.pop("bearer_token")}
     elif service == "az" and (given := [name for name in _AZURE_KEYS if found.get(name)]):
-        keys = {_AZURE_KEYS[given[0]]: found.pop(given[0])}
+        keys = {_AZURE_KEYS[given[0]]: _azure_key(given[0], str(found.pop(given[0])), url)}
         for name in given[1:]:
             del found[name]
     if keys:
         found["credential_provider"] = _Fixed({**keys, "expires_at": None})
         found["skip_signature"] = False  # whatever the environment says
+
+
+def _azure_key(name: str, key: str, url: str) -> str:
+    """Check what the library would only find out at the first request, and then not say clearly."""
+    fits = True
+    if name == "account_key":
+        try:
+            base64.b64decode(key, validate=True)
+        except ValueError:
+            fits = False
+    elif name == "sas_key":
+        key = key.removeprefix("?")
+        fits = all("=" in pair for pair in key.split("&"))
+    if not fits:
+        shape = "in base64" if name == "account_key" else "a list of name=value, joined by '&'"
+        raise CheckpointError(f"{url}: {name}= is not {shape}, and cannot be a key of Azure", hint=KEYS["az"])
+    return key
 
 
 class _Fixed:
@@ -163,7 +187,7 @@ def _settle_emulator(found: dict[str, Any]) -> None:
         found["endpoint"] = f"http://{found['endpoint']}"
     variables = [f"GOOGLE_{name.upper()}" for name in _GOOGLE_KEYS]
     if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(setting, variables)):
-        found["skip_signature"] = True
+        found["bearer_token"] = "emulator"  # noqa: S105 - of no use elsewhere; unsigned, the library only reads
 
 
 def _settle_azure(found: dict[str, Any], url: str) -> None:

@@ -114,13 +114,12 @@ class AzureServer:
         """Name a place there."""
         return f"az://{bucket}/{path}".rstrip("/")
 
-    def signature(self, rights: str = "rwdlac") -> str:
-        """Sign a token that has some rights for all blobs of the account, for an hour."""
+    def signature(self, rights: str = "racwdl", bucket: str = CONTAINER) -> str:
+        """Sign a token that has some rights for a container and its blobs, for an hour."""
         end = (datetime.now(timezone.utc) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        signed = self._signed(f"{_ACCOUNT}\n{rights}\nb\nsco\n\n{end}\n\nhttps,http\n{_VERSION}\n\n")
-        return urlencode(
-            {"sv": _VERSION, "ss": "b", "srt": "sco", "sp": rights, "se": end, "spr": "https,http", "sig": signed}
-        )
+        where = f"/blob/{_ACCOUNT}/{bucket}"
+        signed = self._signed(f"{rights}\n\n{end}\n{where}\n\n\nhttps,http\n{_VERSION}\nc" + "\n" * 7)
+        return urlencode({"sv": _VERSION, "sr": "c", "sp": rights, "se": end, "spr": "https,http", "sig": signed})
 
     def make_bucket(self, name: str) -> None:
         """Make a container, if there is none of that name."""
