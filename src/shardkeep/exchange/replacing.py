@@ -19,22 +19,11 @@ from shardkeep.layout import leftovers, native
 from shardkeep.layout.safetensors_folder import NOTE, look
 from shardkeep.layout.safetensors_names import INDEX_NAME
 from shardkeep.layout.torch_files import is_data, is_metadata
+from shardkeep.storages.places import same_place as same_place  # noqa: PLC0414 - offered here, too
 from shardkeep.store.local import LocalStore
-from shardkeep.store.objects import ObjectStore
 from shardkeep.store.protocol import Store
-from shardkeep.store.roots import Root
 
 log = logging.getLogger("shardkeep")
-
-
-def same_place(one: Store | Root, other: Store | Root) -> bool:
-    """Say whether two stores or roots are one place, also where it is written in two ways."""
-    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
-        return os.path.realpath(one.url) == os.path.realpath(other.url)
-    if isinstance(one, ObjectStore) and isinstance(other, ObjectStore):
-        mine, its = one.bucket, other.bucket
-        return (mine.home, mine.name, one.prefix) == (its.home, its.name, other.prefix)
-    return one is other or one.url.rstrip("/") == other.url.rstrip("/")
 
 
 def check_apart(origin: Store, target: Store) -> None:

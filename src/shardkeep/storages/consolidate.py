@@ -29,6 +29,7 @@ from shardkeep.ranks.world import current_world
 from shardkeep.run.safetensors_catalog import Catalog, catalog_of, read_headers
 from shardkeep.storages.consolidate_windows import OutputFile, output_file, write_whole
 from shardkeep.storages.hugging_face_names import _gen_file_name
+from shardkeep.storages.places import same_place
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -171,12 +172,12 @@ def consolidate_safetensors_files_on_every_rank(
 
 
 def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Job:
-    output = _place(output_dir)
-    folder = look(_place(input_dir))
+    output, shards = _place(output_dir), _place(input_dir)
+    folder = look(shards)
     if not folder.files:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
     headers = read_headers(folder.files.values(), threads=_threads(num_threads), opens=folder.opens)
-    if _same(folder.path, output.url):
+    if same_place(shards, output):
         # What an earlier call made of earlier shards.
         headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
     for file in headers:
@@ -191,12 +192,6 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
 
 def _place(directory: str | os.PathLike[str]) -> Store:
     return open_store(directory, direct=Options().direct_io)
-
-
-def _same(one: str, other: str) -> bool:
-    if "://" in one or "://" in other:
-        return one.rstrip("/") == other.rstrip("/")
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _is_shard(file: SafetensorsFile) -> bool:
