@@ -1,4 +1,4 @@
-"""The long form: python -m tests.soak --minutes 30 --seed 1"""
+"""The long form: python -m tests.soak --minutes 30 --seed 1 --store s3"""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
+from shardkeep.testing.s3_server import S3Server
 from tests.soak.checker import Damage
 from tests.soak.driver import Soak
-from tests.soak.rounds import CALM_EVERY, SHORT_CALM_EVERY
+from tests.soak.rounds import CALM_EVERY, SHORT_CALM_EVERY, StoreKind
 
 
 def main() -> int:
@@ -20,6 +24,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="decides what happens; by default a new one")
+    parser.add_argument(
+        "--store",
+        choices=get_args(StoreKind),
+        default="local",
+        help="a disk, a bucket, or a disk and a bucket behind it",
+    )
     parser.add_argument("--only", type=int, default=None, metavar="ROUND", help="do one round again, between calm ones")
     parser.add_argument("--short", action="store_true", help="the rounds of the short form, as CI has them")
     parser.add_argument("--folder", type=Path, default=None, help="where to put it all, by default a temporary folder")
@@ -30,7 +40,18 @@ def main() -> int:
     end = time.monotonic() + 60 * arguments.minutes
     damage: Damage | None = None
     calm_every = SHORT_CALM_EVERY if arguments.short else CALM_EVERY
-    with Soak(folder, seed, short=arguments.short, say=lambda line: print(line, flush=True)) as soak:
+    with ExitStack() as stack:
+        server = None if arguments.store == "local" else stack.enter_context(S3Server(folder / "s3"))
+        soak = stack.enter_context(
+            Soak(
+                folder,
+                seed,
+                store=arguments.store,
+                server=server,
+                short=arguments.short,
+                say=partial(print, flush=True),
+            )
+        )
         number = 0
         rounds = iter(int, 1) if arguments.only is None else iter([0, arguments.only, calm_every])
         try:
@@ -40,7 +61,7 @@ def main() -> int:
                 # A calm round is the last one.
                 if time.monotonic() > end and number % calm_every == 1:
                     break
-            soak.checker.check(tidy=True, afresh=True)
+            soak.check_all()
         except Damage as error:
             damage = error
         print(soak.summary())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 import shardkeep as sk
-from tests.soak.contents import TENSORS, bits
+from tests.soak.contents import Kind, bits
+from tests.soak.decoding import Broken, insist
 from tests.soak.ledger import Ledger, Made, kept, made_by
-from tests.soak.reader import Broken, Found, insist, read
+from tests.soak.places import Ground, Look
+from tests.soak.reader import Found, read
 
 _SLACK = 3
 """Places that a job may leave behind: what it was writing, and what it was removing."""
@@ -26,13 +30,39 @@ class Damage(Exception):
 class Checker:
     """Looks at a root after each round."""
 
-    def __init__(self, root: Path, ledger: Ledger) -> None:
-        self._root = root
+    def __init__(
+        self,
+        ground: Ground,
+        ledger: Ledger,
+        kinds: dict[str, Kind],
+        *,
+        far: bool = False,
+        options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """
+        Read nothing yet.
+
+        Args:
+            ground: the root.
+            ledger: what ranks wrote down.
+            kinds: the tensors of every checkpoint.
+            far: whether it is the root to which checkpoints are promoted.
+            options: how shardkeep opens it.
+            environment: how its command does.
+
+        """
+        self._ground = ground
         self._ledger = ledger
+        self._kinds = kinds
+        self._far = far
+        self._options = options or {}
+        self._environment = environment or {}
         self._known: dict[tuple[object, ...], Found] = {}
         self.bytes_read = 0
         self.checkpoints_read = 0
         self.most_places = 0
+        self.uploads_seen = 0
 
     def check(self, *, tidy: bool, died_since_tidy: int = 0, afresh: bool = False) -> list[Made]:
         """
@@ -50,34 +80,42 @@ class Checker:
         self._ledger.update()
         if afresh:
             self._known = {}
-        places = sorted(path for path in self._root.glob("step-*") if path.is_dir()) if self._root.exists() else []
-        filled = [place for place in places if any(place.iterdir())]  # a save that fails leaves an empty directory
+        look = self._ground.look()
+        filled = [place for place, files in look.places.items() if files]  # a save that fails leaves an empty directory
         self.most_places = max(self.most_places, len(filled))
-        found = {place: each for place in places if (each := self._exact(place)) is not None}
+        self.uploads_seen += len(look.uploads)
+        found = {place: each for place in look.places if (each := self._exact(place, look)) is not None}
         on_disk = {each.save_id: _made(each) for each in found.values()}
         self._nothing_lost(on_disk)
         self._same_as_we_say(found)
         if afresh:
             self._same_as_the_command_says(found)
-        ever = {**self._ledger.acked, **on_disk}
-        wanted, allowed = kept(ever.values())
+        wanted, allowed = kept([*{**self._told, **on_disk}.values()])
         if len(filled) > len(wanted) + _SLACK * (1 + died_since_tidy):
             raise Damage(f"{len(filled)} places are there, {len(wanted)} are wanted, {died_since_tidy} jobs died")
         if tidy:
-            self._tidy(places, found, set(on_disk.values()), wanted, allowed)
+            self._tidy(look, found, set(on_disk.values()), wanted, allowed)
         return sorted(on_disk.values(), key=lambda each: each.age, reverse=True)
 
-    def _exact(self, place: Path) -> Found | None:
+    @property
+    def _told(self) -> dict[str, Made]:
+        """What the ranks were told is here."""
+        return self._ledger.promoted if self._far else self._ledger.acked
+
+    @property
+    def _root(self) -> Any:
+        return sk.open_place(self._ground.url, **self._options)
+
+    def _exact(self, place: str, look: Look) -> Found | None:
         """Read a checkpoint unless it was read before and nothing in its place has changed since."""
         try:
-            marks = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in place.iterdir())
-            key = (place, *marks)
+            key = (place, *sorted(look.places[place].items()))
             if key not in self._known:
-                found = read(place)
+                found = read(self._ground, place, self._kinds)
                 if found is None:
                     return None
-                _insist_exact(place, found)
-                self._known[key] = found
+                _insist_exact(place, found, self._kinds)
+                self._known[key] = replace(found, tensors={})  # megabytes, for hours
                 self.bytes_read += found.nbytes
                 self.checkpoints_read += 1
         except Broken as broken:
@@ -87,7 +125,7 @@ class Checker:
     def _nothing_lost(self, on_disk: dict[str, Made]) -> None:
         """Insist that all is there that was acknowledged and is to be kept."""
         by_step = {each.step: each for each in on_disk.values()}
-        wanted, _ = kept([*self._ledger.acked.values(), *on_disk.values()])
+        wanted, _ = kept([*self._told.values(), *on_disk.values()])
         for each in wanted:
             if each.save_id in on_disk:
                 continue
@@ -95,7 +133,7 @@ class Checker:
             if there is None or not self._ledger.replaced(each, there):
                 raise Damage(f"{each} was acknowledged, is to be kept, and is not there; its place has {there}")
 
-    def _same_as_we_say(self, found: dict[Path, Found]) -> None:
+    def _same_as_we_say(self, found: dict[str, Found]) -> None:
         """Insist that what is not committed is not seen, and what is committed is."""
         steps = sorted(each.step for each in found.values())
         catalog = [entry for entry in sk.Catalog(self._root).entries() if entry.committed]
@@ -107,25 +145,29 @@ class Checker:
         if latest != (newest.step if newest else None):
             raise Damage(f"the newest is {newest and newest.step}, and shardkeep says {latest}")
 
-    def _same_as_the_command_says(self, found: dict[Path, Found]) -> None:
-        command = [sys.executable, "-m", "shardkeep.cli.main", "ls", "--json", str(self._root)]
-        said = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
-        listed = (each["name"] for each in said["checkpoints"] if each["status"] == "committed")
-        _same("shardkeep ls", listed, (place.name for place in found))
+    def _same_as_the_command_says(self, found: dict[str, Found]) -> None:
+        command = [sys.executable, "-m", "shardkeep.cli.main", "ls", "--json", self._ground.url]
+        environment = {**os.environ, **self._environment}
+        done = subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+        listed = (each["name"] for each in json.loads(done.stdout)["checkpoints"] if each["status"] == "committed")
+        _same("shardkeep ls", listed, found)
 
     def _tidy(
-        self, places: list[Path], found: dict[Path, Found], on_disk: set[Made], wanted: set[Made], allowed: set[Made]
+        self, look: Look, found: dict[str, Found], on_disk: set[Made], wanted: set[Made], allowed: set[Made]
     ) -> None:
         """Insist that nothing is left of the dead, and of what no policy wants."""
         there = {each.step for each in on_disk}
         _same("checkpoints", there, there & {each.step for each in allowed})
         _same("checkpoints", there & {each.step for each in wanted}, {each.step for each in wanted})
-        _same("places", (place.name for place in places), (place.name for place in found))
+        _same("places", look.places, found)
         for place, each in found.items():
-            _same(f"files of {place.name}", (path.name for path in place.iterdir()), each.files)
-        _same("files of the root", (path.name for path in self._root.iterdir() if not path.is_dir()), {"latest"})
+            _same(f"files of {place}", look.places[place], each.files)
+        # A job that was killed while it tried out a service's conditions leaves what it tried them with.
+        files = {name for name in look.files if not name.startswith("shardkeep.probe-")}
+        _same("files of the root", files, {"latest"})
+        _same("uploads that nobody finishes", look.uploads, ())
         newest = max(on_disk, key=lambda each: each.age)
-        _same("latest", {(self._root / "latest").read_text()}, {f"step-{newest.step}\n"})
+        _same("latest", {(self._ground.get("latest") or b"").decode()}, {f"step-{newest.step}\n"})
 
 
 def _same(what: str, there: Iterable[object], wanted: Iterable[object]) -> None:
@@ -141,10 +183,10 @@ def _made(found: Found) -> Made:
     return made_by(meta["job"], found.step, found.save_id, meta.get("timeline", 0), meta.get("timeline_began_after"))
 
 
-def _insist_exact(place: Path, found: Found) -> None:
+def _insist_exact(place: str, found: Found, kinds: dict[str, Kind]) -> None:
     """Compare every bit with what was to be saved."""
     job, step = found.meta["job"], found.step
-    insist(place.name == f"step-{step}", f"{place} holds step {step}")
+    insist(place == f"step-{step}", f"{place} holds step {step}")
     insist(found.values == {"job": job, "step": step}, f"{place}: the values are {found.values}, of job {job}")
-    for key in TENSORS:
+    for key in kinds:
         insist(np.array_equal(found.tensors[key], bits(key, job, step)), f"{place}: {key} is not what job {job} saved")

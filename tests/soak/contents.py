@@ -22,6 +22,10 @@ class Kind:
     """Of an element."""
     axis: int | None = None
     """Along which ranks have their parts; None: every rank has all of it."""
+    lopsided: bool = False
+    """Whether the last rank has nearly all of it, and so a file that is sent in parts."""
+    smooth: bool = False
+    """Whether its numbers are alike, as weights are: the top byte of each hardly varies."""
 
 
 TENSORS = {
@@ -33,15 +37,30 @@ TENSORS = {
 }
 
 
+BULK = {"model.x": Kind((293, 16384), "bfloat16", 2, axis=0, lopsided=True, smooth=True)}
+"""What there is besides where checkpoints go to an object store: compressed by a third, it is still more than one part."""
+KEY = "5b" * 32
+"""By which checkpoints are encrypted, where they are."""
+
+
+def kinds_of(*, bulk: bool) -> dict[str, Kind]:
+    """Say which tensors a checkpoint has."""
+    return {**TENSORS, **BULK} if bulk else TENSORS
+
+
 def bits(key: str, job: int, step: int) -> Bits:
     """Return the bytes of a tensor, with one more axis: those of an element. Floats are any pattern, NaNs among them."""
-    kind = TENSORS[key]
+    kind = kinds_of(bulk=True)[key]
     seed = (job, step, zlib.crc32(key.encode()))
     count = int(np.prod(kind.shape)) * kind.nbytes
     found = np.frombuffer(np.random.default_rng(seed).bytes(count), np.uint8)
     if kind.dtype == "bool":
         found = found & 1
-    return found.reshape(*kind.shape, kind.nbytes)
+    found = found.reshape(*kind.shape, kind.nbytes)
+    if kind.smooth:
+        found = found.copy()
+        found[..., -1] = (found[..., -1] & 0x81) | 0x3C
+    return found
 
 
 def part(kind: Kind, rank: int, size: int) -> tuple[slice, ...]:
@@ -49,13 +68,14 @@ def part(kind: Kind, rank: int, size: int) -> tuple[slice, ...]:
     whole = [slice(0, n) for n in kind.shape]
     if kind.axis is not None:
         n = kind.shape[kind.axis]
-        whole[kind.axis] = slice(rank * n // size, (rank + 1) * n // size)
+        bounds = [*range(size), n] if kind.lopsided else [each * n // size for each in range(size + 1)]
+        whole[kind.axis] = slice(bounds[rank], bounds[rank + 1])
     return tuple(whole)
 
 
-def keys() -> Iterator[tuple[str, str, str]]:
+def keys(*, bulk: bool) -> Iterator[tuple[str, str, str]]:
     """Name all tensors: key, and its two parts."""
-    for key in TENSORS:
+    for key in kinds_of(bulk=bulk):
         first, second = key.split(".")
         yield key, first, second
 

@@ -16,14 +16,17 @@ from typing_extensions import Self
 
 from shardkeep.testing import rank_pool
 from shardkeep.testing.rank_pool import Outcome, RankPool
-from tests.soak.checker import Checker, Damage
+from shardkeep.testing.s3_server import S3Server
+from tests.object_store.proxy import Proxy
+from tests.soak.checker import Damage
 from tests.soak.job import Plan, run_job
-from tests.soak.ledger import Ledger, Made
-from tests.soak.rounds import Round, round_of
+from tests.soak.ledger import Ledger, Made, kept
+from tests.soak.rounds import Round, StoreKind, bucket_round_of, round_of
+from tests.soak.scene import Scene
 
-JOB_S = 90.0
+JOB_S, BUCKET_JOB_S = 90.0, 240.0
 """After which a job hangs."""
-_PRELOADED = ("shardkeep.manage.checkpointer", "shardkeep.saving", "shardkeep.loading", "tests.soak.job")
+_PRELOADED = ("shardkeep.manage.checkpointer", "shardkeep.saving", "shardkeep.loading", "tests.soak.job", "boto3")
 
 Running = Future[list[Outcome[str]]]
 
@@ -31,25 +34,39 @@ Running = Future[list[Outcome[str]]]
 class Soak:
     """A root, and all that is done to it. A context manager."""
 
-    def __init__(self, folder: Path, seed: int, *, short: bool = False, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        store: StoreKind = "local",
+        server: S3Server | None = None,
+        short: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> None:
         """
         Begin nothing yet.
 
         Args:
             folder: is filled with the root and with logs.
             seed: decides what happens.
+            store: where the root is.
+            server: where buckets are, if there are any.
             short: processes are started as rarely as can be.
             say: is told of each round.
 
         """
-        self.root = folder / "root"
+        self.scene = Scene.of(store, folder, server)
+        self._folder = folder
         self._logs = folder / "logs"
         self._logs.mkdir(parents=True)
         self._seed = seed
         self._short = short
         self._say = say
         self.ledger = Ledger(self._logs)
-        self.checker = Checker(self.root, self.ledger)
+        self.checkers = self.scene.checkers(self.ledger)
+        self.faults: Counter[str] = Counter()
+        """Of the network."""
         self.counts: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
         self._jobs = 0
@@ -78,17 +95,24 @@ class Soak:
             Damage: something was lost, is wrong or stays for ever; says how to do this round again.
 
         """
-        this = round_of(self._seed, number, short=self._short)
+        if self.scene.store == "local":
+            this = round_of(self._seed, number, short=self._short)
+        else:
+            this = bucket_round_of(self._seed, number, self.scene.store, short=self._short)
         began = time.monotonic()
         try:
-            ended = self._two_jobs(this) if this.chaos == "rivals" else self._one_job(this)
+            with self.scene.network(self._seed, this) as proxy:
+                ended = self._two_jobs(this, proxy) if this.chaos == "rivals" else self._one_job(this, proxy)
+                self.faults.update(proxy.counts.faults if proxy else ())
+            if this.chaos == "near lost":
+                self.scene.lose_near(self.ledger)
             self._check(this)
         except Exception as error:
             short = " --short" if self._short else ""
             raise Damage(
                 f"round {number} ({this}): {error}"
-                f"\n  again: python -m tests.soak --seed {self._seed} --only {number}{short}"
-                f"\n  the root and all logs: {self.root.parent}"
+                f"\n  again: python -m tests.soak --store {self.scene.store} --seed {self._seed} --only {number}{short}"
+                f"\n  the root and all logs: {self._folder}"
             ) from error
         self.counts["rounds"] += 1
         took = time.monotonic() - began
@@ -96,7 +120,7 @@ class Soak:
 
     def summary(self) -> str:
         """Say in a few lines what was done."""
-        ledger, checker = self.ledger, self.checker
+        ledger, checkers = self.ledger, self.checkers
         lines = {
             "rounds": self.counts["rounds"],
             "jobs": self.counts["jobs"],
@@ -104,52 +128,64 @@ class Soak:
             "saves acknowledged": len(ledger.acked),
             "kills": f"{sum(self.kills.values())}  {dict(self.kills)}",
             "disk errors injected": f"{sum(ledger.faults.values())}",
+            "network faults": f"{self.faults.total()}  {dict(self.faults.most_common())}",
+            "promoted": len(ledger.promoted),
             "errors that ranks saw": dict(ledger.errors.most_common()),
             "two jobs on a root": f"{self.counts['takeovers']} with takeover, {self.counts['refusals']} without",
             "checks": f"{self.counts['checks']}, of which after a calm job {self.counts['tidy checks']}",
-            "checkpoints read": f"{checker.checkpoints_read}, {checker.bytes_read / 1e9:.2f} GB",
-            "most places at a time": checker.most_places,
+            "checkpoints read": f"{sum(each.checkpoints_read for each in checkers)}, "
+            f"{sum(each.bytes_read for each in checkers) / 1e9:.2f} GB",
+            "most places at a time": max(each.most_places for each in checkers),
+            "uploads left by the dead": sum(each.uploads_seen for each in checkers),
         }
         return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
-    def _one_job(self, this: Round) -> list[str]:
-        with self._job(this, 0, this.world) as (plan, running):
-            if this.chaos in ("rank", "machine", "writer"):
+    def check_all(self) -> None:
+        """Read everything again, after a calm round."""
+        for checker in self.checkers:
+            checker.check(tidy=True, afresh=True)
+
+    def _one_job(self, this: Round, proxy: Proxy | None) -> list[str]:
+        with self._job(this, 0, this.world, proxy) as (plan, running):
+            if proxy is not None and (this.at_request is not None or this.network["at_part"] is not None):
+                self._kill_at_request(this, plan, running, proxy)
+            elif this.chaos in ("rank", "machine", "writer", "near lost"):
                 self._kill_by_time(this, plan, running)
             elif this.chaos.endswith("at an operation"):
                 self._kill_the_others(this, plan, running)
                 self.kills[this.chaos] += any(each.died for each in running.result())
         return self._ended_well(running) if this.chaos == "calm" else self._ended(running)
 
-    def _two_jobs(self, this: Round) -> list[str]:
-        with self._job(this, 0, this.world) as (plan, first):
+    def _two_jobs(self, this: Round, proxy: Proxy | None) -> list[str]:
+        with self._job(this, 0, this.world, proxy) as (plan, first):
             self._await_ranks(plan, first, this.world, this.after_steps)
             time.sleep(this.after_s)
-            with self._job(this, 1, this.rival_world, takeover=this.takeover) as (_, second):
+            with self._job(this, 1, this.rival_world, proxy, takeover=this.takeover) as (_, second):
                 pass
         self.counts["takeovers" if this.takeover else "refusals"] += 1
         return ["first:", *self._ended(first), "second:", *self._ended(second)]
 
     @contextmanager
-    def _job(self, this: Round, pool: int, world: int, **more: Any) -> Iterator[tuple[Plan, Running]]:
+    def _job(
+        self, this: Round, pool: int, world: int, proxy: Proxy | None, **more: Any
+    ) -> Iterator[tuple[Plan, Running]]:
         """Run a job; it has ended afterwards."""
         self._jobs += 1
         plan = Plan(
             job=self._jobs,
             seed=f"{self._seed} {this.number} {pool}",
-            root=str(self.root),
             logs=str(self._logs),
             steps=this.steps,
-            **{**this.how, **more},
+            **{**self.scene.plan(proxy), **this.how, **more},
         )
         running = self._threads.submit(
             self._pools[pool].outcomes,
             world,
             run_job,
             plan,
-            timeout_s=JOB_S,
+            timeout_s=JOB_S if self.scene.store == "local" else BUCKET_JOB_S,
             init=world > 1,
             store_on=this.store_on if world > 1 else "parent",
         )
@@ -191,15 +227,28 @@ class Soak:
             while not (writers := _children(pids[this.victim])) and not running.done():
                 time.sleep(0.005)
             self._kill("writer", writers[-1:])
-        elif this.chaos == "machine":
-            everybody = [*pids.values(), *(child for pid in pids.values() for child in _children(pid))]
-            for pid in everybody:  # at one moment, as far as they can tell
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-            self._kill("machine", everybody)
         else:
-            self._kill("rank", [pids[this.victim]])
+            self._kill_now(this, plan, running, pids)
+
+    def _kill_at_request(self, this: Round, plan: Plan, running: Running, proxy: Proxy) -> None:
+        """Kill when so much was asked of the bucket, or when a part of an upload is under way."""
+        pids = self._await_ranks(plan, running, this.world)
+        while not running.done():
+            if proxy.counts.faults["stall"] if this.at_request is None else proxy.has_seen(this.at_request):
+                self._kill_now(this, plan, running, pids)
+                return
+            time.sleep(0.002)
+
+    def _kill_now(self, this: Round, plan: Plan, running: Running, pids: dict[int, int]) -> None:
+        if this.chaos.startswith("rank"):
+            self._kill(this.chaos, [pids[this.victim]])
             self._kill_the_others(this, plan, running)
+            return
+        everybody = [*pids.values(), *(child for pid in pids.values() for child in _children(pid))]
+        for pid in everybody:  # at one moment, as far as they can tell
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        self._kill(this.chaos, everybody)
 
     def _kill_the_others(self, this: Round, plan: Plan, running: Running) -> None:
         """Do as torchrun does when a rank has died, a moment later; or let them find out."""
@@ -227,15 +276,27 @@ class Soak:
         calm = this.chaos == "calm"
         self._died = self._died if calm else self._died + 1 + (this.chaos == "rivals")
         before, first = self._newest, self._jobs - (this.chaos == "rivals")
-        slack = self._died + (100 if self._young else 0)
-        there = self.checker.check(tidy=calm, died_since_tidy=slack, afresh=self.counts["checks"] % 20 == 19)
+        # What cannot be promoted stays.
+        slack = self._died + (100 if self._young or self.scene.far else 0)
+        afresh = self.counts["checks"] % 20 == 19
+        there = [each.check(tidy=calm, died_since_tidy=slack, afresh=afresh) for each in self.checkers]
         self.counts["checks"] += 1
-        if before is not None and self.ledger.restored.get(first, before.step) != before.step:
-            raise Damage(f"job {first} went on from {self.ledger.restored[first]}, and {before} was the newest")
-        self._newest = there[0] if there else None
+        went_on = self.ledger.restored.get(first)
+        if before is not None and not this.misread and went_on not in (None, before.step):
+            raise Damage(f"job {first} went on from {went_on}, and {before} was the newest")
+        self._newest = max((made for each in there for made in each), key=lambda made: made.age, default=None)
         if calm:
+            self._all_promoted(*there)
             self._died = 0
             self.counts["tidy checks"] += 1
+
+    def _all_promoted(self, near: list[Made], far: list[Made] | None = None) -> None:
+        """Insist that the far root has all that it is to keep."""
+        if far is None:
+            return
+        wanted, _ = kept([*near, *self.ledger.promoted.values(), *far])
+        if lacking := wanted & set(near) - set(far):
+            raise Damage(f"{lacking} were not promoted, and the job has ended well")
 
 
 def _words(running: Running) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.events import Event, PromotionFinished
 from shardkeep.manage.seams import Seams
-from tests.soak.contents import TENSORS, bits, keys, loss, part
+from tests.soak.contents import KEY, bits, keys, kinds_of, loss, part
+from tests.soak.places import glance
 from tests.soak.rough import JumpyClock, Luck, RoughRoot, wrong_clock
 
 KEEP_LAST = 3
@@ -46,6 +48,15 @@ class Plan:
     jumps: bool = False
     """Whether its clocks do."""
     keep_hours: float | None = None
+    promote_to: str = ""
+    """A second root."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """How roots in a bucket are opened: by way of a network that may fail."""
+    direct: dict[str, Any] = field(default_factory=dict)
+    """How to look at them without it."""
+    codecs: Any = None
+    bulk: bool = False
+    """Whether a tensor is so large that it is uploaded in parts."""
 
     @property
     def rough(self) -> bool:
@@ -103,6 +114,11 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
             f"{plan.seed} disk {rank}", rate=plan.rate, dies_at=dies_at, told=lambda kind: log("fault", kind=kind)
         )
         root = RoughRoot(plan.root, luck)
+    elif root.startswith("s3://"):
+        root = sk.open_place(root, **plan.options)
+    more: dict[str, Any] = {"codecs": plan.codecs} if plan.codecs else {}
+    if plan.promote_to:
+        more |= {"promote_to": sk.open_place(plan.promote_to, **plan.options), "on_event": _note(plan, rank, log)}
     plain = Seams(lease_s=LEASE_S, sleep=lambda s: time.sleep(min(s, 0.005)) if plan.rough else time.sleep(s))
     with (
         wrong_clock(clock),
@@ -118,8 +134,14 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
             max_in_flight=plan.max_in_flight,
             takeover=plan.takeover,
             on_error=lambda error: log("failed", error=type(error).__name__, text=str(error)[:600]),
-            options=sk.Options(io_threads=2, host_budget_bytes=8 << 20, timeout_s=plan.timeout_s),
+            options=sk.Options(
+                io_threads=2,
+                host_budget_bytes=(32 if plan.bulk else 8) << 20,
+                timeout_s=plan.timeout_s,
+                keys=sk.KeyRing.from_text(KEY),
+            ),
             seams=Seams(**{**vars(plain), "now": clock.now}) if clock else plain,
+            **more,
         ) as ckpt,
     ):
         try:
@@ -131,7 +153,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
 
 
 def _train(plan: Plan, ckpt: sk.Checkpointer, rank: int, size: int, log: Log) -> None:
-    state = _blank(rank, size)
+    state = _blank(rank, size, bulk=plan.bulk)
     restored = ckpt.restore_latest(state)
     if restored is not None:
         _insist_exact(state, restored, rank, size)
@@ -163,20 +185,46 @@ def _acknowledge_ended(plan: Plan, open_saves: dict[int, sk.SaveHandle[sk.SaveRe
 
 def _acknowledge(plan: Plan, step: int, report: sk.SaveReport, log: Log) -> None:
     """Write down that a checkpoint is durable, for good, and what its record says of its age."""
-    try:
-        record = json.loads((Path(plan.root) / f"step-{step}" / "shardkeep.json").read_bytes())
-    except FileNotFoundError:  # a rival may have deleted it
-        record = {}
-    meta = record["meta"] if record.get("save_id") == report.save_id else {}
-    timeline = meta.get("timeline", 0) if meta else None
-    began = meta.get("timeline_began_after")
-    log("ack", sure=True, step=step, job=plan.job, save_id=report.save_id, timeline=timeline, began=began)
+    record = _record(plan, plan.root, step)
+    about = _age(record) if record.get("save_id") == report.save_id else {"timeline": None, "began": None}
+    log("ack", sure=True, step=step, job=plan.job, save_id=report.save_id, **about)
 
 
-def _blank(rank: int, size: int) -> dict[str, Any]:
+def _note(plan: Plan, rank: int, log: Log) -> Callable[[Event], None]:
+    """Have rank 0 write down what was promoted."""
+
+    def hear(event: Event) -> None:
+        if rank == 0 and isinstance(event, PromotionFinished) and event.step is not None:
+            record = _record(plan, plan.promote_to, event.step)
+            if record:
+                log(
+                    "promoted",
+                    sure=True,
+                    step=event.step,
+                    save_id=record["save_id"],
+                    by=record["meta"]["job"],
+                    **_age(record),
+                )
+
+    return hear
+
+
+def _record(plan: Plan, root: str, step: int) -> dict[str, Any]:
+    """Read what a commit record says; nothing where there is none: a rival may have deleted it."""
+    data = glance(root, plan.direct, f"step-{step}", "shardkeep.json")
+    return json.loads(data) if data else {}
+
+
+def _age(record: dict[str, Any]) -> dict[str, Any]:
+    meta = record["meta"]
+    return {"timeline": meta.get("timeline", 0), "began": meta.get("timeline_began_after")}
+
+
+def _blank(rank: int, size: int, *, bulk: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"job": 0, "step": 0, "model": {}, "optim": {}}
-    for key, first, second in keys():
-        kind = TENSORS[key]
+    kinds = kinds_of(bulk=bulk)
+    for key, first, second in keys(bulk=bulk):
+        kind = kinds[key]
         where = part(kind, rank, size)
         local = torch.zeros([each.stop - each.start for each in where], dtype=getattr(torch, kind.dtype))
         offsets = [each.start for each in where]
@@ -195,13 +243,13 @@ def _local(value: Any) -> torch.Tensor | None:
 
 
 def _mine(key: str, job: int, step: int, rank: int, size: int) -> torch.Tensor:
-    found = bits(key, job, step)[part(TENSORS[key], rank, size)]
+    found = bits(key, job, step)[part(kinds_of(bulk=True)[key], rank, size)]
     return torch.from_numpy(found.copy())
 
 
 def _fill(state: dict[str, Any], job: int, step: int, rank: int, size: int) -> None:
     state.update(job=job, step=step)
-    for key, first, second in keys():
+    for key, first, second in keys(bulk="x" in state["model"]):
         if (local := _local(state[first][second])) is not None:
             wanted = _mine(key, job, step, rank, size)
             local.copy_(wanted.view(local.dtype).reshape(local.shape))
@@ -210,7 +258,7 @@ def _fill(state: dict[str, Any], job: int, step: int, rank: int, size: int) -> N
 def _insist_exact(state: dict[str, Any], step: int, rank: int, size: int) -> None:
     if state["step"] != step:
         raise Inexact(f"step {step} was restored, with the values of {state['step']}")
-    for key, first, second in keys():
+    for key, first, second in keys(bulk="x" in state["model"]):
         if (local := _local(state[first][second])) is not None:
             wanted = _mine(key, state["job"], step, rank, size)
             if not torch.equal(local.contiguous().view(torch.uint8).reshape(wanted.shape), wanted):

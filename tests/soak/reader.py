@@ -1,5 +1,6 @@
 """
-Reads a checkpoint as docs/format.md says, with json, the safetensors library, xxhash and msgpack alone.
+Reads a checkpoint as docs/format.md says, with json, the safetensors library, xxhash and msgpack alone; what is coded by
+way of `decoding`.
 
 Nothing of shardkeep is used here: what reads its own mistakes back would find nothing wrong with them.
 """
@@ -12,25 +13,22 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import safetensors.torch
 import torch
 import xxhash
-from safetensors import safe_open
 
-from tests.soak.contents import TENSORS, Bits
+from tests.soak.contents import Bits, Kind
+from tests.soak.decoding import Chain, digest, insist, insist_signed
+from tests.soak.places import Ground
 
 RECORD = "shardkeep.json"
 _SEAM = b',\n  "checksum":'
 _NAMED = re.compile(r"(?P<key>[^\[\]]+)(?:\[(?P<box>[0-9:,]+)\])?")
 _NUMBERS = {"|u1": "u1", "<u2": "<u2", "<u4": "<u4", "<u8": "<u8", "<i8": "<i8"}
-
-
-class Broken(Exception):
-    """A checkpoint is not what its format promises."""
 
 
 @dataclass(frozen=True)
@@ -47,87 +45,109 @@ class Found:
     tensors: dict[str, Bits]
 
 
-def digest(data: bytes | memoryview) -> str:
-    """Write the digest of some bytes as the format does."""
-    return f"xxh3_128:{xxhash.xxh3_128(data).hexdigest()}"
+class _Place:
+    """Where a checkpoint is."""
+
+    def __init__(self, ground: Ground, name: str) -> None:
+        self._ground = ground
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"{self._ground.url}/{self._name}"
+
+    def get(self, name: str) -> bytes:
+        data = self._ground.get(self._name, name)
+        insist(data is not None, f"{self}: {name} is missing")
+        return data or b""
+
+    def plain(self, entry: dict[str, Any], chains: list[Chain]) -> bytes:
+        """Read a file that the record names, and undo its codecs."""
+        data, chain = self.get(entry["name"]), entry.get("chain")
+        if chain is not None:
+            return chains[chain].plain(data, entry)
+        insist(len(data) == entry["nbytes"], f"{self}: {entry['name']} has {len(data)} bytes, not {entry['nbytes']}")
+        return data
 
 
-def insist(fine: object, what: str) -> None:
-    """Say what is broken, unless all is fine."""
-    if not fine:
-        raise Broken(what)
-
-
-def record_in(place: Path) -> dict[str, Any] | None:
-    """Read a commit record; None where there is none. Without one there is no checkpoint."""
-    try:
-        data = (place / RECORD).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+def _record_of(data: bytes, name: str) -> dict[str, Any]:
+    """Check a commit record, and read it."""
     body, seam, rest = data.rpartition(_SEAM)
-    insist(seam and rest == f' "{digest(body)}"\n}}\n'.encode(), f"{place}: the record's digest is wrong")
+    insist(seam and rest == f' "{digest(body)}"\n}}\n'.encode(), f"{name}: the record's digest is wrong")
     record: dict[str, Any] = json.loads(data)
-    insist(record["format"] == "shardkeep" and record["version"] == 1, f"{place}: what version?")
+    coded = record.get("chains") or any("blocks" in entry for entry in record["files"])
+    insist(record["format"] == "shardkeep" and record["version"] == (2 if coded else 1), f"{name}: what version?")
     return record
 
 
-def read(place: Path) -> Found | None:
+def read(ground: Ground, name: str, kinds: dict[str, Kind]) -> Found | None:
     """
-    Read a checkpoint, and check every byte of it; None where there is none.
+    Read the checkpoint of a place, which must have these tensors, and check every byte of it; None where there is none.
 
     Raises:
         Broken: there is one, and something is wrong with it.
 
     """
-    record = record_in(place)
-    if record is None:
+    data, place = ground.get(name, RECORD), _Place(ground, name)
+    if data is None:
         return None
-    index = _blob(place, record["index"])
-    insist(digest(index) == record["index"]["checksum"], f"{place}: the index's digest is wrong")
-    pieces = [piece for entry in record["files"] for piece in _pieces(place, entry, record["save_id"])]
+    record = _record_of(data, str(place))
+    chains = [Chain(each) for each in record.get("chains", ())]
+    insist_signed(data, chains, str(place))
+    index = place.plain(record["index"], chains)
+    insist(
+        _checksum(index, record["index"], chains) == record["index"]["checksum"],
+        f"{place}: the index's digest is wrong",
+    )
+    pieces = [piece for entry in record["files"] for piece in _pieces(place, entry, record["save_id"], chains)]
+    entries = [record["index"], *record["files"]]
     return Found(
         save_id=record["save_id"],
         step=record["step"],
         meta=record["meta"],
-        files=frozenset({RECORD, record["index"]["name"], *(entry["name"] for entry in record["files"])}),
-        nbytes=len(index) + sum(entry["nbytes"] for entry in record["files"]),
+        files=frozenset({RECORD, *(e["name"] for e in entries), *(e["blocks"] for e in entries if "blocks" in e)}),
+        nbytes=sum(entry["nbytes"] for entry in entries),
         values=_values(index),
-        tensors=_assembled(place, pieces),
+        tensors=_assembled(place, pieces, kinds),
     )
 
 
-def _blob(place: Path, entry: dict[str, Any]) -> bytes:
-    try:
-        data = (place / entry["name"]).read_bytes()
-    except FileNotFoundError:
-        raise Broken(f"{place}: {entry['name']} is missing") from None
-    insist(len(data) == entry["nbytes"], f"{place}: {entry['name']} has {len(data)} bytes, not {entry['nbytes']}")
-    return data
+def _checksum(data: bytes | memoryview, entry: dict[str, Any], chains: list[Chain]) -> str:
+    chain = entry.get("chain")
+    return digest(data) if chain is None else chains[chain].checksum(data)
 
 
-def _pieces(place: Path, entry: dict[str, Any], save_id: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _pieces(
+    place: _Place, entry: dict[str, Any], save_id: str, chains: list[Chain]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Check a data file, block by block, and give the tensors in it as the safetensors library reads them."""
-    data, path = memoryview(_blob(place, entry)), place / entry["name"]
+    whole = place.plain(entry, chains)
+    data, path = memoryview(whole), f"{place}/{entry['name']}"
     start, size = entry["header_nbytes"], entry["block_nbytes"]
-    insist(digest(data[:start]) == entry["checksum"], f"{path}: the header's digest is wrong")
-    with safe_open(path, "pt") as file:
-        about = file.metadata()
-        insist(about["shardkeep.save_id"] == save_id, f"{path}: is of another save")
-        blocks = b"".join(xxhash.xxh3_128(data[at : at + size]).digest() for at in range(start, len(data), size))
-        insist(base64.b64decode(about["shardkeep.blocks"]) == blocks, f"{path}: a block's digest is wrong")
-        for name in file.keys():  # noqa: SIM118 - no dict
-            yield name, file.get_tensor(name)
+    blocks = b"".join(xxhash.xxh3_128(data[at : at + size]).digest() for at in range(start, len(data), size))
+    about = json.loads(whole[8:start])["__metadata__"]
+    insist(about["shardkeep.save_id"] == save_id, f"{path}: is of another save")
+    if "blocks" in entry:
+        apart = place.get(entry["blocks"])
+        insist(digest(apart) == entry["checksum"], f"{path}: the digest of its digests is wrong")
+        head = xxhash.xxh3_128(data[:start]).digest()
+        insist(apart[:8] == b"SKBLOCK1" and apart[8:24] == head, f"{path}: the header's digest is wrong")
+        said = apart[24:]
+    else:
+        insist(_checksum(data[:start], entry, chains) == entry["checksum"], f"{path}: the header's digest is wrong")
+        said = base64.b64decode(about["shardkeep.blocks"])
+    insist(said == blocks, f"{path}: a block's digest is wrong")
+    yield from safetensors.torch.load(whole).items()
 
 
-def _assembled(place: Path, pieces: list[tuple[str, torch.Tensor]]) -> dict[str, Bits]:
+def _assembled(place: _Place, pieces: list[tuple[str, torch.Tensor]], kinds: dict[str, Kind]) -> dict[str, Bits]:
     """Put parts together, and insist that they tile every tensor."""
-    whole = {key: np.zeros((*kind.shape, kind.nbytes), np.uint8) for key, kind in TENSORS.items()}
-    times = {key: np.zeros(kind.shape, np.int64) for key, kind in TENSORS.items()}
+    whole = {key: np.zeros((*kind.shape, kind.nbytes), np.uint8) for key, kind in kinds.items()}
+    times = {key: np.zeros(kind.shape, np.int64) for key, kind in kinds.items()}
     for name, tensor in pieces:
         named = _NAMED.fullmatch(name)
-        insist(named and named["key"] in TENSORS, f"{place}: there is a tensor {name!r}")
+        insist(named and named["key"] in kinds, f"{place}: there is a tensor {name!r}")
         assert named is not None
-        kind = TENSORS[named["key"]]
+        kind = kinds[named["key"]]
         insist(str(tensor.dtype) == f"torch.{kind.dtype}", f"{place}: {name} is of {tensor.dtype}")
         box = named["box"] or ",".join(f"0:{n}" for n in kind.shape)
         at = tuple(slice(*map(int, each.split(":"))) for each in box.split(","))

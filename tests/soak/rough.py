@@ -15,6 +15,7 @@ from typing import Any
 
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.layout import leftovers, native
+from shardkeep.store import uploads
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.store.protocol import BlobInfo, Store
 from shardkeep.testing.faulty_store import Fault, FaultyStore
@@ -171,6 +172,7 @@ def wrong_clock(clock: JumpyClock | None) -> Iterator[None]:
         (native, "time", clock),
         (native, "datetime", clock),
         (leftovers, "time", clock),
+        (uploads, "time", clock),
     ]
     before = [getattr(module, name) for module, name, _ in patched]
     for module, name, value in patched:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Chaos = Literal[
-    "calm", "rank", "rank at an operation", "writer", "machine", "machine at an operation", "disk", "clock", "rivals"
-]
+    "calm", "rank", "rank at an operation", "writer", "machine", "machine at an operation", "disk", "clock", "rivals",
+    "network", "near lost",
+]  # fmt: skip
+StoreKind = Literal["local", "s3", "tiers"]
+"""A disk; a bucket; or a disk, from which checkpoints are promoted to a bucket."""
 KINDS: tuple[Chaos, ...] = (
     "rank",
     "rank at an operation",
@@ -21,6 +24,17 @@ KINDS: tuple[Chaos, ...] = (
 )
 SHORT_KINDS: tuple[Chaos, ...] = (*KINDS, *KINDS[:3], *KINDS[:3], "machine at an operation")
 """Where there is little time: rather more kills."""
+S3_KINDS: tuple[Chaos, ...] = (
+    "rank",
+    "rank at an operation",
+    "machine",
+    "machine at an operation",
+    "writer",
+    "network",
+    "rivals",
+    "clock",
+)
+TIERS_KINDS: tuple[Chaos, ...] = (*S3_KINDS, "disk", "near lost")
 CALM_EVERY, SHORT_CALM_EVERY = 3, 4
 """Rounds; a calm job tidies up what the others left."""
 
@@ -47,6 +61,15 @@ class Round:
     takeover: bool = False
     """Whether the second of two rivals takes the root over."""
     rival_world: int = 1
+    network: dict[str, Any] = field(default_factory=dict)
+    """What goes wrong between the ranks and a bucket; nothing at all if it is empty."""
+    at_request: int | None = None
+    """After how many requests to the bucket somebody is killed, if not by a disk's operation or by time."""
+
+    @property
+    def misread(self) -> bool:
+        """Whether what comes from the bucket may be something else than what is there."""
+        return bool(self.network.get("misread"))
 
 
 def round_of(seed: int, number: int, *, short: bool) -> Round:
@@ -91,6 +114,62 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
         store_on=dice.choice(["parent", "parent", "rank0"]),
         takeover=dice.random() < 0.6,
         rival_world=dice.choice([1, 2]),
+    )
+
+
+def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) -> Round:
+    """Decide what happens in a round of jobs that save to a bucket, or promote to one; the same for the same seed."""
+    dice = random.Random(f"{seed} {number} {store}")
+    every = SHORT_CALM_EVERY if short else CALM_EVERY
+    calm, count, near = number % every == 0, number - 1 - (number - 1) // every, store == "tiers"
+    chaos: Chaos = "calm" if calm else _in_turn(seed, count, TIERS_KINDS if near else S3_KINDS)
+    world = dice.choice([1, 2, 2] if short else [1, 2, 2, 3, 4])
+    victim, alone = dice.randrange(world), dice.random() < 0.15
+    how: dict[str, Any] = {
+        "asynchronous": chaos == "writer" or dice.random() < 0.8,
+        "writer": "process" if chaos == "writer" or dice.random() < 0.1 else "thread",
+        "max_in_flight": dice.choice([1, 1, 2]),
+        "codecs": dice.choice(
+            [None, None, ["float"], ["aes"], ["float", "aes"], {"model": ["zstd"], "optim": ["aes"]}]
+        ),
+        "timeout_s": 3.0 if alone and chaos.startswith("rank") else 30.0,
+    }
+    network: dict[str, Any] = {"rate": 0.0, "storm": False, "misread": False, "at_part": None}
+    at_request = None
+    if chaos.endswith("at an operation"):
+        if near and dice.random() < 0.3:
+            how["dies_at"] = victim, dice.randrange(400)
+        elif dice.random() < 0.5:
+            network["at_part"] = dice.randrange(4)
+        else:
+            at_request = dice.randrange(20, 200)
+    if chaos == "network" or (not calm and dice.random() < 0.25):
+        network |= {
+            "rate": dice.choice([0.01, 0.03, 0.1]),
+            "storm": dice.random() < 0.4,
+            "misread": dice.random() < 0.3,
+        }
+    if chaos == "disk":
+        how["rate"] = dice.choice([0.002, 0.01, 0.05])
+    if how.get("rate") or how.get("dies_at"):
+        how["writer"] = "thread"  # another process writes to a plain store
+    if chaos == "clock":
+        how |= {"jumps": True, "keep_hours": 0.001}
+    return Round(
+        number=number,
+        chaos=chaos,
+        world=world,
+        steps=dice.randrange(3, 6) if calm else dice.randrange(4, 8 if short else 15),
+        how=how,
+        victim=victim,
+        after_steps=dice.choice([0, 1, 1, 3]),
+        after_s=dice.uniform(0.0, 0.3),
+        orphans_s=None if alone else dice.uniform(0.0, 0.2),
+        store_on=dice.choice(["parent", "parent", "rank0"]),
+        takeover=dice.random() < 0.6,
+        rival_world=dice.choice([1, 2]),
+        network=network,
+        at_request=at_request,
     )
 
 

@@ -12,10 +12,11 @@ import torch
 
 import shardkeep as sk
 from tests.soak.checker import Checker, Damage
-from tests.soak.contents import bits
+from tests.soak.contents import TENSORS, bits
 from tests.soak.driver import Soak
 from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
+from tests.soak.places import Folder
 from tests.soak.rounds import KINDS, SHORT_CALM_EVERY, round_of
 
 SEED = 2
@@ -30,7 +31,7 @@ def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with Soak(tmp_path, SEED, short=True) as soak:
         for number in range(ROUNDS + 1):
             soak.round(number)
-        soak.checker.check(tidy=True, afresh=True)
+        soak.check_all()
         with capsys.disabled():
             print(f"\n{soak.summary()}")
         assert sum(soak.kills.values()) >= KILLS
@@ -145,7 +146,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_checker_finds(tmp_path: Path, healthy: Path, do: Callable[[Path], None], said: str) -> None:
     """Whatever is broken, lost or left over is found; before that, all is well."""
     root = shutil.copytree(healthy / "root", tmp_path / "root")
-    checker = Checker(root, Ledger(healthy / "logs"))
+    checker = Checker(Folder(root), Ledger(healthy / "logs"), TENSORS)
     assert checker.check(tidy=True)[0].step == 8
     do(root)
     with pytest.raises(Damage, match=said):
