@@ -50,7 +50,7 @@ class TwoRoots(RuleBasedStateMachine):
         """Roots and saves in it that are damaged."""
         self.ckpt: Any = None
         self.begun = False
-        """Whether this job has saved: before, it has to see all that is in both roots."""
+        """Whether this job has saved since it restored: before, it has to see all that is in both roots."""
         self.at = 0
 
     @initialize(keep=st.sampled_from([None, 1, 2]), far_keep=st.sampled_from([None, 1, 3]), required=st.booleans())
@@ -150,7 +150,7 @@ class TwoRoots(RuleBasedStateMachine):
             step, state = whole[pick % len(whole)], state_of(0)
             self.ckpt.restore(step, state)
             self.check_restored(step, state)
-            self.at = step
+            self.at, self.begun = step, False
 
     def restore(self) -> None:
         state, self.at = state_of(0), 0

@@ -164,10 +164,6 @@ class Promoting:
             self.house.survey()
             self._swept = True
             self._half = set(self._to_come)  # by an earlier job, perhaps
-        # Deleted or replaced in the near root meanwhile, or damaged there: nobody goes on with what was copied of it.
-        for name in self._half - self._to_come:
-            self.house.sweep_at(name)
-            self._half.discard(name)
         for entry in wanted:
             self._near_in_use.begin(entry.name)
             self._standing.callback(self._near_in_use.end, entry.name)
@@ -175,10 +171,19 @@ class Promoting:
             data = self._record_of(entry)
             if data is None:
                 self._standing.close()
+                self._to_come.discard(entry.name)
                 continue
+            self._sweep_half()  # before room is looked for
             self._prepare(entry, self._far.root.place(entry.name))
             return msgspec.msgpack.encode(Order(name=entry.name, step=entry.step, record=data))
+        self._sweep_half()
         return b""
+
+    def _sweep_half(self) -> None:
+        """Remove what was copied of near checkpoints that went, were replaced, or are damaged: nobody goes on with it."""
+        for name in self._half - self._to_come:
+            self.house.sweep_at(name)
+            self._half.discard(name)
 
     def _record_of(self, entry: Entry) -> bytes | None:
         try:
