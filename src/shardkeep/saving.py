@@ -32,14 +32,15 @@ from shardkeep.run.phases import WORK_OF_SAVES, Phases, find_slowest
 from shardkeep.run.reports import SaveReport
 from shardkeep.run.save_call import Label, SaveCall
 from shardkeep.run.telling import SaveTelling
-from shardkeep.run.workers import window_for
+from shardkeep.run.workers import divide_for
 from shardkeep.run.write import write_files
 from shardkeep.run.writer_hold import writer_hold
 from shardkeep.stage.pieces import take_pieces
 from shardkeep.stage.pinned import staging_memory
 from shardkeep.stage.step_gates import step_gates
 from shardkeep.state.devices import settle
-from shardkeep.store.protocol import Store, requests_of
+from shardkeep.store.giving_up import Hope
+from shardkeep.store.protocol import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -122,10 +123,11 @@ def save(
         settle(call.description.pieces)
         coding = call.coding(orders)
         jobs = make_jobs(call.description, orders)
-        threads, window = window_for(requests_of(call.store, options.io_threads), options.host_budget_bytes)
+        shares = divide_for(call.store, options.io_threads, options.host_budget_bytes, coded=bool(coding.chains))
         nbytes = sum(job.nbytes for job in jobs)
         store = counted(coding.over(call.store), telling, nbytes)
-        write_files(store, jobs, threads=threads, window_nbytes=window)
+        with Hope(room=shares.room).held():
+            write_files(store, jobs, threads=shares.threads, window_nbytes=shares.window_nbytes)
         telling.written(nbytes)
         return [coding.entry_of(job) for job in jobs]
 
@@ -255,7 +257,9 @@ def async_save(
 
     def carry_out() -> SaveReport:
         with made:
-            outcome = background.carry_out()
+            shares = divide_for(call.store, options.io_threads, options.host_budget_bytes, coded=codecs is not None)
+            with Hope(room=shares.room, wanted=handle.wanted).held():
+                outcome = background.carry_out()
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if background.must_wait else blocked_s

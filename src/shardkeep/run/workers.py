@@ -7,11 +7,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from contextvars import copy_context
+from typing import NamedTuple, TypeVar
 
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, SaveCancelled
+from shardkeep.format.frames import FRAME_NBYTES
+from shardkeep.layout.frame_writer import BATCH
 from shardkeep.options import cores, local_ranks
 from shardkeep.store.aligned import aligned_buffer
+from shardkeep.store.giving_up import hope_held
+from shardkeep.store.object_parts import Room, part_nbytes_of
+from shardkeep.store.protocol import requests_of
 
 T = TypeVar("T")
 
@@ -20,17 +26,92 @@ WINDOW_NBYTES = 8 << 20
 MIN_WINDOW_NBYTES = 1 << 20
 ACCELERATOR_WINDOW_NBYTES = 16 << 20
 """One copy to an accelerator: twice as large, as each also costs turns at the interpreter's lock."""
+_ENOUGH_THREADS = 8
+"""Where most of them work rather than wait: larger windows are better then than more of them."""
+_LOOK_S = 0.5
 
 
-def window_for(threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES) -> tuple[int, int]:
+def window_for(
+    threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES, *, coded: bool = False
+) -> tuple[int, int]:
+    """Return how many threads to use, and how large a window each may have: `divide` for what goes on as it comes."""
+    return divide(threads, budget_nbytes, window, coded=coded)[:2]
+
+
+class Division(NamedTuple):
+    """How a budget of memory is spent."""
+
+    threads: int
+    window_nbytes: int
+    """Of each thread."""
+    room_nbytes: int
+    """For what a store copies on the way; beyond it each open file has one part, which is counted already."""
+
+    @property
+    def room(self) -> Room | None:
+        """A new one; None where a store copies nothing that would have to be bounded."""
+        return Room(self.room_nbytes) if self.room_nbytes else None
+
+
+def divide(
+    threads: int,
+    budget_nbytes: int,
+    window: int = WINDOW_NBYTES,
+    *,
+    coded: bool = False,
+    part_nbytes: int = 0,
+) -> Division:
     """
-    Return how many threads to use, and how large a window each may have, up to `window`, within a budget.
+    Divide a budget: fewer threads, and smaller windows, where it is small; one thread and a small window at the least.
 
-    Each thread may hold two windows: its own buffer, and one the store reads or writes through.
+    Args:
+        threads: how many there may be.
+        budget_nbytes: memory for all of them together.
+        window: the largest one.
+        coded: bytes go through codecs.
+        part_nbytes: what a store keeps of each open file until it can be sent; 0: bytes go on as they come.
+
     """
-    while window > MIN_WINDOW_NBYTES and 2 * window * threads > budget_nbytes:
-        window //= 2
-    return max(1, min(threads, budget_nbytes // (2 * window))), window
+
+    def held(count: int, nbytes: int) -> int:
+        """Say what so many threads with such windows hold, but for the room."""
+        each = nbytes + (_codec_nbytes(nbytes) if coded else 0)
+        if not part_nbytes:
+            return count * (each + nbytes)  # the store may read or write through one of its own
+        # Each may be putting a part of another file together, and one of these is in the room.
+        return count * each + (count - 1) * part_nbytes
+
+    # What is cut otherwise than by windows is copied, and sent from there; all else is sent from windows themselves.
+    copied = coded or part_nbytes > window
+
+    def fitting(nbytes: int) -> int:
+        """Say how many threads fit with such windows."""
+        counts = range(threads, 0, -1)
+        rooms = ((count if copied else 1) * part_nbytes for count in counts)
+        return next((n for n, room in zip(counts, rooms, strict=True) if held(n, nbytes) + room <= budget_nbytes), 0)
+
+    sizes = [window]
+    while sizes[-1] > MIN_WINDOW_NBYTES:
+        sizes.append(max(MIN_WINDOW_NBYTES, sizes[-1] // 2))
+    enough = threads
+    if part_nbytes:
+        # A window that is a part is sent without being copied: better few of these than many small ones.
+        enough = min(threads, _ENOUGH_THREADS) if copied else 1
+    size = next((each for each in sizes if fitting(each) >= enough), None) or max(sizes, key=fitting)
+    if not (count := fitting(size)):
+        count, size = 1, MIN_WINDOW_NBYTES
+    room = min(budget_nbytes - held(count, size), threads * part_nbytes)
+    return Division(count, size, max(part_nbytes, room))
+
+
+def divide_for(store: object, threads: int, budget_nbytes: int, *, coded: bool) -> Division:
+    """Divide a budget among those who write files to a store: it says how many requests it likes, and of which size."""
+    return divide(requests_of(store, threads), budget_nbytes, coded=coded, part_nbytes=part_nbytes_of(store))
+
+
+def _codec_nbytes(window: int) -> int:
+    """Say what a thread holds beyond a window while its frames go through codecs: them twice, and some to work in."""
+    return 2 * min(window, BATCH * FRAME_NBYTES) + 2 * FRAME_NBYTES
 
 
 class Consequence(CheckpointError):
@@ -56,7 +137,11 @@ def run_workers(
     than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
     the exception of the first is raised. `stop` is then set, or when the caller is interrupted: long work should look at
     it. What cannot is told by `on_stop`, which must neither wait nor raise, and may be called more than once.
+
+    Threads work on the terms that the caller holds (`store.giving_up`): these are given up with the first failure, and
+    when nobody wants the blobs any more, which is a `SaveCancelled`.
     """
+    hope = hope_held()
     queue = iter(tasks)
     lock = threading.Lock()
     stop = stop or threading.Event()
@@ -93,13 +178,18 @@ def run_workers(
 
     def give_up() -> None:
         stop.set()
+        if hope is not None:
+            hope.give_up()
         if on_stop is not None:
             on_stop()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
-            futures = [pool.submit(worker) for _ in range(threads)]
-            wait(futures)
+            futures = [pool.submit(copy_context().run, worker) for _ in range(threads)]
+            while wait(futures, None if hope is None else _LOOK_S).not_done:
+                if hope is not None and not hope.wanted() and not stop.is_set():
+                    failed.insert(0, SaveCancelled("it was cancelled while its files were written"))
+                    give_up()
         except BaseException:
             give_up()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
             raise

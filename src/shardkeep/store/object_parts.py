@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from shardkeep.store.protocol import is_sequential
+
 
 class Room:
-    """Memory for parts that are copied; all uploads to a bucket share it. Counted in bytes: parts grow with their blob."""
+    """Memory for bytes that are copied on their way; those who share it count together, in bytes."""
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
+        """All of it."""
         self._taken = 0
         self._changed = threading.Condition()
 
@@ -26,7 +29,7 @@ class Room:
         """Return memory, which counts as long as it lives; None where there is no room, unless there must be."""
         memory = np.empty(nbytes, np.uint8)
         with self._changed:
-            if self._taken + nbytes > self._nbytes and not must:
+            if self._taken + nbytes > self.nbytes and not must:
                 return None
             self._taken += nbytes
         weakref.finalize(memory, self._give_back, nbytes).atexit = False
@@ -41,6 +44,20 @@ class Room:
         with self._changed:
             self._taken -= nbytes
             self._changed.notify_all()
+
+
+PART_NBYTES = 8 << 20
+"""What a store that takes bytes in order is taken to keep of an open blob, where it does not say."""
+
+
+def part_nbytes_of(store: object) -> int:
+    """Say how much a store keeps of each open blob until it can be sent: a part; 0 where bytes go on as they come."""
+    if not is_sequential(store):
+        return 0
+    while (inner := getattr(store, "inner", None)) is not None:  # one that tries again, or counts
+        store = inner
+    manners = getattr(getattr(store, "bucket", None), "manners", None)
+    return int(getattr(manners, "part_bytes", PART_NBYTES))
 
 
 class Building:

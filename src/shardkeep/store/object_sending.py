@@ -4,7 +4,9 @@ An upload in parts: a thread hands them to the library in order, which sends sev
 A part that one write brings whole is sent from the writer's own memory, and is waited for until the library has let go
 of it; pieces of parts are copied together. What comes before its turn waits for what is missing, for a moment, and is
 then copied too: a thread that writes in some order of its own cannot wait for itself. All uploads to a bucket share the
-room for copies; beyond it, each has one part that is put together or sent, and those behind a gap.
+room for copies, or all on the same terms do (`giving_up.Hope`); beyond it, each has one part that is put together or
+sent, and those behind a gap. Terms with a room of their own promise that parts come nearly in order: there, what is
+early waits long before it is copied beyond that room.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import copy
-from shardkeep.store.giving_up import hope_held
+from shardkeep.store.giving_up import GIVEN_UP, aside, hope_held, unless_lost
 from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
@@ -30,6 +34,8 @@ from shardkeep.store.retrying import TRANSIENT
 
 _PATIENCE_S = 0.1
 """For what is missing before a part; other threads are a window behind, not more."""
+_LONG_PATIENCE_S = 5.0
+"""For it, where there is no room left and parts were promised nearly in order."""
 _LOOK_S = 0.5
 _LONGEST_S = 10.0
 
@@ -59,6 +65,8 @@ class Upload:
         self._in_vain = -1
         """The part for which a copy behind it waited longer than that."""
         self._thread: threading.Thread | None = None
+        self._request: Future[None] | None = None
+        """The one that puts all of it."""
         self._end: int | None = None
         self._failure: StorageError | None = None
         self._doubt: StorageError | None = None
@@ -68,7 +76,11 @@ class Upload:
         self._failed_s = math.inf
         self._given_up = self._left = False
         """Whether others failed, and nobody waits for this any more."""
-        if (hope := hope_held()) is not None:
+        self.hope = hope = hope_held()
+        """On which terms it is made, if there are any."""
+        self._in_order = hope is not None and hope.room is not None
+        self._room = bucket.room if hope is None or hope.room is None else hope.room
+        if hope is not None:
             hope.tell(self.give_up)
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -105,6 +117,31 @@ class Upload:
             self._insist()
         return None
 
+    def put(self, send: Callable[[], None]) -> None:
+        """Let a blob of one part be sent in one request, which is waited for no longer than there is hope."""
+        # Until it is known that it is not: an answer may be lost, or waiting for it be cut short.
+        self.may_appear = True
+
+        def sent() -> None:
+            try:
+                send()
+            except StorageError as error:
+                self.may_appear = error.errno != errno.EEXIST  # that one is somebody else's
+                raise
+            finally:
+                self._remove_if_left()
+
+        if self.hope is None:
+            sent()
+            return
+        self._request = request = aside(sent, f"put {self._name}")
+        while self._failure is None and not request.done():
+            wait([request], _LOOK_S)
+        if request.done():
+            request.result()
+        with self._state:
+            self._insist()
+
     def cancel(self) -> None:
         """End it without an object, if that can be; never raises."""
         self.fail(self.error("was abandoned", None, errno.ECANCELED))
@@ -118,15 +155,36 @@ class Upload:
     def give_up(self) -> None:
         """Let everybody who waits raise, as other work failed, and `cancel` wait for a few seconds from now at most."""
         self._given_up = True
-        self.fail(self.error("was given up, as something else failed", None, errno.ECANCELED))
+        self.fail(self.error(GIVEN_UP, None, errno.ECANCELED))
 
     def remove(self) -> None:
-        """Delete the object, if that can be; never raises."""
+        """Delete the object, if that can be; never raises. What was given up is not waited for long."""
+        if not self._given_up:
+            self._delete()
+            return
+        wait([aside(self._delete, f"delete {self._name}")], _LONGEST_S)
+
+    def check_size(self, end: int) -> None:
+        """Insist that all of it arrived."""
+
+        def look() -> int:
+            with object_errors("cannot look at", self._url, self._name):
+                return int(obstore().head(self._bucket.client, self._path)["size"])
+
+        try:
+            found = unless_lost(look, f"{self._url}/{self._name}", self.hope)
+        except BlobNotFound:
+            self._is_not_there()
+            raise
+        if found != end:
+            raise self.error(f"{found} bytes arrived of {end}", None)
+
+    def _delete(self) -> None:
         with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
             obstore().delete(self._bucket.client, self._path)
 
-    def is_not_there(self) -> None:
-        """Raise why, if that is known; for those who have looked."""
+    def _is_not_there(self) -> None:
+        """Raise why, if that is known."""
         if self._doubt is not None:
             self.fail(self._doubt)
         with self._state:
@@ -161,7 +219,8 @@ class Upload:
 
     def _building(self, number: int) -> Building:
         """Return a part to copy into, when there is room for it."""
-        room, until = self._bucket.room, time.monotonic() + _PATIENCE_S
+        room, patience_s = self._room, _LONG_PATIENCE_S if self._in_order else _PATIENCE_S
+        until = time.monotonic() + patience_s
         while True:
             with self._state:
                 self._insist()
@@ -171,11 +230,12 @@ class Upload:
                     return building
                 # Copies that go by themselves make room in the end; for all else the caller itself may be waited for.
                 now, going, missing = time.monotonic(), self._going(), self._parts.missing()
-                until = now + _PATIENCE_S if going else until
+                until = now + patience_s if going else until
                 early = number > missing and missing != self._in_vain and now < until
                 memory = room.take(self._parts.nbytes_of(number), must=not going and not early)
                 if memory is not None:
-                    self._in_vain = missing if now >= until else self._in_vain
+                    if now >= until and not self._in_order:
+                        self._in_vain = missing
                     return self._parts.build(number, memory)
             room.wait(_PATIENCE_S)
 
@@ -194,17 +254,21 @@ class Upload:
 
     def _wait_for(self, lent: list[int]) -> None:
         """Wait until the library has let go of memory that is not ours."""
-        until = time.monotonic() + self._patience_s
+        began = time.monotonic()
         while lent := [number for number in lent if self._parts.waits(number) or number in self._held]:
             early = [number for number in lent if number > self._parts.missing()]
-            if not early or time.monotonic() < until:
-                self._pause(max(0.001, until - time.monotonic()) if early else _LOOK_S)
+            waited_s = time.monotonic() - began
+            if not early or waited_s < self._patience_s:
+                self._pause(max(0.001, self._patience_s - waited_s) if early else _LOOK_S)
                 continue
             self._patience_s = 0.0
-            for number in early:
-                self._copies.add(number)
-                self._parts.replace_by_copy(number, self._bucket.room.take(self._size, must=True))
-                lent.remove(number)
+            must = not self._in_order or waited_s > _LONG_PATIENCE_S
+            if (memory := self._room.take(self._size, must=must)) is None:
+                self._pause(_PATIENCE_S)
+                continue
+            self._copies.add(early[0])
+            self._parts.replace_by_copy(early[0], memory)
+            lent.remove(early[0])
         self._insist()
 
     def _pause(self, seconds: float = _LOOK_S) -> None:
@@ -230,10 +294,14 @@ class Upload:
                 self.fail(error)
         except BaseException as exc:  # noqa: BLE001 - raised where parts are written
             self.fail(self.error(f"cannot upload: {exc!r}", None, errno.EIO))
+        self._remove_if_left()
+
+    def _remove_if_left(self) -> None:
+        """Delete what came to be late, when it was to be none; if this process is gone, it is swept as its save is."""
         with self._state:
             left = self._left and self.may_appear
-        if left:  # it came to its end late, when it was to be none; if this process is gone, it is swept as its save is
-            self.remove()
+        if left:
+            self._delete()
 
     def _send(self) -> None:
         with object_errors("cannot upload", self._url, self._name):
@@ -283,11 +351,15 @@ class Upload:
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _join(self, until: float) -> None:
-        while self._thread is not None and self._is_sending() and time.monotonic() < until:
-            self._thread.join(_LOOK_S)  # in pieces: Ctrl-C gets through
+        while self._is_sending() and time.monotonic() < until:  # in pieces: Ctrl-C gets through
+            if self._thread is not None:
+                self._thread.join(_LOOK_S)
+            if self._request is not None:
+                wait([self._request], _LOOK_S)
 
     def _is_sending(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        by_thread = self._thread is not None and self._thread.is_alive()
+        return by_thread or (self._request is not None and not self._request.done())
 
     def _insist(self) -> None:
         """Raise what has gone wrong. To write again would not mend it, so it is no error that passes."""

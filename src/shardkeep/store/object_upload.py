@@ -6,13 +6,10 @@ A large one is uploaded in parts. One of one part is put in one request, only if
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
-from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import flat
-from shardkeep.store.object_client import Bucket, obstore
-from shardkeep.store.object_errors import object_errors
+from shardkeep.store.object_client import Bucket
 from shardkeep.store.object_sending import Upload
 from shardkeep.store.protocol import checked_end
 
@@ -24,8 +21,6 @@ class ObjectWriter:
         self, bucket: Bucket, path: str, *, url: str, name: str, nbytes: int, put: Callable[[memoryview], None]
     ) -> None:
         """Begin one; `put` stores a blob of one part, if there is none of that name."""
-        self._bucket = bucket
-        self._path = path
         self._url = url
         self._name = name
         self._nbytes = nbytes
@@ -48,9 +43,9 @@ class ObjectWriter:
         self._closed = True
         whole = self._upload.close(end)
         if whole is None:
-            self._check_size(end)
+            self._upload.check_size(end)
         else:
-            self._put_whole(whole)
+            self._upload.put(lambda: self._put(whole))
         self._over = True
 
     def abandon(self) -> None:
@@ -60,22 +55,3 @@ class ObjectWriter:
         self._upload.cancel()
         if self._upload.may_appear:
             self._upload.remove()
-
-    def _put_whole(self, data: memoryview) -> None:
-        # Until it is known that it is not: an answer may be lost, or waiting for it be cut short.
-        self._upload.may_appear = True
-        try:
-            self._put(data)
-        except StorageError as error:
-            self._upload.may_appear = error.errno != errno.EEXIST  # that one is somebody else's
-            raise
-
-    def _check_size(self, end: int) -> None:
-        try:
-            with object_errors("cannot look at", self._url, self._name):
-                found = obstore().head(self._bucket.client, self._path)["size"]
-        except BlobNotFound:
-            self._upload.is_not_there()
-            raise
-        if found != end:
-            raise self._upload.error(f"{found} bytes arrived of {end}", None)
