@@ -8,13 +8,16 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardkeep.errors import CheckpointError, StorageError, WrongSize
-from shardkeep.store.aligned import flat
+from shardkeep.store.aligned import copy, flat
 from shardkeep.store.files import storage_errors
+from shardkeep.store.giving_up import GIVEN_UP, hope_held
+from shardkeep.store.object_parts import Room
 from shardkeep.store.protocol import checked_end
 
 _NUMBERS = {
@@ -24,6 +27,9 @@ _NUMBERS = {
     TimeoutError: errno.ETIMEDOUT,
 }
 """Many raise these without a number."""
+_PATIENCE_S = 30.0
+"""For the next bytes, where there is no room for more that come after them."""
+_LOOK_S = 0.1
 _USER = re.compile(r"(?<=://)[^/\s]*@")
 
 
@@ -65,13 +71,21 @@ def _is_clean(exc: Exception) -> bool:
 
 
 class FsspecWriter:
-    """A new file, written from its beginning on; what comes early is kept in memory."""
+    """
+    A new file, written from its beginning on. What comes early is kept in memory, and waits where there is no room.
 
-    def __init__(self, fs: Any, path: str, url: str, name: str, nbytes: int) -> None:
+    Whoever brings the next bytes never waits. Where nobody does for long, early bytes are an error; but on terms that
+    promise them nearly in order (`giving_up.Hope`) they are taken all the same, as the next ones may wait for it.
+    """
+
+    def __init__(self, fs: Any, path: str, url: str, name: str, nbytes: int, *, room: Room) -> None:
+        """Begin one; `room` is for what comes early, unless the terms on which it is made have one."""
         self._fs, self._path, self._url, self._name, self._nbytes = fs, path, url, name, nbytes
-        self._lock = threading.Lock()
+        self._hope = hope = hope_held()
+        self._room = room if hope is None or hope.room is None else hope.room
+        self._state = threading.Condition()
         self._at = 0
-        self._early: dict[int, bytes] = {}
+        self._early: dict[int, Any] = {}
         self._open = True
         with fs_errors("cannot create", url, name):
             with suppress(Exception):  # object stores have no directories, and some say so
@@ -80,17 +94,49 @@ class FsspecWriter:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        with self._lock, fs_errors("cannot write", self._url, self._name, offset):
-            if not self._open or offset < 0 or offset + len(view) > self._nbytes:
-                raise self._invalid(f"{len(view)} bytes at offset {offset} do not fit an open blob of {self._nbytes}")
-            if view and offset < self._at:
-                raise self._invalid(f"the bytes at offset {offset} were written already")
-            if offset > self._at:
-                self._early[offset] = bytes(view)
+        with self._state, fs_errors("cannot write", self._url, self._name, offset):
+            memory = self._memory_for(offset, view)
+            if memory is not None:
+                copy(memoryview(memory), view)
+                self._early[offset] = memory
                 return
             self._append(view)
             while (early := self._early.pop(self._at, None)) is not None:
                 self._append(memoryview(early))
+            self._state.notify_all()
+
+    def _memory_for(self, offset: int, view: memoryview) -> Any:
+        """Return memory for bytes that are early, when there is room; None once it is their turn."""
+        at, since = self._at, time.monotonic()
+        while True:
+            self._check(offset, view)
+            if offset <= self._at or not view:
+                return None
+            if self._at > at:
+                at, since = self._at, time.monotonic()
+            in_vain = time.monotonic() - since > _PATIENCE_S
+            memory = self._room.take(len(view), must=in_vain and self._hope is not None)
+            if memory is not None:
+                return memory
+            if in_vain:
+                raise self._too_early(offset, view)
+            self._state.wait(_LOOK_S)  # the room is looked at again in any case
+
+    def _check(self, offset: int, view: memoryview) -> None:
+        if self._hope is not None and self._hope.is_lost:
+            raise self._error(GIVEN_UP, errno.ECANCELED)
+        if not self._open or offset < 0 or offset + len(view) > self._nbytes:
+            raise self._error(f"{len(view)} bytes at offset {offset} do not fit an open blob of {self._nbytes}")
+        if view and (offset < self._at or offset in self._early):
+            raise self._error(f"the bytes at offset {offset} were written already")
+
+    def _too_early(self, offset: int, view: memoryview) -> StorageError:
+        held = sum(map(len, self._early.values()))
+        what = (
+            f"no room for {len(view)} bytes at offset {offset}: it is written in order, nobody has written what comes"
+            f" at {self._at} for {_PATIENCE_S:g} s, and {held} bytes wait for that; {self._room.nbytes} may wait in all"
+        )
+        return self._error(what, errno.ENOBUFS, hint="write its parts nearly in order of offset")
 
     def _append(self, view: memoryview) -> None:
         if view:
@@ -99,25 +145,27 @@ class FsspecWriter:
 
     def finish(self, nbytes: int | None = None) -> None:
         end = checked_end(f"{self._url}/{self._name}", self._name, nbytes, self._nbytes)
-        with self._lock, fs_errors("cannot finish", self._url, self._name):
+        with self._state, fs_errors("cannot finish", self._url, self._name):
             if not self._open or end != self._at:
-                raise self._invalid(f"cannot end after {end} bytes: it has {self._at} from its beginning on")
+                raise self._error(f"cannot end after {end} bytes: it has {self._at} from its beginning on")
             self._file.close()
             self._open = False
             self._fs.invalidate_cache(self._path.rpartition("/")[0])
 
     def abandon(self) -> None:
-        with self._lock:
+        with self._state:
             if not self._open:
                 return
             self._open = False
+            self._early.clear()
+            self._state.notify_all()
             with suppress(Exception):
                 self._file.close()
             with suppress(Exception):
                 self._fs.rm_file(self._path)
 
-    def _invalid(self, what: str) -> StorageError:
-        return StorageError(f"{self._url}/{self._name}: {what}", name=self._name, errno=errno.EINVAL)
+    def _error(self, what: str, number: int = errno.EINVAL, hint: str = "") -> StorageError:
+        return StorageError(f"{self._url}/{self._name}: {what}", hint=hint, name=self._name, errno=number)
 
 
 class FsspecReader:

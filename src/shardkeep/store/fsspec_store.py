@@ -1,8 +1,8 @@
 """
 Any place that fsspec opens, as a store: as atomic and as durable as that file system is, and no more.
 
-Parts of a blob are written in order; what comes early is kept in memory. Of several writers of one blob one wins by
-looking again, unless the file system has puts that create only.
+Parts of a blob are written in order; what comes early is kept in memory, up to a bound, and then waits. Of several
+writers of one blob one wins by looking again, unless the file system has puts that create only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from typing import Any
 
 from shardkeep.errors import BlobNotFound, MalformedFile
 from shardkeep.store.fsspec_files import FsspecReader, FsspecWriter, fs_errors
+from shardkeep.store.object_parts import Room
 from shardkeep.store.protocol import BlobInfo, Version, check_name, is_name
 from shardkeep.store.swaps import Swaps, taken
 
 _SETTLE_S = 1.0
+_EARLY_NBYTES = 128 << 20
+"""What is kept of bytes that come early, where whoever writes them sets no other bound."""
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 """What file systems call when something was written."""
 
@@ -39,7 +42,7 @@ class FsspecStore:
         self._fs = fs
         self._path = path.rstrip("/")
         self._settle_s = settle_s
-        self._lock, warned = _shared(type(fs).__name__)
+        self._lock, warned, self._room = _shared(type(fs).__name__)
         self._swaps = Swaps(self, url, settle_s=settle_s, lock=self._lock, warned=warned)
 
     def __repr__(self) -> str:
@@ -51,7 +54,7 @@ class FsspecStore:
             with fs_errors("cannot create", self.url, name):
                 if self._fs.exists(path):
                     raise taken(self.url, name)
-            return FsspecWriter(self._fs, path, self.url, name, nbytes)
+            return FsspecWriter(self._fs, path, self.url, name, nbytes, room=self._room)
 
     def open(self, name: str) -> FsspecReader:
         return FsspecReader(self._fs, self._at(name), self.url, name)
@@ -136,7 +139,7 @@ def _modified_s(info: dict[str, Any]) -> float:
 
 
 @functools.cache
-def _shared(kind: str) -> tuple[threading.Lock, set[str]]:
-    """Return what all places of one kind of file system share: a lock, and what the user was told of."""
+def _shared(kind: str) -> tuple[threading.Lock, set[str], Room]:
+    """Return what all places of one kind of file system share: a lock, what users were told of, room for early bytes."""
     del kind
-    return threading.Lock(), set()
+    return threading.Lock(), set(), Room(_EARLY_NBYTES)
