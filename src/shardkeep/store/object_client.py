@@ -32,6 +32,7 @@ _READ = {
     "s3": (
         *ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
         "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP", "AWS_CHECKSUM_ALGORITHM",
+        "AWS_CA_BUNDLE",
     ),
     "gs": (
         *ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
@@ -156,7 +157,7 @@ def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
 
 def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(
-        (key, tuple(sorted(value.items())) if isinstance(value, dict) else value)
+        (key, _frozen(value) if isinstance(value, dict) else value)
         for key, value in sorted(options.items())
         if value is not None
     )
@@ -177,10 +178,13 @@ def _opened(
         more["base_url"] = more.pop("endpoint")
     client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
+    if "default_headers" in client:
+        client["default_headers"] = dict(client["default_headers"])
     if endpoint.lower().startswith("http://"):  # somebody said so
         client.setdefault("allow_http", True)
     if service == "s3":
         _add_checksums(more)
+        _add_certificates(client, url)
     if service == "s3" and (provider := _boto3_keys(more)):
         more["credential_provider"] = provider
     keys_alone(service, more, url)
@@ -201,6 +205,19 @@ def _add_checksums(more: dict[str, Any]) -> None:
         more.setdefault("checksum_algorithm", "sha256")
     if str(more.get("checksum_algorithm")).lower() in {"none", "false"}:
         del more["checksum_algorithm"]
+
+
+def _add_certificates(client: dict[str, Any], url: str) -> None:
+    """Trust, as the AWS tools do, what a variable names; the library does not read it."""
+    file = setting("AWS_CA_BUNDLE")
+    if file and "root_certificate" not in client:
+        try:
+            with open(file, "rb") as bundle:
+                client["root_certificate"] = bundle.read()
+        except OSError as exc:
+            raise CheckpointError(
+                f"{url}: the certificates cannot be read: {exc}", hint="correct the variable AWS_CA_BUNDLE"
+            ) from None
 
 
 def _manners(given: dict[str, Any]) -> Manners:

@@ -20,6 +20,7 @@ _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<\n]{1,500})")  # Azure has a number and a time below it
 _RETRIES = re.compile(r"after (\d+) retries")
 _QUERY = re.compile(r"\?[^\s\"',]*")
+_UNTRUSTED = "the server's certificate was not accepted"
 _REASONS = (
     ("Connection refused", errno.ECONNREFUSED, "the connection was refused"),
     ("dns error", errno.EHOSTUNREACH, "the host's name was not found"),
@@ -29,7 +30,8 @@ _REASONS = (
     ("timed out", errno.ETIMEDOUT, "no answer in time"),
     ("lacked valid authentication", errno.EACCES, "the keys are none"),
     ("BadScheme", errno.EINVAL, "plain http is not allowed"),
-    ("certificate", errno.EACCES, "the server's certificate was not accepted"),
+    ("InvalidCertificate", errno.EACCES, _UNTRUSTED),
+    ("certificate", errno.EACCES, _UNTRUSTED),
     ("Network is unreachable", errno.ENETUNREACH, "the network cannot be reached"),
     ("ConnectionReset", errno.ECONNRESET, "the connection was reset"),
     ("connection closed", errno.ECONNRESET, "the connection was closed"),
@@ -118,14 +120,16 @@ def translated(exc: BaseException, action: str, url: str, name: str = "", offset
     message = f"{where}: {action}{at}: {summary} (errno {errno.errorcode.get(number, number)})"
     if any(mark in text for mark in _NO_KEYS):
         message = f"{where}: {action}{at}: no keys to sign requests with"
-    hint = _hint(text, code, number).format(**_names(url))
+    hint = _hint(text, code, number, summary).format(**_names(url))
     details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
     missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
     return (BlobNotFound if missing else StorageError)(message, hint=hint, **details)
 
 
-def _hint(text: str, code: str, number: int) -> str:
+def _hint(text: str, code: str, number: int, summary: str) -> str:
     """Say what to do; names of variables are left open."""
+    if summary.startswith(_UNTRUSTED):
+        return "set SSL_CERT_FILE to a file of the certificates to trust, or pass client_options=dict(root_certificate=...)"
     if code not in _DAMAGED and "x-amz-checksum" in text.lower():
         return "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
     if "BadScheme" in text:

@@ -128,7 +128,7 @@ def keys_alone(service: str, found: dict[str, Any], url: str) -> None:
         CheckpointError: a key cannot be one.
 
     """
-    if "credential_provider" in found or _is_true(found.get("skip_signature")):
+    if "credential_provider" in found or is_true(found.get("skip_signature")):
         return
     keys: dict[str, Any] = {}
     if service == "s3" and found.get("access_key_id") and found.get("secret_access_key"):
@@ -194,7 +194,7 @@ def _settle_azure(found: dict[str, Any], url: str) -> None:
     given = found.pop("connection_string", None)
     emulator = found.pop("use_emulator", None)
     text = given or setting("AZURE_STORAGE_CONNECTION_STRING")
-    if _is_true(setting("AZURE_STORAGE_USE_EMULATOR") if emulator is None else emulator):
+    if is_true(setting("AZURE_STORAGE_USE_EMULATOR") if emulator is None else emulator):
         _add(found, _emulator())
     elif text:
         said = _connection(text, url)
@@ -244,5 +244,6 @@ def _emulator() -> dict[str, Any]:
     return {**_EMULATOR, "endpoint": f"{at}/{_EMULATOR['account_name']}"}
 
 
-def _is_true(value: object) -> bool:
+def is_true(value: object) -> bool:
+    """Read a switch as the library does."""
     return str(value).lower() in {"true", "1", "yes", "on", "t", "y"}

@@ -1,0 +1,159 @@
+"""
+The client that finds unfinished uploads: boto3, which reaches a bucket by the way that its store takes.
+
+Keys, a session's token, a profile, no keys at all, a proxy, certificates and headers are handed on. What cannot be is
+said, and no other way is tried: uploads of another account could be meant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+from shardkeep.errors import CheckpointError, StorageError
+from shardkeep.options import setting
+from shardkeep.store.object_client import has_keys
+from shardkeep.store.object_settings import is_true, settled
+from shardkeep.store.objects import ObjectStore
+
+_UNTOLD = (
+    "role_arn", "role_session_name", "web_identity_token_file", "container_credentials_relative_uri",
+    "container_credentials_full_uri", "container_authorization_token_file", "s3_express",
+)  # fmt: skip
+"""Options that boto3 takes only from the environment, if at all."""
+
+
+@contextmanager
+def s3_client(place: ObjectStore) -> Iterator[Any]:
+    """
+    Open the bucket as its store was opened.
+
+    Raises:
+        CheckpointError: boto3 is not installed, or cannot be told how.
+
+    """
+    try:
+        boto3 = importlib.import_module("boto3")
+    except ModuleNotFoundError as exc:
+        raise CheckpointError(
+            f"{place.url}: to find unfinished uploads takes the package boto3", hint="pip install 'shardkeep[cloud]'"
+        ) from exc
+    given = settled("s3", place.bucket.given, place.url)
+    if untold := [name for name in _UNTOLD if given.get(name)]:
+        raise CheckpointError(
+            f"{place.url}: cannot look after uploads: boto3 cannot be told {untold[0]}=",
+            hint=f"set AWS_{untold[0].upper()} instead",
+        )
+    http = dict(given.get("client_options", ()))
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(closing(_opened(boto3, place, given, http, stack)))
+        except CheckpointError:
+            raise
+        except Exception as exc:  # of botocore, which has many: a profile that is not there, an endpoint that is none
+            raise StorageError(f"{place.url}: cannot look after uploads: {exc}") from exc
+        yield client
+
+
+def _opened(boto3: Any, place: ObjectStore, given: dict[str, Any], http: dict[str, Any], stack: ExitStack) -> Any:
+    keys = _keys(place, given)
+    known = has_keys(given)
+    session = boto3.Session(
+        aws_access_key_id=keys.get("access_key_id"),
+        aws_secret_access_key=keys.get("secret_access_key"),
+        aws_session_token=keys.get("token"),
+        region_name=given.get("region") or setting("AWS_REGION"),
+        profile_name=None if known else given.get("profile"),
+        # A profile that a variable names need not be there where keys were given: then no variable names one.
+        botocore_session=_part("session").Session({"profile": (None, None, None, None)} if known else None),
+    )
+    more: dict[str, Any] = {"read_timeout": place.bucket.manners.timeout_s, "connect_timeout": 10}
+    if is_true(given.get("skip_signature", None if keys else setting("AWS_SKIP_SIGNATURE"))):
+        more["signature_version"] = importlib.import_module("botocore").UNSIGNED
+    # As the store does: a bucket's name before the host's is asked for only where somebody says so.
+    virtual = is_true(given.get("virtual_hosted_style_request", setting("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")))
+    more["s3"] = {"addressing_style": "virtual" if virtual else "path"}
+    endpoint = given.get("endpoint")
+    more.update(_proxies(http, endpoint, stack))
+    # What is in a profile's file about endpoints the store does not read.
+    config = _part("config").Config(ignore_configured_endpoint_urls=True, **more)
+    client = session.client("s3", endpoint_url=endpoint, config=config, verify=_trusted(http, stack))
+    headers = {name: _text(value) for name, value in dict(http.get("default_headers", ())).items()}
+
+    def add_headers(request: Any, **_: Any) -> None:
+        for name, value in headers.items():
+            request.headers[name] = value
+
+    client.meta.events.register("before-sign.s3", add_headers)
+    return client
+
+
+def _keys(place: ObjectStore, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that options say, if they do; boto3 finds others where the store does."""
+    provider = given.get("credential_provider")
+    if provider is None:
+        return {
+            name: given[key]
+            for name, key in (
+                ("access_key_id", "access_key_id"), ("secret_access_key", "secret_access_key"), ("token", "session_token")
+            )
+            if given.get(key)
+        }  # fmt: skip
+    keys = provider()
+    if inspect.isawaitable(keys):
+        if inspect.iscoroutine(keys):
+            keys.close()
+        raise CheckpointError(
+            f"{place.url}: cannot look after uploads: the credential_provider= is asynchronous",
+            hint="pass one that is called and returns the keys",
+        )
+    return dict(keys)
+
+
+def _proxies(http: dict[str, Any], endpoint: str | None, stack: ExitStack) -> dict[str, Any]:
+    """Say which proxy is asked, if the endpoint is not one of those that are asked without."""
+    proxy = http.get("proxy_url")
+    if not proxy:
+        return {}
+    host = urlsplit(endpoint or "https://s3.amazonaws.com").hostname or ""
+    apart = [each.strip().lstrip("*.") for each in str(http.get("proxy_excludes") or "").split(",") if each.strip()]
+    if any(host == each or host.endswith(f".{each}") for each in apart):
+        return {"proxies": {}}
+    more: dict[str, Any] = {"proxies": {"http": proxy, "https": proxy}}
+    if http.get("proxy_ca_certificate"):
+        more["proxies_config"] = {"proxy_ca_bundle": _file_of(http["proxy_ca_certificate"], stack)}
+    return more
+
+
+def _trusted(http: dict[str, Any], stack: ExitStack) -> str | bool | None:
+    """Say which certificates are good: boto3 wants a file of them, and has one of its own; the store uses the machine's."""
+    if is_true(http.get("allow_invalid_certificates")):
+        return False
+    if http.get("root_certificate"):
+        return _file_of(http["root_certificate"], stack)
+    if setting("AWS_CA_BUNDLE"):
+        return None  # boto3 reads it
+    return ssl.get_default_verify_paths().cafile
+
+
+def _file_of(certificates: str | bytes, stack: ExitStack) -> str:
+    """Write the usual certificates and some more into a file that lasts as long as the client."""
+    usual = ssl.get_default_verify_paths().cafile or _part("httpsession").get_cert_path(True)
+    file = Path(stack.enter_context(TemporaryDirectory(prefix="shardkeep-")), "trusted.pem")
+    file.write_bytes(Path(usual).read_bytes() + b"\n" + _text(certificates).encode())
+    return str(file)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
+def _part(name: str) -> Any:
+    return importlib.import_module(f"botocore.{name}")
