@@ -93,6 +93,21 @@ def test_no_damaged_byte_is_copied(codecs: Any) -> None:
         source.put(name, good)
 
 
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
+    """Whichever read of the source is damaged on the way, it is read again, and what is copied is right."""
+    source = MemoryStore()
+    sk.save({"w": torch.arange(6000), "name": "x"}, source, codecs=codecs)
+    counting = FaultyStore(source)
+    copied(counting, MemoryStore())
+    reads = sum(each.startswith("read_into") for each in counting.operations)
+    assert reads >= 3
+    for at in range(reads):
+        target = MemoryStore()
+        copied(FaultyStore(source, "flip", at=at, verbs=["read_into"]), target)
+        assert copied(source, target).nbytes == 0
+
+
 def test_a_copy_goes_on_after_any_failure() -> None:
     """Whichever operation of the target fails, or half of it: the next attempt ends well."""
     source = MemoryStore()

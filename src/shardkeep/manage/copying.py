@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import xxhash
 
 from shardkeep.errors import DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
-from shardkeep.format.checksum import digest
 from shardkeep.format.record import Record
 from shardkeep.manage.arrival import is_checked_by_service
 from shardkeep.manage.proofs import Piece, Proof, open_sized, prove
@@ -194,7 +193,7 @@ class _Pass:
             window = buffer[: pieces[-1].start + pieces[-1].nbytes - start]
             file.reader.read_into(start, window)
             for piece in pieces:
-                piece.check(digest(window[piece.start - start :][: piece.nbytes]), where)
+                piece.insist(window[piece.start - start :][: piece.nbytes], self._source, file.reader, file.proof.name)
         except DamagedCheckpoint as error:
             if self._target is not None:
                 raise

@@ -22,6 +22,7 @@ from shardkeep.format.header import count_blocks, read_block_digests
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.layout.digest_files import read_apart
 from shardkeep.layout.frame_reader import read_table
+from shardkeep.layout.rereading import mend
 from shardkeep.store.protocol import BlobReader, Gets, Opens
 
 _HINT = "the file was damaged after the save: use another copy, or another checkpoint"
@@ -50,6 +51,20 @@ class Piece(NamedTuple):
                 file=where,
                 offset=self.start,
             )
+
+    def insist(self, data: memoryview, store: Reads, reader: BlobReader, name: str) -> None:
+        """
+        Check what was read; where it is damaged, it is read once more, and mended if it came right then.
+
+        Raises:
+            ChecksumMismatch: it is damaged still.
+
+        """
+        if digest(data) != self.digest and not mend(name, store, reader, self.start, data, self._fits).fits:
+            self.check(digest(data), f"{store.url}/{name}")
+
+    def _fits(self, data: bytearray) -> bool:
+        return digest(data) == self.digest
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ def prove(store: Reads, record: Record, name: str) -> Proof:
 def _frames(store: Reads, entry: Blob, nbytes: int) -> list[Piece]:
     """Prove a coded file: by the table of its frames."""
     with closing(open_sized(store, entry.name, nbytes)) as reader:
-        table = read_table(reader, entry)
+        table = read_table(reader, entry, store)
     frames = [
         Piece(int(table.stored_start[frame]), int(table.stored_nbytes[frame]), table.digest(frame))
         for frame in np.lexsort((table.stored_nbytes, table.stored_start)).tolist()
@@ -140,8 +155,8 @@ def _blocks(store: Reads, entry: FileEntry) -> list[Piece]:
         with closing(open_sized(store, entry.name, entry.nbytes)) as reader:
             header = bytearray(entry.header_nbytes)
             reader.read_into(0, memoryview(header))
-        of_header = _digest_in(entry.checksum)
-        Piece(0, len(header), of_header).check(digest(header), f"{store.url}/{entry.name}")
+            of_header = _digest_in(entry.checksum)
+            Piece(0, len(header), of_header).insist(memoryview(header), store, reader, entry.name)
         digests = read_block_digests(header, blocks=count, where=entry.name)
     else:
         of_header, digests = read_apart(store, entry, count)
