@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from shardkeep.codec.codecs import CodecConfig
 from shardkeep.errors import PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.exchange.pruning import without
 from shardkeep.exchange.replacing import check_apart, replacing
@@ -88,7 +89,8 @@ def convert(
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
         overwrite: replace a checkpoint that is there, of whichever layout: its files go once the new one is committed.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
-        codecs: what the files go through, as for `save`; for "native" only, as no other program could read them.
+        codecs: what the files go through, as for `save`. In "dcp" each item does, for all alike: `shardkeep.dcp` reads
+            them, torch does not, and keys are those of the environment there. Not for "safetensors".
         options: threads, memory and keys.
         progress: called with the bytes written so far and those to write, from any thread.
 
@@ -113,8 +115,12 @@ def convert(
     began = time.perf_counter()
     if layout not in LAYOUTS:
         raise StateError(f"layout={layout!r}", hint=f"give one of {', '.join(LAYOUTS)}")
-    if codecs and layout != "native":
-        raise StateError(f"codecs are for layout='native': no other program reads what they make of {layout} files")
+    of_all = _for_all(codecs) if layout == "dcp" else None
+    if codecs and layout == "safetensors":
+        raise StateError(
+            "codecs are for layout='native' and 'dcp': no other program reads what they make of safetensors files",
+            hint='give layout="native", or leave the codecs out',
+        )
     options = options or Options()
     if allow_pickle:
         options = replace(options, allow_pickle=True)
@@ -136,7 +142,9 @@ def convert(
                 progress=progress,
             ).nbytes
         elif layout == "dcp":
-            nbytes = write_torch_layout(target, source, overwrite=overwrite, options=options, progress=progress)
+            nbytes = write_torch_layout(
+                target, source, overwrite=overwrite, codecs=of_all, options=options, progress=progress
+            )
         else:
             nbytes = write_safetensors(
                 target,
@@ -157,6 +165,16 @@ def convert(
     )
     log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
     return report
+
+
+def _for_all(codecs: Codecs) -> Sequence[str | CodecConfig] | None:
+    """Return codecs that are the same for all of the state."""
+    if isinstance(codecs, Mapping):
+        raise StateError(
+            "codecs by part of the state are for layout='native'",
+            hint='give a list of codecs for layout="dcp"',
+        )
+    return codecs
 
 
 def _refuse_pickles(source: Source) -> None:

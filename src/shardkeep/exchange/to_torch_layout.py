@@ -2,7 +2,8 @@
 A checkpoint of any layout written anew in torch's, as `torch.distributed.checkpoint` reads it: tensors whole, streamed.
 
 Names are those that torch's flattening gives the nested state. Digests stand beside the data files, as in every
-checkpoint of torch's layout that is saved here; `.metadata` is written last.
+checkpoint of torch's layout that is saved here; `.metadata` is written last. With codecs, items are streams that pass an
+extension, which `shardkeep.dcp` and `open` know and torch does not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardkeep.codec.codec_stream import CodecStream
+from shardkeep.codec.codecs import CodecConfig
 from shardkeep.errors import CheckpointError, CheckpointExists
+from shardkeep.exchange.coded_items import check_coded, chunk_nbytes, cut, write_coded
 from shardkeep.exchange.models import names_in
 from shardkeep.exchange.streams import Part, Progress, StoredPart, Streamed, check_written, streamed, write_streamed
 from shardkeep.format.record import RECORD_NAME
@@ -32,6 +36,7 @@ from shardkeep.protocol.metadata import (
     TensorStorageMetadata,
 )
 from shardkeep.protocol.stored_items import CURRENT_DCP_VERSION, _StorageInfo
+from shardkeep.run.key_choice import keys_for
 from shardkeep.run.read import Source
 from shardkeep.storages.commit import Commit
 from shardkeep.storages.commit_place import first_number, place_of
@@ -41,6 +46,8 @@ from shardkeep.storages.native_view import NativeView, StoredObject
 from shardkeep.store.protocol import Store
 
 _FILE_NBYTES = 4 << 30
+_LEAST_FILE_NBYTES = 64 << 20
+"""Of those that are as small so that each thread has one."""
 _ALIGNMENT = 4096
 """Where a tensor's bytes begin: on a page, for direct I/O."""
 
@@ -56,10 +63,18 @@ class _Item(NamedTuple):
 
 
 def write_torch_layout(
-    store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
+    store: Store,
+    source: Source,
+    *,
+    overwrite: bool,
+    codecs: Sequence[str | CodecConfig] | None,
+    options: Options,
+    progress: Progress | None,
 ) -> int:
     """
     Write all of a checkpoint into a place, and return the bytes of its data files.
+
+    `codecs` are what its items go through, if any.
 
     Raises:
         CheckpointExists: one is there, and `overwrite` was not given.
@@ -73,38 +88,84 @@ def write_torch_layout(
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
     began_s = time.time()
-    metadata, items = _described(source, store.url, options)
-    files: list[Streamed] = []
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    names = _free_names(taken, first_number(place_of(store)))
-    for group in _groups(items):
-        name = next(names)
-        files.append(_lay_out(name, group, places))
-    digests, _ = write_streamed(store, files, source, options, progress)
-    made = [file.job.name for file in files]
+    coding = CodecStream(codecs, keys=keys_for(options)) if codecs else None
+    metadata, items = _described(source, store.url, options, chunk_nbytes(options) if coding else None)
+    made: list[str] = []
     try:
-        check_written(store, files, digests, options)
-        sums: dict[str, Sums] = {}
-        for file, of_file in zip(files, digests, strict=True):
-            name = file.job.name
-            sums[name], data = encode_sums(file.job.data_nbytes, file.job.block_nbytes, of_file)
-            made.append(f"{name}{SUMS_SUFFIX}")
-            store.put(made[-1], data, replace=True)
+        names = _free_names(taken, first_number(place_of(store)))
+        if coding is None:
+            places, sums = _write(store, items, names, source, options, progress, made)
+        else:
+            places, sums = _write_coded(store, items, names, source, coding, options, progress, made)
         metadata.storage_data = places
         keep_sums(metadata, sums)
         ready = metadata_files(metadata, METADATA_NAME)
     except BaseException:
         for name in made:
-            with suppress(CheckpointError):
-                store.delete(name)
+            for each in (name, f"{name}{SUMS_SUFFIX}"):
+                with suppress(CheckpointError):
+                    store.delete(each)
         raise
     # It takes back its files itself: only it knows whether they were committed.
     Commit(place_of(store)).publish(ready, sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s)
-    return sum(file.job.nbytes for file in files)
+    return sum(each.nbytes for each in sums.values())
 
 
-def _described(source: Source, to: str, options: Options) -> tuple[Metadata, list[_Item]]:
-    """Return the metadata of the new checkpoint, without places, and all that is to be written."""
+_Places = dict[MetadataIndex, _StorageInfo]
+
+
+def _write(
+    store: Store,
+    items: Sequence[_Item],
+    names: Iterator[str],
+    source: Source,
+    options: Options,
+    progress: Progress | None,
+    made: list[str],
+) -> tuple[_Places, dict[str, Sums]]:
+    """Write all items as they are; return where they lie, and what is known of their files, which are added to `made`."""
+    places: _Places = {}
+    files = [_lay_out(next(names), group, places) for group in _groups(items, _FILE_NBYTES)]
+    digests, _ = write_streamed(store, files, source, options, progress)
+    made += [file.job.name for file in files]
+    check_written(store, files, digests, options)
+    sums: dict[str, Sums] = {}
+    for file, of_file in zip(files, digests, strict=True):
+        name = file.job.name
+        sums[name], data = encode_sums(file.job.data_nbytes, file.job.block_nbytes, of_file)
+        store.put(f"{name}{SUMS_SUFFIX}", data, replace=True)
+    return places, sums
+
+
+def _write_coded(
+    store: Store,
+    items: Sequence[_Item],
+    names: Iterator[str],
+    source: Source,
+    coding: CodecStream,
+    options: Options,
+    progress: Progress | None,
+    made: list[str],
+) -> tuple[_Places, dict[str, Sums]]:
+    """Write all items through codecs; a thread has a file to itself."""
+    share = -(-sum(item.nbytes for item in items) // options.io_threads)
+    groups = _groups(items, min(_FILE_NBYTES, max(share, _LEAST_FILE_NBYTES)))
+    named = [(next(names), [(item.name.fqn, item.data) for item in group]) for group in groups]
+    files = write_coded(store, named, source, coding, options, progress, made)
+    check_coded(store, files, coding, options)
+    places = {
+        item.name: _StorageInfo(file.name, coded.offset, coded.nbytes, [coding.get_descriptor()])
+        for group, file in zip(groups, files, strict=True)
+        for item, coded in zip(group, file.items, strict=True)
+    }
+    return places, {file.name: file.sums for file in files}
+
+
+def _described(source: Source, to: str, options: Options, most_nbytes: int | None) -> tuple[Metadata, list[_Item]]:
+    """
+    Return the metadata of the new checkpoint, without places, and all that is to be written: tensors whole, or in chunks
+    of at most so many bytes.
+    """
     view = NativeView(source, to)
     seen = view.metadata()
     entries: dict[str, Any] = {}
@@ -117,11 +178,13 @@ def _described(source: Source, to: str, options: Options) -> tuple[Metadata, lis
     for key, entry in seen.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
-        begin = torch.Size([0] * len(entry.size))
-        entries[key] = TensorStorageMetadata(entry.properties, entry.size, [ChunkStorageMetadata(begin, entry.size)])
         row = view.rows[key]
-        part = StoredPart(key, row, whole(tuple(entry.size)), source.index.dtype(row))
-        items.append(_Item(MetadataIndex(key, begin, 0), part))
+        dtype, box = source.index.dtype(row), whole(tuple(entry.size))
+        boxes = [box] if most_nbytes is None else list(cut(box, dtype.itemsize, most_nbytes))
+        chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in boxes]
+        entries[key] = TensorStorageMetadata(entry.properties, entry.size, chunks)
+        for number, (each, chunk) in enumerate(zip(boxes, chunks, strict=True)):
+            items.append(_Item(MetadataIndex(key, chunk.offsets, number), StoredPart(key, row, each, dtype)))
     made = {key: entries[key] for key in seen.state_dict_metadata}  # in the order of the state
     meta = StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
     return Metadata(made, planner_data=paths, storage_meta=meta, version=CURRENT_DCP_VERSION), items
@@ -136,12 +199,12 @@ def _free_names(taken: Collection[str], number: int) -> Iterator[str]:
         number += 1
 
 
-def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Divide items into files of some gigabytes, objects first."""
+def _groups(items: Sequence[_Item], most_nbytes: int) -> list[list[_Item]]:
+    """Divide items into files of about so many bytes, objects first."""
     groups: list[list[_Item]] = []
     held = 0
     for item in sorted(items, key=lambda item: not isinstance(item.data, bytes)):
-        if not groups or held + item.nbytes > _FILE_NBYTES:
+        if not groups or held + item.nbytes > most_nbytes:
             groups.append([])
             held = 0
         groups[-1].append(item)
