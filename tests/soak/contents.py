@@ -82,4 +82,5 @@ def keys(*, bulk: bool) -> Iterator[tuple[str, str, str]]:
 
 def loss(job: int, step: int) -> float:
     """The metric of a step: no two are the same, and no order is in them."""
-    return zlib.crc32(f"{job}/{step}".encode()) / 2**32 + step * 1e-9
+    found = zlib.crc32(f"{job}/{step}".encode()) / 2**32 + step * 1e-9
+    return found if step % 4 else found * 1e-6  # some are spelt differently by different libraries

@@ -110,11 +110,10 @@ class Chain:
         return hmac.digest(self._root, b"shardkeep aes/1 " + purpose + b"\1", hashlib.sha256)
 
 
-def insist_signed(data: bytes, chains: list[Chain], where: str) -> None:
+def insist_signed(record: dict[str, Any], chains: list[Chain], where: str) -> None:
     """Check the signature of a record, if one of its chains has a secret."""
     if not any(chain.is_secret for chain in chains):
         return
-    record = json.loads(data)
     chain = chains[record["index"]["chain"]]
     covered = {key: value for key, value in record.items() if key in _SIGNED}
     covered["chains"] = [

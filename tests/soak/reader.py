@@ -92,7 +92,7 @@ def read(ground: Ground, name: str, kinds: dict[str, Kind]) -> Found | None:
         return None
     record = _record_of(data, str(place))
     chains = [Chain(each) for each in record.get("chains", ())]
-    insist_signed(data, chains, str(place))
+    insist_signed(record, chains, str(place))
     index = place.plain(record["index"], chains)
     insist(
         _checksum(index, record["index"], chains) == record["index"]["checksum"],

@@ -51,6 +51,7 @@ def test_rounds_are_decided_by_the_seed(store: Any, kinds: tuple[str, ...]) -> N
 # -- the checker
 
 Objects = dict[str, bytes]
+UPLOAD = b"begun, and never finished"
 
 
 def named(objects: Objects, *parts: str) -> str:
@@ -107,7 +108,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, boto:
         (lambda objects: objects.pop("step-2/shardkeep.json"), "acknowledged"),
         (lambda objects: objects.update({"step-2/litter": b""}), "files of step-2"),
         (lambda objects: objects.update({"lease.json": b""}), "files of the root"),
-        (lambda objects: objects.update({"step-2/upload": None}), "uploads that nobody finishes"),
+        (lambda objects: objects.update({"step-2/upload": UPLOAD}), "uploads that nobody finishes"),
     ],
 )
 def test_the_checker_finds(
@@ -129,7 +130,7 @@ def test_the_checker_finds(
         for key in objects.keys() - changed.keys():
             boto.delete_object(Bucket=BUCKET, Key=prefix + key)
         for key, data in changed.items():
-            if data is None:
+            if data is UPLOAD:
                 boto.create_multipart_upload(Bucket=BUCKET, Key=prefix + key)
             elif data is not objects.get(key) or changed is objects:
                 boto.put_object(Bucket=BUCKET, Key=prefix + key, Body=data)
