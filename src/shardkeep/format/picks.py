@@ -47,12 +47,13 @@ def _pick(key: str, axis: int, n: int, part: object) -> Pick:
             raise ValueError(f"{key!r}: the step of axis {axis} must be positive")
         indices = range(*part.indices(n))
         return Pick(indices.start, indices.step, len(indices), drop=False)
+    # True is a mask to numpy and torch, not the index 1.
+    is_mask = str(getattr(part, "dtype", type(part).__name__)).endswith("bool")
     try:
-        index = operator.index(part)  # type: ignore[arg-type]  # the next lines say what other things are
+        index = None if is_mask else operator.index(part)  # type: ignore[arg-type]  # what is no number raises
     except TypeError:
         index = None
-    # True is a mask to numpy and torch, not the index 1.
-    if index is None or str(getattr(part, "dtype", type(part).__name__)).endswith("bool"):
+    if index is None:
         raise IndexError(f"{key!r}: cannot index a stored tensor with {type(part).__name__}")
     if not -n <= index < n:
         raise IndexError(f"{key!r}: index {index} is out of range for axis {axis} of size {n}")
