@@ -7,6 +7,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
@@ -24,6 +25,7 @@ from shardkeep.layout import leftovers
 from shardkeep.store import uploads
 from shardkeep.store.memory import MemoryRoot
 from shardkeep.store.place import open_place
+from shardkeep.store.uploads_client import _proxies
 
 _NONE = b"""<?xml version="1.0"?><ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"""
 
@@ -192,3 +194,22 @@ def test_what_cannot_be_told_is_said_once(caplog: pytest.LogCaptureFixture) -> N
         [record] = caplog.records
         assert "are not taken back" in record.getMessage()
         assert message in record.getMessage()
+
+
+def test_proxies() -> None:
+    """Hosts that are asked without a proxy are; the proxy's own certificates are trusted beside the usual ones."""
+    trusted, _ = certificates()
+    http = {
+        "proxy_url": "https://proxy:1",
+        "proxy_ca_certificate": trusted.decode(),
+        "proxy_excludes": "a.test, *.b.test",
+    }
+    with ExitStack() as stack:
+        for endpoint in ("https://a.test", "http://x.a.test:9", "https://b.test"):
+            assert _proxies(http, endpoint, stack) == {"proxies": {}}
+        found = _proxies(http, "https://aa.test", stack)
+        assert found["proxies"] == {"http": "https://proxy:1", "https": "https://proxy:1"}
+        file = Path(found["proxies_config"]["proxy_ca_bundle"])
+        assert file.read_bytes().endswith(trusted)
+        assert file.read_bytes().count(b"BEGIN CERTIFICATE") > 1
+    assert not file.exists()

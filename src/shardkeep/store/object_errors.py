@@ -89,7 +89,6 @@ _HINTS_BY_ERRNO = {
     errno.ETIMEDOUT: "raise timeout_s=, or see whether the service is well",
 }
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
-_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def _hint(text: str, code: str, number: int, summary: str) -> str:
     if code not in _DAMAGED and "x-amz-checksum" in text.lower():
         return "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
     if "BadScheme" in text:
-        return "use an https:// endpoint, or set {allow_http}=true"
+        return "use an https:// endpoint, or {allow_http}"
     if any(mark in text for mark in _NO_KEYS):
         return "no keys were found here: {keys}"
     return _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
@@ -142,10 +141,12 @@ def _hint(text: str, code: str, number: int, summary: str) -> str:
 def _names(url: str) -> dict[str, str]:
     """Return what hints speak of, as it is called where the place is."""
     service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
-    account = " or the account's" if service == "az" else ""
     return {
-        "keys": KEYS[service], "endpoint": _ENDPOINTS[service], "allow_http": _ALLOW_HTTP[service], "account": account,
-    }  # fmt: skip
+        "keys": KEYS[service],
+        "endpoint": _ENDPOINTS[service],
+        "account": " or the account's" if service == "az" else "",
+        "allow_http": "set AWS_ALLOW_HTTP=true" if service == "s3" else "pass client_options=dict(allow_http=True)",
+    }
 
 
 def _code_in(text: str) -> str:

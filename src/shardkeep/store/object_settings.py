@@ -48,6 +48,15 @@ _OWN_HOSTS = {
 _GOOGLE_KEYS = ("service_account", "service_account_key", "application_credentials", "bearer_token", "skip_signature")
 _AZURE_KEYS = {"token": "token", "account_key": "access_key", "sas_key": "sas_token"}
 """Options that are keys, and what the library calls them where they are handed over alone."""
+_MIXED = {
+    "s3": ("AWS_SESSION_TOKEN", "AWS_TOKEN"),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "az": (
+        "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY",
+        "AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE",
+    ),
+}  # fmt: skip
+"""Variables that the library would use beside keys that were given, or before them."""
 _AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 _EMULATOR = {
     "account_name": "devstoreaccount1",
@@ -132,17 +141,17 @@ def keys_alone(service: str, found: dict[str, Any], url: str) -> None:
         return
     keys: dict[str, Any] = {}
     if service == "s3" and found.get("access_key_id") and found.get("secret_access_key"):
-        keys = {name: found.pop(name) for name in ("access_key_id", "secret_access_key")}
-        keys["token"] = found.pop("session_token", None)
-    elif service == "gs" and "bearer_token" in found:
-        keys = {"token": found.pop("bearer_token")}
+        keys = {"access_key_id": found["access_key_id"], "secret_access_key": found["secret_access_key"]}
+        keys["token"] = found.get("session_token")
+    elif service == "gs" and found.get("bearer_token"):
+        keys = {"token": found["bearer_token"]}
     elif service == "az" and (given := [name for name in _AZURE_KEYS if found.get(name)]):
-        keys = {_AZURE_KEYS[given[0]]: _azure_key(given[0], str(found.pop(given[0])), url)}
-        for name in given[1:]:
-            del found[name]
+        found[given[0]] = _azure_key(given[0], str(found[given[0]]), url)
+        keys = {_AZURE_KEYS[given[0]]: found[given[0]]}
     if keys:
-        found["credential_provider"] = _Fixed({**keys, "expires_at": None})
         found["skip_signature"] = False  # whatever the environment says
+    if keys and any(map(setting, _MIXED[service])):
+        found["credential_provider"] = _Fixed({**keys, "expires_at": None})
 
 
 def _azure_key(name: str, key: str, url: str) -> str:

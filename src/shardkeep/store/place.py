@@ -72,8 +72,10 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
 
     Options of paths are `direct` and `durable`. Those of `s3://`, `gs://` and `az://`:
 
-    - `endpoint`, `region`, `access_key_id`, `secret_access_key`, `session_token`, `profile`, and whatever else obstore
-      knows (`service_account`, `account_name`, `account_key`, `skip_signature`, …), where the environment does not say it;
+    - `endpoint`, and keys, which are used alone, whatever the environment says of others. S3: `region`, `access_key_id`,
+      `secret_access_key`, `session_token`, `profile`. Google: `service_account`, `service_account_key`,
+      `application_credentials`, `bearer_token`. Azure: `account_name`, `account_key`, `sas_key`, `token`,
+      `connection_string`, `use_emulator`. And whatever else obstore knows (`skip_signature`, …);
     - `timeout_s` of a request, `retries` of one that failed in passing, `retry_s` after which none is made again;
     - `requests` under way at once, `part_bytes` of an upload;
     - `checksum_algorithm`: by which S3 checks what arrives ("sha256", which costs nothing; "crc64nvme"; "none");

@@ -1,8 +1,8 @@
 """
 Uploads that nobody will finish: those of processes that were killed. They are seen by no listing, and are paid for.
 
-Only S3 and what speaks its language says which there are, and only boto3 asks. Elsewhere, and better anyway, the bucket
-has a rule that removes them after a day or a week; Google Cloud Storage and Azure drop them after a week by themselves.
+On S3 and what speaks its language boto3 finds them. Elsewhere, and better anyway, the bucket has a rule that removes them
+after some days. Azure drops them after a week by itself; Google does not, and the library has no way to ask for them there.
 """
 
 from __future__ import annotations
