@@ -1,0 +1,64 @@
+"""A job that promotes from a disk to S3 is killed in the middle of an upload: the far copy does not exist, and comes to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import shardkeep as sk
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.place import open_place
+from shardkeep.store.uploads import unfinished
+from shardkeep.testing.s3_server import S3Server
+from tests.faults.forks import Fork
+from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
+from tests.object_store.proxy import Proxy, Rule
+
+
+def train(near: str, far: ObjectRoot, steps: range) -> int | None:
+    """Go on from what there is; returns the step that this was."""
+    with sk.Checkpointer(near, every_steps=1, asynchronous=False, promote_to=far, options=OPTIONS) as ckpt:
+        restored = ckpt.restore_latest(state_of(0))
+        for step in steps:
+            ckpt.step(step, state_of(step))
+    return restored
+
+
+def doomed(pipe: Connection, near: str, url: str, options: dict[str, Any]) -> None:
+    """Save the first step, and promote it."""
+    pipe.send("ready")
+    train(near, open_place(url, **options), range(1, 2))
+
+
+def test_a_promotion_is_killed_in_mid_upload(
+    tmp_path: Path, s3_server: S3Server, s3_place: Callable[..., ObjectRoot]
+) -> None:
+    """
+    The near checkpoint is there, the far one is not; the next job goes on from the near one, promotes both, and nothing
+    is left of the upload that was cut short.
+    """
+    near, far = str(tmp_path / "near"), s3_place(part_bytes=5 << 20)
+    with Proxy(s3_server.port) as proxy:
+        proxy.rules = [Rule("stall", path="partNumber=2")]
+        options = {**s3_server.options, "endpoint": proxy.endpoint, "part_bytes": 5 << 20}
+        with Fork(doomed, near, far.url, options) as fork:
+            assert fork.pipe.recv() == "ready"
+            end = time.monotonic() + 60
+            while not proxy.counts.faults:
+                assert time.monotonic() < end
+                time.sleep(0.002)
+            fork.kill()
+    assert sk.Checkpointer(near).all_steps() == [1]
+    assert sk.Checkpointer(far).all_steps() == []
+    assert [each.name.startswith("step-1/") for each in unfinished(far)] == [True]
+
+    assert train(near, far, range(2, 3)) == 1
+    assert unfinished(far) == []
+    assert sorted(info.name for info in far.list()) == ["latest"]
+    for step in (1, 2):
+        place = far.place(f"step-{step}")
+        load_and_compare(place, step)
+        assert {info.name for info in place.list()} == {"shardkeep.json", *sk.open(place).record.names}
