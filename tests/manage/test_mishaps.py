@@ -94,7 +94,7 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
         ckpt.restore(20, empty_state())
         assert train(ckpt, range(21, 23)) == [21, 22]
     with pytest.raises(sk.StateError, match="step 3 is to be saved, and step 4 was restored"):
-        timeline_of([], (0, 4), 3, where="here")
+        timeline_of([], (0, 4), 3, roots=["here"])
 
 
 def went_back(root: Path) -> None:

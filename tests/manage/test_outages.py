@@ -1,6 +1,7 @@
 """What a job that was away, or a store that fails for a while, must not do to the checkpoints of others."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
 from shardkeep.store.local_root import LocalRoot
 from shardkeep.store.memory import MemoryRoot
+from tests.manage.far import Broken, far_root
 from tests.manage.scene import checkpointer, empty_state, state_at
 
 
@@ -210,3 +212,36 @@ def test_no_timeline_is_numbered_twice() -> None:
         assert ckpt.all_steps() == [100, 120, 150, 200]
     with checkpointer(root) as ckpt:
         assert ckpt.restore_latest(empty_state()) == 120
+
+
+def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path: Path) -> None:
+    """The error says which place it is and to move it away; that done, the one before is restored, and saves go on."""
+    root = tmp_path / "run"
+    with checkpointer(root, asynchronous=False) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_at(step))
+    state, failing = empty_state(), Away(LocalRoot(root), "step-2")
+    with checkpointer(failing, asynchronous=False, retries=0) as ckpt:
+        with pytest.raises(StorageError, match=f"^{root}/step-2 cannot be looked at now") as caught:
+            ckpt.restore_latest(state)
+        assert f"to go on without this checkpoint, move {root}/step-2 out of the root" in caught.value.hint
+        assert "promote_to" not in caught.value.hint
+        os.rename(root / "step-2", tmp_path / "away")
+        failing.away = False  # of what is not there, a disk says so
+        assert ckpt.restore_latest(state) == 1
+        ckpt.save(2, state_at(2))
+        assert ckpt.all_steps() == [1, 2]
+
+
+def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path: Path) -> None:
+    """The error names the far place, and says that promote_to can be left out, which is so."""
+    far = far_root()
+    with checkpointer(tmp_path, promote_to=far) as ckpt:
+        ckpt.save(1, state_at(1))
+    far.before = Broken("get", "shardkeep")
+    with checkpointer(tmp_path, promote_to=far, retries=0) as ckpt:
+        with pytest.raises(StorageError, match=f"^{far.url}/step-1 cannot be looked at now") as caught:
+            ckpt.restore_latest(empty_state())
+        assert "leave promote_to out" in caught.value.hint
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 1

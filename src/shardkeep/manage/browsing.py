@@ -75,7 +75,7 @@ class Browser:
 
     def _all_committed(self) -> list[Entry]:
         """Return the same, unless the store does not give all records now."""
-        return _committed(all_told(self._tiers.entries()))
+        return _committed(all_told(self._tiers.entries(), self._tiers.urls))
 
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:
         if metric is None and self._best is None:

@@ -8,7 +8,7 @@ wants 100, and not 200. Each record of a timeline says which step of which timel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardkeep.errors import BlobNotFound, StorageError
@@ -37,21 +37,28 @@ def to_restore(entries: Iterable[Entry]) -> list[Entry]:
     return newest_first(replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known)
 
 
-def all_told(entries: Iterable[Entry]) -> list[Entry]:
+def all_told(entries: Iterable[Entry], roots: Sequence[str]) -> list[Entry]:
     """
-    Return entries, each of which was read or is damaged.
+    Return entries, each of which was read or is damaged; `roots` are what their roots are called, the nearest first.
 
     Raises:
-        StorageError: the store does not give one of the records now. It may be whole, of any timeline, and the newest.
+        StorageError: the store does not give one of the records now. It may be whole, of any timeline, and the newest: to
+            pass over it would be to lose what was trained since, so that somebody has to say so, by moving it away.
 
     """
     known = list(entries)
     for entry in known:
         problem = entry.problem
         if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
+            where = f"{roots[entry.tier]}/{entry.name}"
+            ways = [problem.hint] if problem.hint else []
+            ways.append("try again when the store answers")
+            ways.append(f"to go on without this checkpoint, move {where} out of the root")
+            if entry.tier:
+                ways.append("to go on without the far root, leave promote_to out")
             raise StorageError(
-                f"{entry.name} cannot be looked at now, and may be the newest checkpoint: {problem.message}",
-                hint=problem.hint or f"try again; if it stays so, move {entry.name} out of the root",
+                f"{where} cannot be looked at now, and may be the newest checkpoint: {problem.message}",
+                hint="; ".join(ways),
                 **problem.details,
             ) from problem
     return known

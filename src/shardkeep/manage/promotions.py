@@ -100,7 +100,7 @@ class Promotions:
             give_way=courtesy.give_way,
         )
         self._job = job
-        self._where = [each.root.url for each in tiers.all]
+        self._where = tiers.urls
         self._world: World | None = None
         self._lane = Lane("shardkeep-promote")
         self._futures: list[Future[None]] = []

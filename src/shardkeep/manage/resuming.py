@@ -42,7 +42,7 @@ class Resuming(Browser):
 
         One that is damaged is passed over for the one before, which `last_restore` tells of. A state that does not fit is
         an error, and so is a root whose checkpoints are all damaged, and a store that does not give the record of one,
-        which may be the newest.
+        which may be the newest: to go on without it, move it out of the root.
 
         Args:
             state: as for `load`.
@@ -54,7 +54,7 @@ class Resuming(Browser):
         """
 
         def choose() -> list[Entry]:
-            found = to_restore(all_told(self._tiers.entries()))
+            found = to_restore(all_told(self._tiers.entries(), self._tiers.urls))
             if not found:
                 self._warn_of_strangers()
             return found
@@ -137,7 +137,7 @@ class Resuming(Browser):
                 state,
                 world=self._job.world,
                 what=what,
-                roots=[each.root.url for each in self._tiers.all],
+                roots=self._tiers.urls,
                 choose=lambda: candidates(choose()),
                 open_place=self._saves.place_to_read,
                 walk=walk,

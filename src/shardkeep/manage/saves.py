@@ -219,7 +219,7 @@ class Saves:
         self._lease.take()
         far = self.promotions.take_root()
         restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-        found.append(timeline_of(merged([*self._house.survey(), *far]), restored, step, where=self._tiers.where))
+        found.append(timeline_of(merged([*self._house.survey(), *far]), restored, step, roots=self._tiers.urls))
         return [self._session.encode()] * len(payloads)
 
     def save(

@@ -35,9 +35,14 @@ class Tiers:
         return [self.near] if self.far is None else [self.near, self.far]
 
     @property
+    def urls(self) -> list[str]:
+        """What the roots are called, the nearest first."""
+        return [each.root.url for each in self.all]
+
+    @property
     def where(self) -> str:
         """The roots, in messages."""
-        return " and ".join(each.root.url for each in self.all)
+        return " and ".join(self.urls)
 
     def entries(self) -> list[Entry]:
         """Return what there is: of one step the newest save first, and of one save the near copy."""

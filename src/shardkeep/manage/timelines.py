@@ -33,7 +33,9 @@ class Timeline:
         return self.after is not None and step > self.after and step not in self.saved
 
 
-def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, where: str) -> Timeline:
+def timeline_of(
+    entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
+) -> Timeline:
     """
     Find out where a job is that is about to save its first step.
 
@@ -41,7 +43,7 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
         entries: what the root has.
         restored: timeline and step that were restored.
         step: what is to be saved.
-        where: the root, in messages.
+        roots: what the roots are called, the nearest first.
 
     Raises:
         CheckpointExists: nothing was restored, and the root has this step or later ones.
@@ -49,7 +51,8 @@ def timeline_of(entries: Sequence[Entry], restored: tuple[int, int] | None, step
         StorageError: a record cannot be read now, which may be of the newest timeline: its number would be used twice.
 
     """
-    there = [entry for entry in to_restore(all_told(entries)) if entry.status != "unfinished"]
+    where = " and ".join(roots)
+    there = [entry for entry in to_restore(all_told(entries, roots)) if entry.status != "unfinished"]
     highest = max((entry.timeline for entry in there), default=0)
     if restored is None:
         newest = max((entry.step for entry in there), default=-1)

@@ -77,7 +77,7 @@ class Turns:
         self._wanted = wanted
         self._insist = insist
         self._give_way = give_way
-        self._where = [each.root.url for each in tiers.all]
+        self._where = tiers.urls
 
     def take(self, title: str, number: int, *, newest: bool, world: World) -> bool:
         """Promote one checkpoint; False where there is none to promote."""
