@@ -6,6 +6,9 @@ which files make up the directory from now on: from then on the new model is wha
 until then. Renaming to the final names follows, data first, the index file last; whoever writes to the directory next
 completes what an interrupted process left. Stores cannot rename: `safetensors_stored` does the same in other steps.
 
+Other programs know nothing of notes, and go by `model.safetensors` or the index file. Where several files take the names
+of old ones, the old index goes first: until the new one is there they find no model, and never files of both.
+
 Only files whose header shows that a checkpoint writer made them, and those that the caller names, are ever removed.
 """
 
@@ -201,6 +204,12 @@ def _clear(path: str, save_id: str | None = None) -> None:
 
 def _carry_out(path: str, note: Note) -> None:
     with storage_errors("cannot publish in", path):
+        # Not the new one, which is there already if whoever was interrupted came so far.
+        is_old = not note.index or os.path.lexists(os.path.join(path, temporary(INDEX_NAME, note.save_id)))
+        replaces = any(os.path.lexists(os.path.join(path, name)) for name in note.files)
+        if is_old and replaces and len(note.files) > 1:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, INDEX_NAME))
         for name in [*note.files, *([INDEX_NAME] if note.index else [])]:
             # Missing: renamed already, by whoever was interrupted.
             with suppress(FileNotFoundError):
