@@ -164,10 +164,15 @@ class Checker:
             _same(f"files of {place}", look.places[place], each.files)
         # A job that was killed while it tried out a service's conditions leaves what it tried them with.
         files = {name for name in look.files if not name.startswith("shardkeep.probe-")}
-        _same("files of the root", files, {"latest"})
+        _same("files of the root", files - self._released(), {"latest"})
         _same("uploads that nobody finishes", look.uploads, ())
         newest = max(on_disk, key=lambda each: each.age)
         _same("latest", {(self._ground.get("latest") or b"").decode()}, {f"step-{newest.step}\n"})
+
+    def _released(self) -> set[str]:
+        """Name the lease, where it says that it is free: it stays for whom it was taken from, who may come back."""
+        lease = self._ground.get("lease.json")
+        return {"lease.json"} if lease and json.loads(lease)["released"] else set()
 
 
 def _same(what: str, there: Iterable[object], wanted: Iterable[object]) -> None:
