@@ -280,8 +280,8 @@ class Upload:
     def _upload(self) -> None:
         manners, what = self._bucket.manners, f"to upload {self._url}/{self._name}"
         try:
-            # Parts that were given away cannot be given again.
-            ask_again(manners, what, self._send, can=lambda: not self._parts.next)
+            # Parts that were given away cannot be given again, and what failed elsewhere is not to be.
+            ask_again(manners, what, self._send, can=lambda: not self._parts.next and self._failure is None)
             self.may_appear = True
         except _Abandoned:
             pass

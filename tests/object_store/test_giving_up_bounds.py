@@ -1,0 +1,137 @@
+"""Requests that stall are not waited for once their save cannot succeed, whatever they are."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import StorageError
+from shardkeep.store import object_sending
+from shardkeep.store.giving_up import Hope, unless_lost
+from shardkeep.store.object_parts import Room
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.testing.faulty_store import FaultyStore
+from shardkeep.testing.s3_server import S3Server
+from tests.object_store.proxy import Proxy, Rule
+from tests.object_store.test_uploads_bounds import PART, interrupted_when
+
+Opened = Callable[..., ObjectRoot]
+STALLS = {
+    "put of one part": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*safetensors$")),
+    "digests beside": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*blocks$")),
+    "look at what arrived": (PART + 99, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$", after=1)),
+}
+"""How large a file is, and what of it stalls; no request is cut short by its timeout."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait a moment only for what was given up to end by itself."""
+    monkeypatch.setattr(object_sending, "_LONGEST_S", 0.3)
+
+
+class FailsThen(FaultyStore):
+    """Fails to finish the first file, once something is so."""
+
+    def __init__(self, inner: ObjectRoot, due: Callable[[], bool]) -> None:
+        super().__init__(inner)
+        self._due = due
+
+    def begin(self, verb: str, name: str) -> Any:
+        if verb == "finish" and name.startswith("m0-"):
+            while not self._due():
+                time.sleep(0.01)
+            raise StorageError(f"{name}: no more, on purpose", name=name, errno=errno.EDQUOT)
+        return super().begin(verb, name)
+
+
+@pytest.mark.parametrize("what", STALLS)
+@pytest.mark.parametrize("way", ["refused", "ctrl_c", "cancelled"])
+def test_no_request_of_a_save_is_waited_for_in_vain(s3_server: S3Server, s3_place: Opened, what: str, way: str) -> None:
+    """When another file fails, at Ctrl-C, and when the save is cancelled, it ends at once and leaves nothing."""
+    nbytes, rule = STALLS[what]
+    state = {f"m{i}": {"w": torch.randint(0, 255, (nbytes,), dtype=torch.uint8)} for i in range(2)}
+    with Proxy(s3_server.port) as proxy:
+        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True, timeout_s=300, retries=0)
+        proxy.rules = [rule]
+
+        def stalls() -> bool:
+            return proxy.counts.faults["stall"] > 0
+
+        if way == "refused":
+            with pytest.raises(StorageError, match=r"m0-.* no more, on purpose"):
+                sk.save(state, FailsThen(place, stalls))
+        elif way == "ctrl_c":
+            with interrupted_when(stalls), pytest.raises(KeyboardInterrupt):
+                sk.save(state, place)
+        else:
+            handle = sk.async_save(state, place)
+            while not stalls():
+                time.sleep(0.01)
+            assert handle.cancel()
+            with pytest.raises(sk.SaveCancelled):
+                handle.result()
+        assert stalls(), "or nothing was there to wait for"
+        assert [blob.name for blob in place.list()] == []
+
+
+def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
+    """One that is given up, and arrives when nobody waits for it any more, is deleted."""
+    hope = Hope()
+    with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
+        place = s3_place(endpoint=proxy.endpoint, conditional_puts=True)
+        with hope.held():
+            writer = place.create("late", 99)
+        writer.write_at(0, memoryview(bytes(99)))
+        proxy.rules = [Rule("delay", method="PUT", path="late", delay_s=2)]
+        finished = pool.submit(writer.finish)
+        while not proxy.counts.faults["delay"]:
+            time.sleep(0.01)
+        hope.give_up()
+        with pytest.raises(StorageError, match="given up"):
+            finished.result()
+        writer.abandon()
+        [sending] = [thread for thread in threading.enumerate() if thread.name == "put late"]
+        sending.join()
+        kinds = [request.like.partition(" ")[0] for request in proxy.counts.requests]
+        assert kinds.count("PUT") == 1, "it was sent"
+        assert list(place.list()) == []
+
+
+def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
+    """On terms that can be given up as without them: that there is one of that name, which stays."""
+    place = s3_place(conditional_puts=True)
+    with Hope().held():
+        first, second = place.create("a", 2), place.create("a", 2)
+    for writer, data in ((first, b"11"), (second, b"22")):
+        writer.write_at(0, memoryview(data))
+    first.finish()
+    with pytest.raises(StorageError, match="EEXIST"):
+        second.finish()
+    second.abandon()
+    assert place.get("a", limit=2) == b"11"
+
+
+def test_a_hope_within_another_is_lost_with_it() -> None:
+    """And has its memory; an answer that comes is returned, an error raised, and one that does not come left behind."""
+    outer = Hope(room=Room(3))
+    with outer.held():
+        inner = Hope()
+    assert inner.room is outer.room
+    assert unless_lost(lambda: 7, "it", inner) == 7
+    with pytest.raises(ZeroDivisionError):
+        unless_lost(lambda: 1 // 0, "it", inner)
+    never = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(unless_lost, never.wait, "it", inner)
+        outer.give_up()
+        with pytest.raises(StorageError, match="it: was given up"):
+            asked.result()
+    never.set()
+    assert inner.is_lost

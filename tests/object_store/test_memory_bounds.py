@@ -1,0 +1,67 @@
+"""Saves keep to their budget of memory, codecs and parts of uploads included; and how a budget is divided."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.run.workers import MIN_WINDOW_NBYTES, divide
+from shardkeep.store.object_parts import part_nbytes_of
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.store.retrying import Patience, RetryingStore
+from tests.engine.samples import bits
+from tests.engine.test_memory import peak_growth
+
+MIB = 1 << 20
+SLACK = 24 * MIB
+"""Threads' stacks and arenas, connections, the allocator's own; as on local disks."""
+
+
+@pytest.mark.parametrize(
+    ("budget", "codecs"), [(32, ["float"]), (64, ["float"]), (16, None)], ids=["32 coded", "64 coded", "16 plain"]
+)
+def test_a_save_to_s3_stays_within_its_budget(
+    s3_place: Callable[..., ObjectRoot], budget: int, codecs: list[str] | None
+) -> None:
+    """Of a state several times as large, no more is held at a time than the budget and a little, and all comes back."""
+    options = sk.Options(host_budget_bytes=budget * MIB)
+    place = s3_place()
+    sk.save({"warm": torch.randn(3 * MIB)}, place, codecs=codecs, options=options)  # threads, connections, modules
+    state = {f"m{i}": {"w": torch.randn(budget * MIB // 4)} for i in range(3)}
+    assert peak_growth(lambda: sk.save(state, place, overwrite=True, codecs=codecs, options=options)) < (
+        budget * MIB + SLACK
+    )
+    found = {key: {"w": torch.zeros_like(value["w"])} for key, value in state.items()}
+    sk.load(found, place, options=options)
+    assert bits(found) == bits(state)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("part", [0, 5 * MIB, 8 * MIB, 64 * MIB])
+def test_what_is_shared_out_is_no_more_than_the_budget(part: int, coded: bool) -> None:
+    """Windows, what codecs hold, parts and room fit in; if nothing does, one thread has the least there is."""
+    for threads in (1, 2, 8, 16, 64):
+        for budget in (1, 7 * MIB, 16 * MIB, 32 * MIB, 100 * MIB, 256 * MIB, 4096 * MIB):
+            shares = divide(threads, budget, coded=coded, part_nbytes=part)
+            window = shares.window_nbytes
+            each = window + (2 * min(window, 4 * MIB) + 2 * MIB if coded else 0) + (0 if part else window)
+            held = shares.threads * each + (shares.threads - 1) * part + shares.room_nbytes
+            least = shares.threads == 1 and window == MIN_WINDOW_NBYTES and shares.room_nbytes == part
+            assert held <= budget or least
+            assert 1 <= shares.threads <= threads
+            assert window % MIB == 0
+
+
+def test_windows_stay_parts_where_they_are_sent_as_they_are() -> None:
+    """With little memory a plain upload has few threads, whose windows need no copies; a default one has all."""
+    assert divide(16, 256 * MIB, part_nbytes=8 * MIB)[:2] == (16, 8 * MIB)
+    assert divide(16, 64 * MIB, part_nbytes=8 * MIB)[:2] == (4, 8 * MIB)
+    assert divide(16, 16 * MIB, part_nbytes=8 * MIB)[:2] == (1, 8 * MIB)
+
+
+def test_the_size_of_parts_is_asked_of_the_store_below(s3_place: Callable[..., ObjectRoot]) -> None:
+    """Through stores that try again; a store that takes bytes in any order keeps none."""
+    place = s3_place(part_bytes=6 * MIB)
+    assert part_nbytes_of(RetryingStore(place, Patience(1))) == 6 * MIB
+    assert part_nbytes_of(sk.MemoryStore()) == 0
