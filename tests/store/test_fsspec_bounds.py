@@ -1,0 +1,141 @@
+"""Files of fsspec keep few bytes that come before their turn, and nobody waits for ever."""
+
+import errno
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.errors import StorageError
+from shardkeep.store import fsspec_files
+from shardkeep.store.fsspec_files import FsspecWriter
+from shardkeep.store.fsspec_store import FsspecStore
+from shardkeep.store.giving_up import Hope
+from shardkeep.store.object_parts import Room
+from shardkeep.testing.store_contract import read_blob, sample
+from tests.engine.samples import bits
+
+PIECE = 1000
+COUNT = 50
+
+
+@pytest.fixture
+def store() -> Iterator[FsspecStore]:
+    """A place in the memory of this process."""
+    fs, path = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    yield FsspecStore(fs, path, f"memory:/{path}", settle_s=0.0)
+    if fs.exists(path):
+        fs.rm(path, recursive=True)
+
+
+def created(store: FsspecStore, pieces: int, *, hope: Hope | None = None) -> tuple[FsspecWriter, Room]:
+    """Begin a blob, with room for so many pieces that come early."""
+    room = Room(pieces * PIECE)
+    with (hope or Hope(room=room)).held():
+        return store.create("a", COUNT * PIECE), room
+
+
+def test_whoever_is_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecStore) -> None:
+    """With room for two early pieces the third one waits, and all are written once the first comes."""
+    data = sample(COUNT * PIECE)
+    writer, room = created(store, 2)
+    with ThreadPoolExecutor(COUNT) as pool:
+        early = [
+            pool.submit(writer.write_at, at, memoryview(data)[at : at + PIECE]) for at in range(PIECE, 4000, PIECE)
+        ]
+        while sum(each.done() for each in early) < 2:
+            time.sleep(0.001)
+        assert room.take(1) is None, "two pieces are kept"
+        assert not all(each.done() for each in early), "the third is not"
+        writer.write_at(0, memoryview(data)[:PIECE])
+        for each in early:
+            each.result()
+        assert room.take(2 * PIECE) is not None, "nothing is kept any more"
+        for at in range(4000, len(data), PIECE):
+            writer.write_at(at, memoryview(data)[at : at + PIECE])
+    writer.finish()
+    assert read_blob(store, "a") == data
+
+
+def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store: FsspecStore) -> None:
+    """As the engine writes: whoever has the next piece never waits, so all comes to an end without any room at all."""
+    data = sample(COUNT * PIECE)
+    writer, _ = created(store, 0)
+    turns, lock = iter(range(0, len(data), PIECE)), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                at = next(turns, None)
+            if at is None:
+                return
+            writer.write_at(at, memoryview(data)[at : at + PIECE])
+
+    with ThreadPoolExecutor(8) as pool:
+        for each in [pool.submit(work) for _ in range(8)]:
+            each.result()
+    writer.finish()
+    assert read_blob(store, "a") == data
+
+
+def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody fills the gap it is an error that says where the gap is and how much may wait; and nothing stays."""
+    monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(store, "_room", Room(2 * PIECE))
+    writer = store.create("a", COUNT * PIECE)
+    for at in (3 * PIECE, 2 * PIECE):
+        writer.write_at(at, memoryview(bytes(PIECE)))
+    with pytest.raises(
+        StorageError, match=r"a: no room for 1000 bytes at offset 1000.* at 0 .*2000 bytes wait"
+    ) as found:
+        writer.write_at(PIECE, memoryview(bytes(PIECE)))
+    assert found.value.errno == errno.ENOBUFS
+    assert "in order" in str(found.value.hint)
+    writer.abandon()
+    assert list(store.list()) == []
+    assert store._room.take(2 * PIECE) is not None
+
+
+def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next bytes may have to wait for these ones to be taken: then the room does not count, after a while."""
+    monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(fsspec_files, "_LOOK_S", 0.001)
+    data = sample(COUNT * PIECE)
+    writer, _ = created(store, 1)
+    for at in reversed(range(0, len(data), PIECE)):
+        writer.write_at(at, memoryview(data)[at : at + PIECE])
+    writer.finish()
+    assert read_blob(store, "a") == data
+
+
+@pytest.mark.parametrize("way", ["given up", "abandoned"])
+def test_whoever_waits_is_told_of_the_end(store: FsspecStore, way: str) -> None:
+    """When other work fails, or the file is abandoned, a thread that waits for its turn raises."""
+    hope = Hope(room=Room(0))
+    writer, _ = created(store, 0, hope=hope)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writer.write_at, PIECE, memoryview(bytes(PIECE)))
+        hope.give_up() if way == "given up" else writer.abandon()
+        with pytest.raises(StorageError, match=r"given up|do not fit an open blob"):
+            waiting.result()
+    writer.abandon()
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
+def test_saves_with_a_small_budget_are_exact(store: FsspecStore, codecs: list[str] | None) -> None:
+    """The engine writes several files at once through little room, and every bit comes back."""
+    state = {f"m{i}": {"w": torch.randn(700_001 + i)} for i in range(3)}
+    options = sk.Options(io_threads=4, host_budget_bytes=2 << 20)
+    sk.save(state, store, codecs=codecs, options=options)
+    found = {key: {"w": torch.zeros_like(value["w"])} for key, value in state.items()}
+    sk.load(found, store, options=options)
+    assert bits(found) == bits(state)
