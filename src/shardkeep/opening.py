@@ -102,7 +102,7 @@ def verify_stored(
     options = options or Options()
     store = open_store(where, direct=options.direct_io)
     record = find(store).record
-    threads, window = _limits(store, options)
+    threads, window = _limits(store, options, coded=any(file.chain is not None for file in record.files))
     found = stored_damage(store, record, deep=deep, threads=threads, window_nbytes=window)
     _raise_if_any(store, [exc.message for exc in found])
     return VerifyReport(
@@ -113,8 +113,8 @@ def verify_stored(
     )
 
 
-def _limits(store: Store, options: Options) -> tuple[int, int]:
-    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes)
+def _limits(store: Store, options: Options, *, coded: bool) -> tuple[int, int]:
+    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes, coded=coded)
 
 
 def _raise_if_any(store: Store, problems: list[str]) -> None:
@@ -296,7 +296,8 @@ class Checkpoint(Mapping[str, Any]):
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
-        threads, window = _limits(self._store, self._options)
+        coded = self.record.files[number].chain is not None
+        threads, window = _limits(self._store, self._options, coded=coded)
         headers, key_at = self.source.to_verify()
         if (damage := self.source.undigested(number)) is not None:
             yield from damage
