@@ -25,14 +25,14 @@ from shardkeep.run.orders import make_jobs
 from shardkeep.run.save_call import SaveCall
 from shardkeep.run.staging import Staging
 from shardkeep.run.telling import SaveTelling
-from shardkeep.run.workers import window_for
+from shardkeep.run.workers import divide_for
 from shardkeep.run.write import FileJob, Hashing, Sink, Window, windows_in_turn, write_files
 from shardkeep.run.writer_hold import Outside
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
 from shardkeep.store.process import free_memory
-from shardkeep.store.protocol import BlobWriter, requests_of
+from shardkeep.store.protocol import BlobWriter
 
 log = logging.getLogger("shardkeep")
 
@@ -137,13 +137,12 @@ class Background:
         # No more than there are cores for: training needs them, and the interpreter's lock. A store that likes many
         # requests under way keeps threads waiting, and not cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
-        threads = requests_of(self._call.store, threads)
-        threads, window = window_for(threads, self._options.host_budget_bytes)
-        outside = self._outside
-        if self._pieces.events or outside:
-            window = WINDOW_NBYTES
+        outside, budget_nbytes, coded = self._outside, self._options.host_budget_bytes, bool(coding.chains)
         if outside:
-            threads = outside.threads(threads, self._options.host_budget_bytes)
+            threads, window, room_nbytes = outside.divided(threads, budget_nbytes, coded=coded)
+        else:
+            threads, window, room_nbytes = divide_for(self._call.store, threads, budget_nbytes, coded=coded)
+            window = WINDOW_NBYTES if self._pieces.events else window
         staging = Staging(
             windows_in_turn(jobs, window, threads),
             ring=self._memory.ring,
@@ -169,7 +168,9 @@ class Background:
             staged = self._total if copied else staging.nbytes_copied
             self._telling.progressed(staged=staged, written=self._written, total=self._total)
 
-        sink = outside.sink(staging, coding) if outside else Hashing(coding.over(self._call.store), staging.take)
+        sink: Sink = Hashing(coding.over(self._call.store), staging.take)
+        if outside:
+            sink = outside.sink(staging, coding, room_nbytes)
         with staging.running():
             write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
         if staging.count:

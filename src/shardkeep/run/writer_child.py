@@ -31,10 +31,11 @@ from shardkeep.layout.frame_writer import Seal
 from shardkeep.ranks.verdict import describe
 from shardkeep.run.write import hash_and_write
 from shardkeep.run.writer_mapping import map_shared
-from shardkeep.run.writer_pipe import receive, send
-from shardkeep.run.writer_wire import Abandon, Create, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.run.writer_pipe import MESSAGE_NBYTES, receive, send
+from shardkeep.run.writer_wire import Abandon, Create, GiveUp, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import aligned_buffer, copy
 from shardkeep.store.giving_up import Hope
+from shardkeep.store.object_parts import Room
 from shardkeep.store.protocol import BlobWriter
 
 _SENT_TO_ALL = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -45,7 +46,7 @@ _MOST_MAPPED = 4096
 _LOOK_S = 1.0
 
 
-def main(pipes: Sequence[int], memory: int, parent: int) -> NoReturn:
+def main(pipes: Sequence[int], aside: int, memory: int, parent: int) -> NoReturn:
     """Serve requests from these pipes, about memory in this file, until the parent closes them or is gone."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -53,9 +54,10 @@ def main(pipes: Sequence[int], memory: int, parent: int) -> NoReturn:
     with contextlib.suppress(OSError):  # not everybody may
         os.nice(_NICENESS)
     files = _Files(memory)
-    threads = ThreadPoolExecutor(len(pipes))
+    threads = ThreadPoolExecutor(len(pipes) + 1)
     for pipe in pipes:
         threads.submit(_serve, socket.socket(fileno=pipe), files)
+    threads.submit(_listen, socket.socket(fileno=aside), files)
     _wait_for_end_of(parent)
     os._exit(0)
 
@@ -81,6 +83,13 @@ def _serve(pipe: socket.socket, files: _Files) -> None:
     except BaseException:  # noqa: BLE001 - or that process would wait for an answer
         traceback.print_exc()
         os._exit(1)
+
+
+def _listen(aside: socket.socket, files: _Files) -> None:
+    decoder = msgspec.msgpack.Decoder(GiveUp)
+    with contextlib.suppress(OSError):
+        while message := aside.recv(MESSAGE_NBYTES):
+            files.give_up(decoder.decode(message).name)
 
 
 def _tried(request: Request, files: _Files, own: _Own) -> Reply:
@@ -160,17 +169,25 @@ class _Files:
         chains = {} if request.coded is None else {request.name: request.coded.opened()}
         with self._lock:  # one at a time: to open a store may change the environment
             store = EncodingStore(request.place.opened(), chains)
-            hope = self._hope_of(request.name)
+            hope = self._hope_of(request)
         with _shared_by(hope), hope.held():
             writer = store.create(request.name, request.nbytes)
         number = next(self._numbers)
         self._files[number] = _File(writer, store.seals, hope)
         return Reply(file=number)
 
-    def _hope_of(self, name: str) -> Hope:
+    def give_up(self, name: str) -> None:
+        """Let all files of the save that this one belongs to be given up, as something failed elsewhere."""
+        with self._lock:
+            hope = self._hopes.get(native.save_id_of(name) or "")
+        if hope is not None:
+            hope.give_up()
+
+    def _hope_of(self, request: Create) -> Hope:
         """Return what the files of one save share; others share nothing, as something of their name may come later."""
-        save_id = native.save_id_of(name)
-        return Hope() if save_id is None else self._hopes.setdefault(save_id, Hope())
+        hope = Hope(room=Room(request.room_nbytes) if request.room_nbytes else None)
+        save_id = native.save_id_of(request.name)
+        return hope if save_id is None else self._hopes.setdefault(save_id, hope)
 
     def _bytes_of(self, request: WriteRuns, own: _Own) -> memoryview:
         """Return the runs end to end: as they lie, if there is one, else as a copy."""

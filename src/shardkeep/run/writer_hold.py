@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from shardkeep.errors import SaveCancelled, WriterDied
 from shardkeep.run.coding import FileCoding
 from shardkeep.run.staging import Staging
+from shardkeep.run.workers import Division, divide
 from shardkeep.run.write import Sink, Window
 from shardkeep.run.writer_memory import SharedMemory
 from shardkeep.run.writer_pipe import Patience
@@ -24,10 +25,11 @@ from shardkeep.run.writer_place_of import place_of
 from shardkeep.run.writer_places import LocalPlace
 from shardkeep.run.writer_process import WriterProcess
 from shardkeep.run.writer_sink import OutsideSink, Target, shared_runs
-from shardkeep.run.writer_wire import Reply, Request
+from shardkeep.run.writer_wire import GiveUp, Reply, Request
 from shardkeep.stage.buffers import Arenas, BufferPool
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory, staging_memory
 from shardkeep.store import uploads
+from shardkeep.store.object_parts import part_nbytes_of
 from shardkeep.store.protocol import Store, requests_of
 
 log = logging.getLogger("shardkeep")
@@ -54,11 +56,15 @@ class Outside:
     patience: Patience
     wanted: Wanted
 
-    def threads(self, threads: int, budget_nbytes: int) -> int:
-        """Say how many threads may ask the other process at a time; it may have two windows for each."""
-        if requests_of(self.target.store, 0):  # a window has several of these, so that few threads bring many
-            threads = min(threads, budget_nbytes // (2 * WINDOW_NBYTES))
-        return max(1, min(threads, self.process.pipes))
+    def divided(self, threads: int, budget_nbytes: int, *, coded: bool) -> Division:
+        """Say how many threads may ask the other process at a time, with which windows, and what it may copy of them."""
+        store = self.target.store
+        threads = min(requests_of(store, threads), self.process.pipes)
+        part_nbytes = part_nbytes_of(store)
+        if not part_nbytes:
+            return Division(threads, WINDOW_NBYTES, 0)
+        # Where a store has parts, a window has several of them, so that few threads bring many requests.
+        return divide(threads, budget_nbytes, WINDOW_NBYTES, coded=coded, part_nbytes=part_nbytes)
 
     def ask(self, request: Request, *, nbytes: int = 0) -> Reply:
         """
@@ -77,9 +83,13 @@ class Outside:
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
 
-    def sink(self, staging: Staging, coding: FileCoding) -> Sink:
-        """Return where windows go, and through which codecs."""
-        return OutsideSink(self.ask, self.shared, self.target, staging, coding)
+    def tell(self, said: GiveUp) -> None:
+        """Say something to the other process that has no answer; neither waits nor raises."""
+        self.process.tell(said)
+
+    def sink(self, staging: Staging, coding: FileCoding, room_nbytes: int) -> Sink:
+        """Return where windows go, through which codecs, and with how much memory for what is copied on the way."""
+        return OutsideSink(self, self.shared, self.target._replace(room_nbytes=room_nbytes), staging, coding)
 
     def filled_ahead(self, window: Window) -> bool:
         """Say whether a window must be filled before the other process sees its bytes."""

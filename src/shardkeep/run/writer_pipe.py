@@ -18,6 +18,8 @@ SLICE_S = 0.1
 """Between two looks of somebody who waits. What it waits for wakes it at once."""
 _CANCELLED_S = 1.0
 """What a healthy process needs for a request, as a rule; one that nobody needs is cheap to replace."""
+MESSAGE_NBYTES = 4096
+"""The most of a message that has no answer."""
 _SIZE = struct.Struct("!Q")
 
 Ready = Callable[[int], None]

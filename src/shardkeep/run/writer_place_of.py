@@ -59,9 +59,11 @@ def place_of(store: Store) -> Place:
 
 def _of_bucket(store: ObjectStore) -> BucketPlace:
     bucket = store.bucket
-    given = bucket.given
-    if "client_options" in given:
-        given = {**given, "client_options": dict(given["client_options"])}
+    given = dict(bucket.given)
+    if "client_options" in given:  # kept as pairs
+        given["client_options"] = client = dict(given["client_options"])
+        if "default_headers" in client:
+            client["default_headers"] = dict(client["default_headers"])
     return BucketPlace(
         bucket.service,
         bucket.name,

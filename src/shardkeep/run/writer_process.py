@@ -27,7 +27,7 @@ import shardkeep
 from shardkeep.errors import CheckpointError, Failure, WriterDied, error_class
 from shardkeep.run.writer_child import IGNORED
 from shardkeep.run.writer_pipe import SLICE_S, Patience, TooLong, Waiting, ready_within, receive, send
-from shardkeep.run.writer_wire import Reply, Request
+from shardkeep.run.writer_wire import GiveUp, Reply, Request
 
 _GRACE_S = 5.0
 """Between the end of a process's pipes and its own."""
@@ -41,9 +41,7 @@ _IF_SILENT = (
 )
 _multiprocessing: Any = spawn
 _subprocess: Any = subprocess
-_PROGRAM = (
-    "import sys; sys.path[:] = {path}; from shardkeep.run.writer_child import main; main({pipes}, {memory}, {me})"
-)
+_PROGRAM = "import sys; sys.path[:] = {path}; from shardkeep.run.writer_child import main; main({pipes}, {aside}, {memory}, {me})"
 
 
 class FromWriter(CheckpointError):
@@ -72,11 +70,13 @@ class WriterProcess:
         self._longest_more_s = 0.0
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
+            # For what has no answer, and arrives whole or not at all.
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             pairs.extend(socket.socketpair() for _ in range(pipes))
             for ours, theirs in pairs:
                 ours.setblocking(False)
                 theirs.setblocking(True)  # whatever this program has made the default
-            self._process = _spawn([theirs.fileno() for _, theirs in pairs], memory)
+            self._process = _spawn(*(theirs.fileno() for _, theirs in pairs), memory=memory)
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
@@ -87,7 +87,7 @@ class WriterProcess:
         finally:
             for _, theirs in pairs:
                 theirs.close()  # so that a pipe ends with the process
-        self._pipes = [ours for ours, _ in pairs]
+        self._aside, *self._pipes = (ours for ours, _ in pairs)
         self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for pipe in self._pipes:
             self._free.put(pipe)
@@ -95,7 +95,7 @@ class WriterProcess:
         self._watch: list[int] = []
         with contextlib.suppress(AttributeError, OSError):
             self._watch.append(os.pidfd_open(self.pid))
-        self._let_go = weakref.finalize(self, _close_all, self._pipes.copy(), self._watch.copy())
+        self._let_go = weakref.finalize(self, _close_all, [self._aside, *self._pipes], self._watch.copy())
 
     @property
     def pid(self) -> int:
@@ -148,6 +148,11 @@ class WriterProcess:
         if reply.failure is not None:
             raise _error_of(reply.failure) from FromWriter(reply.failure.trace)
         return reply
+
+    def tell(self, said: GiveUp) -> None:
+        """Say what has no answer. It neither waits nor raises: one that does not listen is found out by who asks it."""
+        with contextlib.suppress(OSError):
+            self._aside.send(msgspec.msgpack.encode(said), socket.MSG_NOSIGNAL)
 
     def _free_pipe(self, patience: Patience) -> socket.socket:
         """Wait for a pipe that nobody uses."""
@@ -202,21 +207,21 @@ class WriterProcess:
         return None
 
 
-def _spawn(pipes: list[int], memory: int) -> subprocess.Popen[bytes]:
+def _spawn(aside: int, *pipes: int, memory: int) -> subprocess.Popen[bytes]:
     executable = _multiprocessing.get_executable()
     if not executable:
         raise OSError("this program does not say where its Python is (sys.executable)")
     # The package may be found by a path that this program has set itself.
     path = [each or os.getcwd() for each in sys.path if isinstance(each, str)]
     path.append(os.path.dirname(os.path.dirname(os.path.abspath(shardkeep.__file__))))
-    program = _PROGRAM.format(path=ascii(path), pipes=pipes, memory=memory, me=os.getpid())
+    program = _PROGRAM.format(path=ascii(path), pipes=[*pipes], aside=aside, memory=memory, me=os.getpid())
     flags: list[str] = _subprocess._args_from_interpreter_flags()  # as multiprocessing starts its processes
     with _blocked():  # until it can ignore them
         return subprocess.Popen(  # noqa: S603 - ourselves
             [os.fsdecode(executable), *flags, "-c", program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[*pipes, memory],
+            pass_fds=[aside, *pipes, memory],
             start_new_session=True,  # out of a terminal's reach
         )
 

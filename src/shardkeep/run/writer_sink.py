@@ -20,15 +20,20 @@ from shardkeep.run.staging import Staging
 from shardkeep.run.write import FileJob, Window
 from shardkeep.run.writer_memory import Region, SharedMemory
 from shardkeep.run.writer_places import Place
-from shardkeep.run.writer_wire import Abandon, Coded, Create, Finish, Reply, Request, WriteBytes, WriteRuns
+from shardkeep.run.writer_wire import Abandon, Coded, Create, Finish, GiveUp, Reply, Request, WriteBytes, WriteRuns
 from shardkeep.store.aligned import address_of
+from shardkeep.store.giving_up import hope_held
 from shardkeep.store.protocol import BlobWriter, Store
 
 
-class Ask(Protocol):
-    """Has the other process do something, for which it may have to wait for so many bytes to be durable."""
+class Asks(Protocol):
+    """The other process."""
 
-    def __call__(self, request: Request, *, nbytes: int = 0) -> Reply: ...
+    def ask(self, request: Request, *, nbytes: int = 0) -> Reply:
+        """Have it do something, for which it may have to wait for so many bytes to be durable."""
+
+    def tell(self, said: GiveUp) -> None:
+        """Say what has no answer; neither waits nor raises."""
 
 
 class Target(NamedTuple):
@@ -40,6 +45,8 @@ class Target(NamedTuple):
     """As the other one opens it."""
     lost: set[str]
     """Files that it did not finish and can take back no more, as it is gone: what is left of them is to be looked for."""
+    room_nbytes: int = 0
+    """For what the store copies there on the way; 0: what it has for all files together."""
 
 
 class Runs(NamedTuple):
@@ -54,9 +61,11 @@ class Runs(NamedTuple):
 class OutsideSink:
     """A sink: another process hashes and writes."""
 
-    def __init__(self, ask: Ask, memory: SharedMemory, target: Target, staging: Staging, coding: FileCoding) -> None:
+    def __init__(
+        self, outside: Asks, memory: SharedMemory, target: Target, staging: Staging, coding: FileCoding
+    ) -> None:
         self._coding = coding
-        self._ask = ask
+        self._outside = outside
         self._memory = memory
         self._target = target
         self._staging = staging
@@ -64,7 +73,7 @@ class OutsideSink:
     def begin(self, job: FileJob) -> BlobWriter:
         """Begin a file."""
         try:
-            return _OutsideFile(self._ask, self._target, job, self._coding)
+            return _OutsideFile(self._outside, self._target, job, self._coding)
         except BaseException:
             # Nobody knows how far it came, and nobody else knows of the file.
             with contextlib.suppress(CheckpointError):
@@ -96,35 +105,42 @@ class OutsideSink:
             (runs.starts - runs.region.address).astype(np.int64).tobytes(),
             runs.sizes.astype(np.int64).tobytes(),
         )
-        return self._ask(request).digests
+        return self._outside.ask(request).digests
 
 
 class _OutsideFile:
     """A file that another process writes."""
 
-    def __init__(self, ask: Ask, target: Target, job: FileJob, coding: FileCoding) -> None:
-        self._ask = ask
+    def __init__(self, outside: Asks, target: Target, job: FileJob, coding: FileCoding) -> None:
+        self._outside = outside
         self._lost = target.lost
         self._nbytes = job.nbytes
         self._name = job.name
         self._coding = coding
+        self._over = False
+        if (hope := hope_held()) is not None:
+            hope.tell(self.give_up)
         told = coding.told(job.name)
         try:
-            create = Create(target.place, job.name, job.nbytes, None if told is None else Coded(*told))
-            self.number = ask(create).file
+            coded = None if told is None else Coded(*told)
+            self.number = outside.ask(Create(target.place, job.name, job.nbytes, coded, target.room_nbytes)).file
         except UnknownCodec as error:
             error.hint = (
                 "the process that writes does not run your program: bring the codec by an entry point of a package, or"
                 ' pass writer="thread"'
             )
             raise
-        self._over = False
+
+    def give_up(self) -> None:
+        """Let whoever waits for an answer about this file have it soon: something else has failed."""
+        if not self._over:
+            self._outside.tell(GiveUp(self._name))
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        self._ask(WriteBytes(self.number, offset, bytes(data)))
+        self._outside.ask(WriteBytes(self.number, offset, bytes(data)))
 
     def finish(self, nbytes: int | None = None) -> None:
-        reply = self._ask(Finish(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
+        reply = self._outside.ask(Finish(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
         self._over = True
         if reply.seal is not None:
             self._coding.seals[self._name] = reply.seal
@@ -133,7 +149,7 @@ class _OutsideFile:
         if not self._over:
             self._over = True
             try:
-                self._ask(Abandon(self.number))
+                self._outside.ask(Abandon(self.number))
             except CheckpointError:  # of a process that is gone, the files are deleted by others
                 self._lost.add(self._name)
 

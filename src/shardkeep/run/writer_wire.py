@@ -2,7 +2,8 @@
 What a training process and the process that writes for it say to each other. Bytes of tensors are not among it: they
 lie in memory that both see.
 
-Each request has one reply, on the pipe it came from.
+Each request has one reply, on the pipe it came from. What has none comes on a pipe of its own: all others may be in use
+by those who wait for a reply.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Create(msgspec.Struct, frozen=True, tag=True):
     name: str
     nbytes: int
     coded: Coded | None = None
+    room_nbytes: int = 0
+    """For what a store copies on the way, of all files of the save; 0: what it has for all files together."""
 
 
 class WriteRuns(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +83,12 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Create | WriteRuns | WriteBytes | Finish | Abandon
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """Wait no longer for a store because of this file, nor for others of its save, which has failed; there is no reply."""
+
+    name: str
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
