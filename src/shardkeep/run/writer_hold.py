@@ -134,14 +134,16 @@ class WriterHold:
         patience = Patience(timeout_s, given_up=lambda: self._given_up(process))
         if not isinstance(place, LocalPlace):
             patience = replace(patience, cancelled_s=_TAKEN_BACK_S)
-        try:
+        with contextlib.ExitStack() as after:
+            after.callback(self._let_go, wanted)
+            after.callback(_take_back, target)
             yield Outside(memory, process, shared, target, patience, wanted)
-        finally:
-            _take_back(target)
-            with self._lock:
-                self._saves.remove(wanted)
-                if self._ending:
-                    self._end()
+
+    def _let_go(self, wanted: Wanted) -> None:
+        with self._lock:
+            self._saves.remove(wanted)
+            if self._ending:
+                self._end()
 
     def end(self) -> None:
         """End the process and free the memory, when the last save is over that needs them."""
