@@ -23,10 +23,9 @@ from shardkeep.cli.problems import NotUsable, did_you_mean
 from shardkeep.cli.roots import Run
 from shardkeep.cli.sweeping import Litter, find_litter, sweep
 from shardkeep.errors import CheckpointError
-from shardkeep.layout.leftovers import STALE_AFTER_S
+from shardkeep.layout import leftovers
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
-from shardkeep.store import uploads
 
 EXAMPLES = """
   shardkeep prune runs/a --keep-last 3 --dry-run
@@ -277,9 +276,9 @@ def _carry_out(found: Run, planned: Plan, *, force: bool) -> dict[str, str]:
 
 
 def _sweep_uploads(found: Run) -> int:
-    """Take back uploads of the run that are older than any save; what is younger goes with the claims of dead saves."""
+    """Take back uploads to the run that nobody goes on with."""
     try:
-        return uploads.sweep(found.catalog.root, older_than_s=STALE_AFTER_S)
+        return leftovers.sweep_lost_uploads(found.catalog.root)
     except CheckpointError as exc:
         remark(f"uploads that nobody will finish could not be looked for: {shown(exc.message)}", "yellow")
         return 0

@@ -49,7 +49,6 @@ def sweep(run: Run, litter: Litter) -> None:
     if now is None:
         return
     store = run.catalog.root.place(litter.entry.name)
-    leftovers.sweep_uploads(store, leftovers.survey(store))
     going = leftovers.claims_last(set(now.names) & set(litter.names))
     for name in sorted(going, key=REMOVING_NAME.__eq__):  # the mark goes last of all
         store.delete(name)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,8 @@ from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.layout.native import claim_name, is_claim, read_record, save_id_of
 from shardkeep.store import uploads
 from shardkeep.store.process import host, started
-from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts, Store
+from shardkeep.store.protocol import BlobInfo, Gets, Lists, Puts, Store, is_name
+from shardkeep.store.roots import Root
 
 log = logging.getLogger("shardkeep")
 
@@ -145,11 +147,38 @@ def sweep_uploads_of(store: Store, save_ids: Collection[str]) -> int:
 
     Where nobody can say which there are, none: see `store.uploads`. Whatever goes wrong is logged and no more.
     """
+    if not save_ids:
+        return 0
     try:
         return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in save_ids)
     except Exception as exc:  # noqa: BLE001 - a save that may have been committed does not fail for tidying up
         log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
         return 0
+
+
+def sweep_lost_uploads(root: Root, gone: Collection[str] = ()) -> int:
+    """
+    Take back uploads in any place of a root that nobody goes on with; returns how many.
+
+    A claim stands for as long as a save uploads. So this finds also what has neither a file nor a place any more: a
+    service may begin an upload and its answer be lost, so that the one who asked begins another.
+
+    Raises:
+        CheckpointError: nobody can say which there are: see `store.uploads`.
+
+    """
+
+    @cache
+    def is_over(place: str, save_id: str) -> bool:
+        claim = _read(root.place(place), claim_name(save_id))
+        return claim is None or (not _alive(claim, save_id) and claim.host in (host(), *gone))
+
+    def is_dead(name: str) -> bool:
+        place, _, blob = name.rpartition("/")
+        save_id = save_id_of(blob)
+        return save_id is not None and is_name(place) and is_over(place, save_id)
+
+    return uploads.sweep(root, older_than_s=STALE_AFTER_S, is_dead=is_dead)
 
 
 def claims_last(names: Iterable[str]) -> list[str]:

@@ -66,6 +66,8 @@ class Housekeeping:
         self._lease = lease
         self._in_use = in_use
         self._now = now
+        self._bare: set[str] = set()
+        """Places in which nothing was found: they are not swept again before something is."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
         self._tasks: deque[Future[None]] = deque()
         # Apart: no save waits for these.
@@ -75,6 +77,7 @@ class Housekeeping:
 
     def survey(self) -> list[Entry]:
         """Sweep, and return what the root has."""
+        self._sweep_lost_uploads()  # before claims go, which say who goes on with one
         entries = self._catalog.entries()
         self.sweep(entries)
         for entry in entries:
@@ -229,9 +232,17 @@ class Housekeeping:
         except CheckpointError as error:
             self._failed(self._root.url, error, None)
             places = []
-        # Places in which nothing is are not among the entries.
-        empty = [name for name in places if name not in known]
+        # Places in which nothing is are not among the entries. Some services list them for ever.
+        self._bare -= known
+        empty = [name for name in places if name not in known and name not in self._bare]
         return [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]
+
+    def _sweep_lost_uploads(self) -> None:
+        self._lease.insist()
+        try:
+            leftovers.sweep_lost_uploads(self._root, self._lease.gone)
+        except CheckpointError as error:
+            log.info("%s: whether there are uploads that nobody goes on with is not known: %s", self._root.url, error)
 
     def _sweep(self, name: str) -> None:
         store = self._root.place(name)
@@ -249,6 +260,8 @@ class Housekeeping:
         if found.dead:
             log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
         self._root.drop_empty(name)
+        if not names:
+            self._bare.add(name)
 
     def _failed(self, where: str, error: BaseException, step: int | None) -> None:
         log.warning("%s could not be tidied up: %s", where, error, exc_info=error)
