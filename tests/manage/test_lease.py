@@ -215,3 +215,27 @@ def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same() -> None:
     second.take()
     second.insist()
     second.release()
+
+
+class _Garbling(MemoryRoot):
+    """Its answers are changed on the way, now and then."""
+
+    answers = 0
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        self.answers += 1
+        data = super().get(name, limit=limit)
+        return data if self.answers % 3 else data.replace(b'"', b"'")
+
+
+def test_a_garbled_answer_is_no_other_job() -> None:
+    """What makes no sense is read again before the lease counts as lost."""
+    root = _Garbling()
+    lease = Lease(root)
+    lease.take()
+    for _ in range(9):
+        lease.insist()
+    root.put(LEASE_NAME, b"no lease", replace=True)
+    with pytest.raises(sk.LeaseLost, match="unreadable"):
+        lease.insist()
+    lease.release()

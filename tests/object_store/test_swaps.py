@@ -148,6 +148,26 @@ def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
     assert sorted(careful.bucket.tried.values()) == [True, True]
 
 
+def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened) -> None:
+    """By the next that tries them; and one that is deleted by another meanwhile is not taken for an ignored condition."""
+    store = s3_place(requests=12)
+    store.put("shardkeep.probe", b"1", replace=True)
+
+    class Beside(SmallObjects):
+        """Somebody else tries, too, and tidies up at the worst moment."""
+
+        def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+            if data == b"333" and name == "shardkeep.probe":
+                store.delete(name)
+            super().send(name, data, create=create, over=over)
+
+    other = s3_place(requests=13)
+    small = Beside(other.bucket, store.prefix, store.url)
+    assert small.keeps_conditions(None)
+    assert small.keeps_conditions(Version("x"))
+    assert list(store.list()) == []
+
+
 def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
     """Another's bytes a moment later mean that the other has won."""
     store = s3_place(conditional_puts=False)
