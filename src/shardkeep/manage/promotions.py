@@ -2,7 +2,8 @@
 Checkpoints that are copied to a far root in the background, by all ranks together, never in the way of training.
 
 Each save is followed by a *round*, on a thread of each rank, the same ones in the same order on all: rank 0 says which
-checkpoint is to be promoted next, the newest first, all promote it (`turns`), and so on until nothing is left. What an earlier job or round could not finish is found that way, too.
+checkpoint is to be promoted next, the newest first, all promote it (`turns`), and so on until nothing is left. What an
+earlier job or round could not finish is found that way, too.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Resuming(Browser):
                 what=what,
                 roots=self._tiers.urls,
                 choose=lambda: candidates(choose()),
-                open_place=self._saves.place_to_read,
+                open_place=self._saves.places.to_read,
                 walk=walk,
                 **{**self._how_to_load, **load_options},
             )

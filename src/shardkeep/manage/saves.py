@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
-from shardkeep.events import Retried, tell
+from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError
 from shardkeep.manage.aside import in_time
 from shardkeep.manage.copying import Limits
 from shardkeep.manage.courtesy import Courtesy
-from shardkeep.manage.entries import meta_with
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
 from shardkeep.manage.jobs import Job
@@ -24,9 +22,11 @@ from shardkeep.manage.lease import Lease
 from shardkeep.manage.no_promotions import NoPromotions
 from shardkeep.manage.pending import Pending
 from shardkeep.manage.pins import pinned
+from shardkeep.manage.places import Places
 from shardkeep.manage.promoting import Terms
 from shardkeep.manage.promotions import Promotions
-from shardkeep.manage.restoring import Candidate, Restored
+from shardkeep.manage.refusals import Refused, meta_or_refusal
+from shardkeep.manage.restoring import Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.seams import Seams
 from shardkeep.manage.tiers import FAR, NEAR, Tiers, merged
@@ -35,8 +35,6 @@ from shardkeep.ranks.agree import meet
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.reports import SaveReport
 from shardkeep.saving import async_save, save
-from shardkeep.store.protocol import Store
-from shardkeep.store.retrying import Patience, RetryingStore
 from shardkeep.store.roots import Root
 
 Saved = SaveHandle[SaveReport] | SaveReport
@@ -100,7 +98,6 @@ class Saves:
         self._catalog = tiers.near
         self._job = job
         self._seams = seams
-        self._retries = retries
         self._max_in_flight = max_in_flight
         self._asynchronous = asynchronous
         self._how = how
@@ -110,6 +107,7 @@ class Saves:
             for each in tiers.all
         ]
         self._lease = leases[NEAR]
+        self.places = Places(roots, retries, seams.sleep, self._lease, job)
         self._in_use = InUse()
         self._house = Housekeeping(tiers.near, policy, self._lease, self._in_use, seams.now)
         self._session = secrets.token_hex(8)
@@ -235,11 +233,11 @@ class Saves:
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
-        ours = _meta(meta, metrics, timeline)
+        ours: Mapping[str, Any] = meta_or_refusal(meta, metrics, timeline)
         if not overwrite and timeline.may_overwrite(step):
             overwrite = not self._is_pinned(name)
             if not overwrite and self._is_there(step):
-                ours = _Refused(
+                ours = Refused(
                     CheckpointExists(
                         f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
                         hint=f"unpin({step}), or save(..., overwrite=True)",
@@ -247,14 +245,14 @@ class Saves:
                     )
                 )
         elif not overwrite and self.promotions.has(name):
-            ours = _Refused(
+            ours = Refused(
                 CheckpointExists(
                     f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
                     hint="save(..., overwrite=True) replaces it, or choose other roots",
                 )
             )
         how = {"step": step, "meta": ours, "overwrite": overwrite, **self._how}
-        store = self._place_to_write(name, step)
+        store = self.places.to_write(name, step)
         first = self._job.world.rank == 0
         if first:
             self._in_use.begin(name)
@@ -285,31 +283,6 @@ class Saves:
             raise elsewhere
         return saved
 
-    def place_to_read(self, candidate: Candidate) -> Store:
-        """Return where a checkpoint is read from."""
-        place = self._roots[candidate.tier].place(candidate.name)
-        # Files of torch's layout may be called, and be links to, anything: their reader knows the plain store.
-        return place if candidate.torch else RetryingStore(place, self._patience(place, candidate.step))
-
-    def _place_to_write(self, name: str, step: int) -> Store:
-        place = self._root.place(name)
-        before_put: Callable[[], None] | None = self._lease.insist if self._job.world.rank == 0 else None
-        return RetryingStore(place, self._patience(place, step), before_put=before_put)
-
-    def _patience(self, place: Store, step: int) -> Patience:
-        rank = self._job.world.rank
-
-        def told(attempt: int, error: StorageError, wait_s: float) -> None:
-            kind, message = type(error).__name__, str(error)
-            tell(
-                Retried,
-                lambda: Retried(
-                    rank=rank, where=place.url, step=step, attempt=attempt, kind=kind, message=message, wait_s=wait_s
-                ),
-            )
-
-        return Patience(self._retries, told=told, sleep=self._seams.sleep)
-
     def _is_there(self, step: int) -> bool:
         try:
             if self.promotions.has(self._catalog.naming.name(step)):
@@ -336,26 +309,3 @@ def _ended_well(saved: Saved, step: int, timeline: Timeline) -> bool:
     elif isinstance(saved, SaveHandle):  # said now, as nobody may ask before the next save
         log.error("an asynchronous save, to %s, failed: %s", saved.where, error, exc_info=error)
     return error is None
-
-
-def _meta(meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: Timeline) -> Mapping[str, Any]:
-    try:
-        return meta_with(meta, metrics, timeline.number, timeline.began_after)
-    except StateError as error:
-        return _Refused(error)
-
-
-class _Refused(Mapping[str, Any]):
-    """Meta that raises when it is looked at: inside the save, from where it reaches all ranks."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        self._error = error
-
-    def __getitem__(self, key: str) -> NoReturn:
-        raise self._error
-
-    def __iter__(self) -> Iterator[str]:
-        raise self._error
-
-    def __len__(self) -> int:
-        return 1
