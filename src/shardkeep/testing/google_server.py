@@ -4,9 +4,10 @@ As much of Google Cloud Storage as the library asks for, on this machine, for te
     with GoogleServer() as server:
         store = open_place(server.url("tests/a"), **server.options)
 
-This is not Google's software: it was written after the documents of Google's XML API, in which objects are put, read,
-listed, deleted and uploaded in parts, and conditions are on generations. It runs in threads of this process, keeps all
-in memory, and refuses what the documents say is refused: keys that are none, ranges beyond the end, small parts.
+This is not Google's software, and was never compared with it: it is what its authors know of Google's XML API, in which
+objects are put, read, listed, deleted and uploaded in parts, and conditions are on generations. So it shows that the
+library and its client agree with that reading. It runs in threads of this process, keeps all in memory, and refuses keys
+that are none, ranges beyond the end and small parts.
 """
 
 from __future__ import annotations
