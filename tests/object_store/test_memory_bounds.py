@@ -7,9 +7,12 @@ import torch
 
 import shardkeep as sk
 from shardkeep.run.workers import MIN_WINDOW_NBYTES, divide
-from shardkeep.store.object_parts import part_nbytes_of
+from shardkeep.store import object_sending
+from shardkeep.store.giving_up import Hope
+from shardkeep.store.object_parts import Room, part_nbytes_of
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 from tests.engine.test_memory import peak_growth
 
@@ -35,6 +38,36 @@ def test_a_save_to_s3_stays_within_its_budget(
     found = {key: {"w": torch.zeros_like(value["w"])} for key, value in state.items()}
     sk.load(found, place, options=options)
     assert bits(found) == bits(state)
+
+
+@pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
+def test_an_absurd_budget_makes_a_save_slow_and_no_more(
+    s3_place: Callable[..., ObjectRoot], codecs: list[str] | None
+) -> None:
+    """With one byte to work in, one thread writes with the least there is, and every bit comes back."""
+    options = sk.Options(host_budget_bytes=1)
+    place = s3_place(part_bytes=5 * MIB)
+    state = {f"m{i}": {"w": torch.randn(3 * MIB // 2)} for i in range(2)}
+    sk.save(state, place, codecs=codecs, options=options)
+    found = {key: {"w": torch.zeros_like(value["w"])} for key, value in state.items()}
+    sk.load(found, place, options=options)
+    assert bits(found) == bits(state)
+
+
+@pytest.mark.parametrize("piece", [5 * MIB, 3 * MIB], ids=["whole parts", "pieces"])
+def test_no_upload_on_terms_waits_for_itself(
+    s3_place: Callable[..., ObjectRoot], monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """Where parts were promised in order and come backwards, without any room, they are taken all the same at last."""
+    monkeypatch.setattr(object_sending, "_LONG_PATIENCE_S", 0.05)
+    place = s3_place(part_bytes=5 * MIB)
+    data = sample(15 * MIB)
+    with Hope(room=Room(0)).held():
+        writer = place.create("a", len(data))
+    for at in reversed(range(0, len(data), piece)):
+        writer.write_at(at, memoryview(data)[at : at + piece])
+    writer.finish()
+    assert read_blob(place, "a") == data
 
 
 @pytest.mark.parametrize("coded", [False, True])
