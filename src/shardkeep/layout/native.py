@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +59,7 @@ from shardkeep.format.record import (
 )
 from shardkeep.format.region import Box
 from shardkeep.layout.coded_store import checksum_of, put_coded
+from shardkeep.layout.rereading import decoded, tell_healed
 from shardkeep.layout.signing import signed
 from shardkeep.layout.torch_files import METADATA_NAME
 from shardkeep.store.protocol import Creates, Deletes, Gets, Lists, Opens, Puts, Version
@@ -137,15 +139,26 @@ def chunk_name(key: str, box: Box | None) -> str:
 
 
 def read_record(store: _Looks) -> Record:
-    """Read and check the commit record: the one proof that a checkpoint exists."""
-    try:
-        data = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-    except BlobNotFound as exc:
-        below = _checkpoint_below(store.url)
-        what = " itself, only below it" if below else f" here{_leftovers(store)}"
-        hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
-        raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
-    return decode_record(data, f"{store.url}/{RECORD_NAME}")
+    """Read and check the commit record: the one proof that a checkpoint exists. One that comes damaged is read again."""
+    where = f"{store.url}/{RECORD_NAME}"
+
+    def read() -> bytes:
+        try:
+            return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+        except BlobNotFound as exc:
+            below = _checkpoint_below(store.url)
+            what = " itself, only below it" if below else f" here{_leftovers(store)}"
+            hint = (
+                f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
+            )
+            raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
+
+    return decoded(read(), lambda data: decode_record(data, where), read, name=where, same=_perhaps_same)
+
+
+def _perhaps_same(first: bytes | bytearray, second: bytes | bytearray) -> bool | None:
+    """Compare two reads; equal ones say little, as the second may have come from a cache."""
+    return None if first == second else False
 
 
 def _checkpoint_below(place: str) -> str:
@@ -166,7 +179,7 @@ def _leftovers(store: Lists) -> str:
 
 def read_index(store: _Reads, record: Record, chain: Chain | None = None) -> Index:
     """
-    Read and check the index a record names.
+    Read and check the index a record names; one that comes damaged is read again.
 
     `chain` is what it went through, if it did; `store` then is one that undoes that.
     """
@@ -179,10 +192,18 @@ def read_index(store: _Reads, record: Record, chain: Chain | None = None) -> Ind
             hint="do not trust this checkpoint",
             file=entry.name,
         )
-    try:
-        data = store.get(entry.name, limit=entry.nbytes) if chain is None else _plain(store, entry.name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
+
+    def read() -> bytes | bytearray:
+        try:
+            return store.get(entry.name, limit=entry.nbytes) if chain is None else _plain(store, entry.name)
+        except BlobNotFound as exc:
+            raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
+
+    check = partial(_decoded_index, entry, chain)
+    return decoded(read(), check, read, name=entry.name, same=_perhaps_same)  # type: ignore[type-var]  # one or the other
+
+
+def _decoded_index(entry: IndexEntry, chain: Chain | None, data: bytes | bytearray) -> Index:
     if len(data) != entry.nbytes:
         raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
     if checksum_of(data, chain) != entry.checksum:
@@ -198,7 +219,17 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
 
 
 def _plain(store: Opens, name: str) -> bytearray:
-    """Read a blob through its codecs, into the only copy: it may be large."""
+    """Read a blob through its codecs; one that comes damaged once more, opened anew, as a reader may keep what it read."""
+    try:
+        return _plain_once(store, name)
+    except DamagedCheckpoint:
+        data = _plain_once(store, name)
+    tell_healed(name, 0, len(data))
+    return data
+
+
+def _plain_once(store: Opens, name: str) -> bytearray:
+    """Read it into the only copy: it may be large."""
     with closing(store.open(name)) as reader:
         data = bytearray(reader.nbytes)
         reader.read_into(0, memoryview(data))

@@ -1,0 +1,28 @@
+"""A commit record or an index that comes damaged from S3 once is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import shardkeep as sk
+from shardkeep.store.object_root import ObjectRoot
+from shardkeep.testing.s3_server import S3Server
+from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
+from tests.object_store.proxy import Proxy, Rule
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+def test_what_comes_damaged_once(
+    s3_server: S3Server, s3_place: Callable[..., ObjectRoot], codecs: list[str] | None
+) -> None:
+    """One bit of a record and one of an index are others on the way, or half of each is missing: all is loaded, exactly."""
+    with Proxy(s3_server.port) as proxy:
+        place = s3_place(endpoint=proxy.endpoint)
+        sk.save(state_of(1), place, step=1, options=OPTIONS, codecs=codecs)
+        for fault in ("flip_answer", "shorten_answer"):
+            wanted = ("shardkeep.json", "/index-")
+            proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]  # type: ignore[arg-type]
+            load_and_compare(place, 1)
+            assert proxy.counts.faults[fault] == 2
