@@ -40,6 +40,22 @@ def test_a_save_to_s3_stays_within_its_budget(
     assert bits(found) == bits(state)
 
 
+def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Callable[..., ObjectRoot]) -> None:
+    """Besides the copy of the state, which is made in the call, it holds no more than one that is waited for."""
+    options = sk.Options(host_budget_bytes=32 * MIB)
+    place = s3_place()
+    sk.save({"warm": torch.randn(3 * MIB)}, place, codecs=["float"], options=options)
+    state = {f"m{i}": {"w": torch.randn(8 * MIB)} for i in range(3)}
+
+    def saved() -> None:
+        sk.async_save(state, place, overwrite=True, codecs=["float"], options=options).result()
+
+    try:
+        assert peak_growth(saved) < (96 + 32) * MIB + SLACK
+    finally:
+        sk.finish_saves()
+
+
 @pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
 def test_an_absurd_budget_makes_a_save_slow_and_no_more(
     s3_place: Callable[..., ObjectRoot], codecs: list[str] | None
