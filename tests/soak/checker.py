@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,12 @@ class Checker:
             self._tidy(look, found, set(on_disk.values()), wanted, allowed)
         return sorted(on_disk.values(), key=lambda each: each.age, reverse=True)
 
+    def note(self, path: Path) -> None:
+        """Write down all that is there: a bucket goes with its server."""
+        look = self._ground.look()
+        about = {"url": self._ground.url, "files": sorted(look.files), "places": look.places, "uploads": look.uploads}
+        path.write_text(json.dumps(about, indent=1, default=str))
+
     @property
     def _told(self) -> dict[str, Made]:
         """What the ranks were told is here."""
@@ -162,9 +169,7 @@ class Checker:
         _same("places", look.places, found)
         for place, each in found.items():
             _same(f"files of {place}", look.places[place], each.files)
-        # A job that was killed while it tried out a service's conditions leaves what it tried them with.
-        files = {name for name in look.files if not name.startswith("shardkeep.probe-")}
-        _same("files of the root", files - self._released(), {"latest"})
+        _same("files of the root", look.files - self._released(), {"latest"})
         _same("uploads that nobody finishes", look.uploads, ())
         newest = max(on_disk, key=lambda each: each.age)
         _same("latest", {(self._ground.get("latest") or b"").decode()}, {f"step-{newest.step}\n"})

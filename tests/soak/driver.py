@@ -109,10 +109,12 @@ class Soak:
             self._check(this)
         except Exception as error:
             short = " --short" if self._short else ""
+            for tier, checker in enumerate(self.checkers):
+                checker.note(self._folder / f"there-{tier}.json")
             raise Damage(
                 f"round {number} ({this}): {error}"
                 f"\n  again: python -m tests.soak --store {self.scene.store} --seed {self._seed} --only {number}{short}"
-                f"\n  the root and all logs: {self._folder}"
+                f"\n  the root, all logs, and lists of what was there: {self._folder}"
             ) from error
         self.counts["rounds"] += 1
         took = time.monotonic() - began

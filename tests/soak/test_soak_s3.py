@@ -19,7 +19,8 @@ from tests.soak.ledger import Ledger
 from tests.soak.places import Bucket
 from tests.soak.rounds import S3_KINDS, TIERS_KINDS, bucket_round_of
 
-SEED = 1
+SEED = 19935
+"""Whose second and third round kill a machine and a rank in the middle of an upload, the latter on a bad network."""
 
 
 @pytest.mark.timeout(200)
@@ -34,7 +35,7 @@ def test_a_short_soak(tmp_path: Path, s3_server: S3Server, capsys: pytest.Captur
         soak.check_all()
         with capsys.disabled():
             print(f"\n{soak.summary()}")
-        assert sum(soak.kills.values()) >= 2
+        assert sum(soak.kills.values()) == 2
         assert sum(each.uploads_seen for each in soak.checkers)
         assert len(soak.ledger.acked) > 3
 
