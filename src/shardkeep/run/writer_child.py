@@ -87,7 +87,7 @@ def _serve(pipe: socket.socket, files: _Files) -> None:
 
 def _listen(aside: socket.socket, files: _Files) -> None:
     decoder = msgspec.msgpack.Decoder(GiveUp)
-    with contextlib.suppress(OSError):
+    with aside, contextlib.suppress(OSError):  # closed by the training process before the other pipes are
         while message := aside.recv(MESSAGE_NBYTES):
             files.give_up(decoder.decode(message).name)
 
