@@ -79,7 +79,7 @@ def save(
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
         check_replicas: hash replicated tensors on every rank and insist that they are equal.
         codecs: what files go through: names or configs, in order, such as `["float", "aes"]`; or a mapping from parts of
-            the state to such lists, where the closest name counts (`{"optimizer": [...], "optimizer.state.*.step": []}`)
+            the state to such lists, where the closest name counts (`{"optimizer": [...], "optimizer.state.*.exp_avg": []}`)
             and what has none is stored as it is. Rank 0's are taken. Keys for encryption are in `options`, or in the
             environment (SHARDKEEP_KEY_FILE), on every rank.
         group: the ranks that take part.

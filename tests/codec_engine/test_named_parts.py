@@ -17,12 +17,21 @@ NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=3).map(".".join), max_size
 
 
 def fits(name: str, leaf: str) -> bool:
-    wanted, found = name.split("."), leaf.split(".")
-    return len(wanted) <= len(found) and all(w in ("*", f) for w, f in zip(wanted, found, strict=False))
+    cuts = [at for at, char in enumerate(leaf) if char == "."]
+    return any(matches(name, leaf[:cut]) for cut in [*cuts, len(leaf)])
+
+
+def matches(name: str, text: str) -> bool:
+    """Of a pattern with stars and a text, character by character."""
+    if not name:
+        return not text
+    if name[0] == "*":
+        return any(matches(name[1:], text[at:]) for at in range(len(text) + 1))
+    return bool(text) and text[0] == name[0] and matches(name[1:], text[1:])
 
 
 def closer(name: str) -> tuple[int, int]:
-    return name.count("."), -name.split(".").count("*")
+    return name.count("."), -sum("*" in part for part in name.split("."))
 
 
 @given(TREES, NAMES)

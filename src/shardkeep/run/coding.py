@@ -101,7 +101,7 @@ def begin_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | 
         what = "twice" if number in twice else "which is no part of the state"
         raise StateError(
             f"codecs were asked for {list(codecs)[number]!r}, {what}",
-            hint=f"its top-level keys are {_tops_of(root)}; numbers may be spelt as text, and * stands for any key",
+            hint=f"its top-level keys are {_tops_of(root)}; numbers may be spelt as text, and * stands for anything",
         )
     different: list[list[CodecConfig]] = []
     chain_of: list[int | None] = []

@@ -1,7 +1,7 @@
 """
 Parts of a state, named by the beginnings of flat names: "model" is all of it, "model.layers.0" what is below that.
 
-A `*` stands for anything between two dots: "optimizer.state.*.step". Where several names fit a leaf, the closest counts.
+A `*` stands for anything, dots too: "optimizer.state.*.exp_avg". Where several names fit a leaf, the closest counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _closeness(name: str) -> tuple[int, int]:
 
 def _pattern(name: str) -> re.Pattern[str]:
     # All lines: there is nothing that a key may not hold.
-    return re.compile(r"[^.]*".join(map(re.escape, name.split("*"))) + r"(?:\.|\Z)", re.DOTALL)
+    return re.compile(".*".join(map(re.escape, name.split("*"))) + r"(?:\.|\Z)", re.DOTALL)
 
 
 def _empty(node: Node, name: str | None) -> Iterator[str]:
