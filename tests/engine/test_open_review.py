@@ -9,6 +9,7 @@ import torch
 import shardkeep as sk
 from shardkeep.options import Options
 from shardkeep.run import slicing
+from shardkeep.run.read import Source
 from shardkeep.store.memory import MemoryStore
 from tests.damage.forge import take_apart
 from tests.damage.subjects import one_rank, store_of
@@ -164,8 +165,8 @@ def test_a_small_step_holds_one_band_at_a_time(tmp_path, monkeypatch):
     full = torch.arange(4 << 20, dtype=torch.int32)
     sk.save({"w": full}, tmp_path / "ck")
     held = []
-    fetch = slicing.fetch
-    monkeypatch.setattr(slicing, "fetch", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fetch(*a, **k))
+    fill = Source.fill
+    monkeypatch.setattr(Source, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
 
     found = sk.open(tmp_path / "ck", options=Options(host_budget_bytes=4 << 20))["w"][::9]
 

@@ -117,7 +117,8 @@ class DecodingStore:
         blob, chain = self._coded[name]
         try:
             check_size(reader, blob)
-            return FrameReader(reader, blob, self._table(reader, blob), chain, self._scratch, self._noted)
+            table = self._table(reader, blob)
+            return FrameReader(reader, blob, table, chain, self._scratch, self._noted, self._inner)
         except BaseException:
             reader.close()
             raise
@@ -128,7 +129,7 @@ class DecodingStore:
             known = self._tables.get(blob.name)
         if known is not None:
             return known
-        table = read_table(reader, blob)
+        table = read_table(reader, blob, self._inner)
         nbytes = table_nbytes(len(table))
         with self._lock:
             if blob.name not in self._tables and nbytes <= self._room_nbytes:

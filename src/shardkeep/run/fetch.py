@@ -18,32 +18,6 @@ from shardkeep.stage.tensors import host_address, scattered
 from shardkeep.store.protocol import requests_of
 
 
-def fetch(
-    source: Source,
-    tensor: IntArray,
-    boxes: Boxes,
-    into: Sequence[torch.Tensor],
-    *,
-    threads: int,
-    budget_nbytes: int,
-    first_file: float = 0.0,
-) -> int:
-    """
-    Fill tensors from a checkpoint and return the bytes read.
-
-    Args:
-        source: the checkpoint.
-        tensor: for each row, the row of its tensor in the index.
-        boxes: the box each row wants of it.
-        into: what it is to be filled into: of the box's shape, on any device, of any stride and dtype.
-        threads: how many to use.
-        budget_nbytes: memory to use beyond the destination.
-        first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
-
-    """
-    return source.fill(tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes, first_file=first_file)
-
-
 def fill_native(
     source: Source,
     tensor: IntArray,
@@ -66,7 +40,9 @@ def fill_native(
     wants = Wants(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
     on_host = all(each.device.type == "cpu" for each in into)
     threads = requests_of(source.store, threads)
-    threads, window = window_for(threads, budget_nbytes, WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES)
+    most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
+    coded = any(file.chain is not None for file in source.record.files)
+    threads, window = window_for(threads, budget_nbytes, most, coded=coded)
     plans, needs = _plan(source, wants, window)
     others = {want: scattered(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
     start = int(first_file * len(plans))

@@ -19,7 +19,6 @@ from shardkeep.options import Options
 from shardkeep.plan.sharing import decide
 from shardkeep.ranks.world import World
 from shardkeep.run.deciding import insist_on_same_objects
-from shardkeep.run.fetch import fetch
 from shardkeep.run.match import Findings, Match, Wishes, compare_kinds, join_matches, match_state, raise_if_wrong
 from shardkeep.run.read import Source
 from shardkeep.run.sharing_boxes import Destinations, only, wants_of
@@ -177,8 +176,7 @@ class Filling:
         if self.orders:
             to = only(to, *self.sharing.take(self.orders))
         settle(to.into)
-        self.bytes_read = fetch(
-            self.source,
+        self.bytes_read = self.source.fill(
             to.tensor,
             to.boxes,
             to.into,

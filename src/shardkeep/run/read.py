@@ -109,7 +109,18 @@ class Source:
         budget_nbytes: int,
         first_file: float = 0.0,
     ) -> int:
-        """Fill tensors, and return the bytes read; see `run.fetch`."""
+        """
+        Fill tensors from the checkpoint, and return the bytes read.
+
+        Args:
+            tensor: for each row, the row of its tensor in the index.
+            boxes: the box each row wants of it.
+            into: what it is to be filled into: of the box's shape, on any device, of any stride and dtype.
+            threads: how many to use.
+            budget_nbytes: memory to use beyond the destination.
+            first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
+
+        """
         from shardkeep.run.fetch import fill_native  # noqa: PLC0415 - only reading a tensor needs torch
 
         limits = {"threads": threads, "budget_nbytes": budget_nbytes}

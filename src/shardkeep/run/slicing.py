@@ -13,7 +13,6 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.picks import Pick
 from shardkeep.format.region import Ints
 from shardkeep.options import Options
-from shardkeep.run.fetch import fetch
 from shardkeep.run.read import Source
 
 Picks = tuple[Pick, ...]
@@ -31,7 +30,7 @@ def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torc
     into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row)), device="cpu") for row in tensors.tolist()]
     sizes = np.asarray(index.tensors.shape[tensors], np.int64)
     boxes = Boxes(np.zeros_like(sizes), sizes)
-    fetch(source, tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+    source.fill(tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
     return into
 
 
@@ -110,7 +109,7 @@ def _fill(
         matrix_of([tuple(p.extent for p in part) for part in parts], out.dim(), 1),
     )
     rows = np.full(len(parts), row, np.int64)
-    fetch(source, rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
+    source.fill(rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
     for part, target, dense in zip(parts, targets, into, strict=True):
         if dense is not target:
             target.copy_(dense[tuple(slice(None, None, p.step) for p in part)])

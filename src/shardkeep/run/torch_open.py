@@ -114,7 +114,7 @@ class TorchSource(Source):
         budget_nbytes: int,
         first_file: float = 0.0,  # noqa: ARG002 - a file is read by as many threads as there are
     ) -> int:
-        """Fill tensors, and return the bytes read; see `run.fetch`."""
+        """Fill tensors, and return the bytes read; see `Source.fill`."""
         from shardkeep.run.torch_boxes import fill_boxes  # noqa: PLC0415 - only reading a tensor needs torch
 
         return fill_boxes(self, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes)

@@ -33,7 +33,6 @@ from shardkeep.protocol.metadata import (
 )
 from shardkeep.protocol.planners import LoadPlanner
 from shardkeep.protocol.plans import LoadItemType, LoadPlan, ReadItem
-from shardkeep.run.fetch import fetch
 from shardkeep.run.read import Headers, Reads, Source
 from shardkeep.run.slicing import read_whole
 from shardkeep.run.sources import open_native
@@ -149,8 +148,7 @@ class NativeView:
             matrix_of(offsets, axes, 0), matrix_of([tuple(request.lengths) for request, _, _ in chunks], axes, 1)
         )
         settle(into)
-        fetch(
-            self._source,
+        self._source.fill(
             np.array([place.row for _, place, _ in chunks], np.int64),
             boxes,
             into,
