@@ -23,6 +23,7 @@ from tests.object_store.test_uploads_bounds import PART, interrupted_when
 
 Opened = Callable[..., ObjectRoot]
 STALLS = {
+    "look whether it is there": (1000, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$")),
     "put of one part": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*safetensors$")),
     "digests beside": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*blocks$")),
     "look at what arrived": (PART + 99, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$", after=1)),

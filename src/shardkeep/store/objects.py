@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardkeep.errors import BlobNotFound
+from shardkeep.store.giving_up import hope_held, unless_lost
 from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
@@ -47,7 +48,8 @@ class ObjectStore:
         return self.bucket.manners.requests
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
-        if self._small.version(check_name(name)) is not None:
+        check_name(name)
+        if unless_lost(lambda: self._small.version(name), f"{self.url}/{name}", hope_held()) is not None:
             raise taken(self.url, name)
         return ObjectWriter(
             self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes,
