@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import io
 import os
+import pathlib
 import resource
 import stat
 import threading
@@ -55,11 +56,12 @@ def before_writing(act: Callable[[str, Any], None]) -> Iterator[None]:
             act("open", path)
         return real(path, mode, *args, **kwargs)
 
-    with (
-        before_changes(act, ("open",)),
-        mock.patch.object(io, "open", opened),
-        mock.patch.object(builtins, "open", opened),
-    ):
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(before_changes(act, ("open",)))
+        patched.enter_context(mock.patch.object(io, "open", opened))
+        patched.enter_context(mock.patch.object(builtins, "open", opened))
+        if hasattr(pathlib, "_NormalAccessor"):  # Python 3.10 has kept it there
+            patched.enter_context(mock.patch.object(pathlib._NormalAccessor, "open", staticmethod(opened)))
         yield
 
 

