@@ -50,7 +50,9 @@ def test_the_closest_name_counts(tree, names):
 
 def test_what_is_empty_may_be_named():
     """
-    An optimizer that has not stepped yet has no state; a name beside it is a mistake.
+    An optimizer that has not stepped yet has no state, and what will be in it may be named; what is beside it may not.
     """
     tree = Container("dict", (("optim", Container("dict", (("state", Container("dict", ())),))), ("w", None)))
-    assert closest(["optim.state", "optim", "optim.stat", "w.x", "*.state"], tree)[1] == [2, 3]
+    names = ["optim.state", "optim", "*.state", "optim.state.*.exp_avg", "opt*.exp_avg", "w"]
+    wrong = ["optim.stat", "optim.stat.x", "optim.states.x", "w.x", "state", "ww"]
+    assert [[*names, *wrong][number] for number in closest([*names, *wrong], tree)[1]] == wrong

@@ -21,11 +21,24 @@ def closest(names: Sequence[str], tree: Node) -> tuple[dict[str, int | None], li
     order = sorted(range(len(names)), key=lambda number: _closeness(names[number]), reverse=True)
     patterns = [(number, _pattern(names[number]).match) for number in order]
     by_leaf = {leaf: next((number for number, fits in patterns if fits(leaf)), None) for leaf in leaf_keys(tree)}
-    # One that always gives way to closer names, or names what is empty today, is no mistake.
+    # One that always gives way to closer names is no mistake, nor one of something that is not there yet.
     idle = set(order).difference(number for number in by_leaf.values() if number is not None)
-    there = [*by_leaf, *_empty(tree, None)] if idle else []
-    unfit = [number for number, fits in patterns if number in idle and not any(map(fits, there))]
+    empty = list(_empty(tree, None)) if idle else []
+    unfit = [
+        number
+        for number, fits in patterns
+        if number in idle and not any(map(fits, by_leaf)) and not _is_to_come(names[number], empty)
+    ]
     return by_leaf, sorted(unfit)
+
+
+def _is_to_come(name: str, empty: list[str]) -> bool:
+    """Say whether a name is that of something empty, or may be below it: an optimizer's state before its first step."""
+    parts = name.split(".")
+    starts = [_pattern(".".join(parts[:many])).match for many in range(1, len(parts) + 1)]
+    return any(fits(each) for fits in starts[-1:] for each in empty) or any(
+        (found := fits(each)) is not None and found.end() == len(each) for fits in starts for each in empty
+    )
 
 
 def _closeness(name: str) -> tuple[int, int]:
