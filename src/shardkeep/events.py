@@ -216,11 +216,17 @@ class PromotionBegan(Event, frozen=True, kw_only=True):
 class PromotionFinished(Event, frozen=True, kw_only=True):
     """A checkpoint is committed in the far root, too."""
 
+    called_s: float
+    """When rank 0 began to choose it, by `time.perf_counter()` of this process."""
     source: str
     bytes_total: int
     bytes_copied: int
     """By all ranks together; the rest was there already, from a promotion that was cut short, and is sound."""
+    files_total: int
+    files_copied: int
     seconds: float
+    ranks: list[RankPhases] = []
+    """Phases "choose", "copy", "wait" (for the other ranks to have copied) and "commit"; only rank 0 knows."""
 
 
 class PromotionFailed(Event, frozen=True, kw_only=True):

@@ -8,15 +8,12 @@ a pause, a copy that waited for all of them would never end, and the near root w
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 
 from shardkeep.run.handles import SaveHandle
 from shardkeep.run.reports import SaveReport
 
-_NICENESS = 10
+NICENESS = 10
 """More than that of asynchronous saves: they go first."""
 _LOOK_S = 0.02
 _LOOKS = 10
@@ -55,10 +52,3 @@ class Courtesy:
             if not self.is_saving():
                 return
             self._sleep(_LOOK_S)
-
-
-def stand_back() -> None:
-    """Let training and saves go first where cores are short, before this thread and those that it starts."""
-    if sys.platform == "linux":  # where threads have priorities of their own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import DamagedCheckpoint, SaveCancelled
-from shardkeep.events import PromotionBegan, PromotionFailed, tell
+from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, tell
 from shardkeep.manage.copying import Limits, copy_blobs
 from shardkeep.manage.problems import NearCopyDamaged
 from shardkeep.manage.promoting import Order, Promoting
 from shardkeep.manage.tiers import FAR, NEAR, Tiers
 from shardkeep.ranks.agree import Meeting, meet
 from shardkeep.ranks.world import World
-from shardkeep.reports.trace_promotions import PromotionTimed
 from shardkeep.run.phases import Phases, Sent, seconds_by_name
 
 log = logging.getLogger("shardkeep")
@@ -117,8 +116,8 @@ class Turns:
             self._tell_failed(order, gone, seconds, world.rank)
             return
         tell(
-            PromotionTimed,
-            lambda: PromotionTimed(
+            PromotionFinished,
+            lambda: PromotionFinished(
                 **about,
                 bytes_total=total,
                 bytes_copied=outcome.copied,

@@ -25,6 +25,7 @@ from shardkeep.events import (
     LoadFailed,
     LoadFinished,
     PromotionFailed,
+    PromotionFinished,
     Pruned,
     RankPhases,
     Retried,
@@ -37,7 +38,6 @@ from shardkeep.events import (
     say,
 )
 from shardkeep.reports.first_rank import from_first, is_first
-from shardkeep.reports.trace_promotions import PromotionTimed
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
@@ -48,7 +48,7 @@ _LANES = {
 _ROWS = 100
 """Of one lane, at most: calls that go on at the same time have one each."""
 _End: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed
-_Timed: TypeAlias = _End | PromotionTimed
+_Timed: TypeAlias = _End | PromotionFinished
 _ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
 _MOMENTS = (Retried, Pruned, StepSkipped, PromotionFailed)
 
@@ -76,7 +76,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     """
     tracing = _Tracing(os.fspath(path))
-    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, PromotionTimed, *_ENDS, *_MOMENTS)):
+    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, PromotionFinished, *_ENDS, *_MOMENTS)):
         wait = False
         try:
             yield
@@ -161,7 +161,7 @@ class _Rows:
         """Return the entries of an event that has just been told, by a clock that never jumps."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
-        if isinstance(event, PromotionTimed):
+        if isinstance(event, PromotionFinished):
             return self._spans("promote", event, event.ranks)
         if not isinstance(event, _ENDS):
             return []
@@ -212,7 +212,7 @@ class _Rows:
 
 def _more(span: Span, event: _Timed) -> dict[str, Any]:
     """Say of a whole promotion what is of interest beyond the bytes that were copied."""
-    if not isinstance(event, PromotionTimed) or span.name != "promote":
+    if not isinstance(event, PromotionFinished) or span.name != "promote":
         return {}
     return {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
 
@@ -220,7 +220,7 @@ def _more(span: Span, event: _Timed) -> dict[str, Any]:
 def _with_whole(name: str, did: RankPhases, event: _Timed) -> list[Span]:
     """Return the spans of a rank after one for the whole of its call, as far as it is known here."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
-    if did.rank == event.rank and not isinstance(event, PromotionTimed):  # whose seconds are those after the choice
+    if did.rank == event.rank and not isinstance(event, PromotionFinished):  # whose seconds are those after the choice
         begins, ends = [*begins, 0.0], [*ends, event.seconds]
     if not ends:
         return []

@@ -90,7 +90,7 @@ class Flights:
         return self._under_way
 
     def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
-        _stand_back()
+        stand_back()
         try:
             # Taken out of its box: nothing here may hold the state when the handle is done.
             held = [box.pop()]
@@ -147,11 +147,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
 
 
-def _stand_back() -> None:
+def stand_back(niceness: int = _NICENESS) -> None:
     """Let training go first where cores are short; threads that this one starts do the same."""
     if sys.platform == "linux":  # where threads have priorities of their own
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _text(error: BaseException | None) -> str:
