@@ -26,3 +26,15 @@ def test_what_comes_damaged_once(
             proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]  # type: ignore[arg-type]
             load_and_compare(place, 1)
             assert proxy.counts.faults[fault] == 2
+
+
+def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server: S3Server, s3_place: Callable[..., ObjectRoot]) -> None:
+    """The newest checkpoint is restored though its record comes damaged once, wherever records are read."""
+    with Proxy(s3_server.port) as proxy:
+        root = s3_place(endpoint=proxy.endpoint)
+        for step in (1, 2):
+            sk.save(state_of(step), root.place(f"step-{step}"), step=step, options=OPTIONS)
+        proxy.rules = [Rule("flip_answer", method="GET", path="step-2/shardkeep.json", times=1)]
+        with sk.Checkpointer(root, options=OPTIONS) as ckpt:
+            assert ckpt.restore_latest(state_of(0)) == 2
+        assert proxy.counts.faults["flip_answer"] == 1

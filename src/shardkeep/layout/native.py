@@ -139,19 +139,34 @@ def chunk_name(key: str, box: Box | None) -> str:
 
 
 def read_record(store: _Looks) -> Record:
-    """Read and check the commit record: the one proof that a checkpoint exists. One that comes damaged is read again."""
+    """
+    Read and check the commit record: the one proof that a checkpoint exists.
+
+    Raises:
+        CheckpointNotFound: there is none; says what is there.
+
+    """
+    try:
+        return record_in(store)
+    except BlobNotFound as exc:
+        below = _checkpoint_below(store.url)
+        what = " itself, only below it" if below else f" here{_leftovers(store)}"
+        hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
+        raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
+
+
+def record_in(store: _Looks) -> Record:
+    """
+    Read and check the commit record; one that comes damaged is read again.
+
+    Raises:
+        BlobNotFound: there is none.
+
+    """
     where = f"{store.url}/{RECORD_NAME}"
 
     def read() -> bytes:
-        try:
-            return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-        except BlobNotFound as exc:
-            below = _checkpoint_below(store.url)
-            what = " itself, only below it" if below else f" here{_leftovers(store)}"
-            hint = (
-                f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
-            )
-            raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
+        return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
 
     return decoded(read(), lambda data: decode_record(data, where), read, name=where, same=_perhaps_same)
 

@@ -13,8 +13,8 @@ from datetime import datetime, timezone
 from itertools import islice
 
 from shardkeep.errors import BlobNotFound, CheckpointError
-from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, decode_record
 from shardkeep.layout import leftovers
+from shardkeep.layout.native import record_in
 from shardkeep.layout.torch_files import METADATA_NAME, is_data, is_metadata
 from shardkeep.manage.entries import Entry, entry_of
 from shardkeep.manage.lineage import newest_first
@@ -112,10 +112,10 @@ class Catalog:
         store = self.root.place(name)
         try:
             try:
-                data = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+                record = record_in(store)
             except BlobNotFound:
                 return _without_record(store, name, step, is_pinned=name in pins)
-            return entry_of(name, step, decode_record(data, f"{store.url}/{RECORD_NAME}"), pinned=name in pins)
+            return entry_of(name, step, record, pinned=name in pins)
         except CheckpointError as exc:
             return Entry(name=name, step=step, status="damaged", reason=exc.message, pinned=name in pins, problem=exc)
 
