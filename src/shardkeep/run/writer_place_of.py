@@ -70,7 +70,7 @@ def _of_bucket(store: ObjectStore) -> BucketPlace:
         store.prefix,
         store.url,
         _told(store.url, given),
-        {name: setting(name) for name in object_client._READ[bucket.service]},
+        {name: setting(name) for name in object_client.READ[bucket.service]},
     )
 
 

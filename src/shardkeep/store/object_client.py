@@ -28,7 +28,7 @@ _OTHER_KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
-_READ = {
+READ = {
     "s3": (
         *ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
         "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP", "AWS_CHECKSUM_ALGORITHM",
@@ -150,7 +150,7 @@ def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
     service = SCHEMES[scheme]
     try:
         # The environment is part of what is asked for: it may change between two calls.
-        return _opened(service, name, _frozen(options), tuple(map(setting, _READ[service])))
+        return _opened(service, name, _frozen(options), tuple(map(setting, READ[service])))
     except TypeError as exc:
         raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
 
