@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
     parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
-    parser.add_argument("--codecs", metavar="NAMES", help="for native and dcp: what bytes go through, such as float,aes")
+    parser.add_argument(
+        "--codecs", metavar="NAMES", help="for native and dcp: what bytes go through, such as float,aes"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="pickled values, too: only if you trust them")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
 
