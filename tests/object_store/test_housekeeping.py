@@ -1,5 +1,7 @@
 """What a job tidies up in a bucket, and what that costs."""
 
+import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import shardkeep as sk
 from shardkeep.layout import leftovers
 from shardkeep.layout.native import new_save_id
-from shardkeep.store import uploads
+from shardkeep.store import uploads, uploads_client
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.testing.s3_server import BUCKET
 
@@ -27,21 +29,45 @@ def begun(boto: Any, root: ObjectRoot) -> list[str]:
     return sorted(each["Key"].removeprefix(root.prefix) for each in found)
 
 
-def test_a_job_takes_back_uploads_that_nobody_goes_on_with(s3_place: Opened, boto: Any) -> None:
-    """Whose save is over, and whose place is gone; not those of a save that is under way, nor of other programs."""
+def test_a_job_takes_back_uploads_that_nobody_goes_on_with(
+    s3_place: Opened, boto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of dead saves at once, what nobody claims when it is old; never those of other programs, nor of living saves."""
     root = s3_place()
-    over, alive, elsewhere = (new_save_id() for _ in range(3))
+    dead, lost, alive, elsewhere = (new_save_id() for _ in range(4))
     with leftovers.claiming(alive):
-        leftovers.make_claim(root.place("step-7"), alive)
+        for place, save_id in (("step-3", dead), ("step-7", alive)):
+            leftovers.make_claim(root.place(place), save_id)
         root.place("step-8").put(f"claim-{elsewhere}.json", b'{"host": "node7", "pid": 1, "started": "1"}')
-        names = [f"step-7/a-{alive}.safetensors", f"step-8/a-{elsewhere}.safetensors", "step-9/model.bin", "a/b/c"]
-        for name in (f"step-3/a-{over}.safetensors", *names):
+        names = [f"step-{n}/a-{each}.safetensors" for n, each in ((3, dead), (5, lost), (7, alive), (8, elsewhere))]
+        others = ["a/b/c", "data.tar", f"deep/step-1/a-{lost}.safetensors", "step-9/model.bin"]
+        for name in (*names, *others):
             begin(boto, root.prefix + name)
         with sk.Checkpointer(root, every_steps=1, asynchronous=False) as ckpt:
             ckpt.step(1, {"w": torch.ones(3)})
-        assert begun(boto, root) == sorted(names)
-    assert leftovers.sweep_lost_uploads(root, gone=["node7"]) == 2
-    assert begun(boto, root) == ["a/b/c", "step-9/model.bin"]
+        assert begun(boto, root) == sorted([*names[1:], *others])
+
+        a_day_on = time.time() + 25 * 3600.0
+        monkeypatch.setattr(uploads.time, "time", lambda: a_day_on)
+        assert leftovers.sweep_lost_uploads(root) == 2
+        assert begun(boto, root) == sorted([names[2], *others])
+
+
+def test_a_broken_package_fails_no_save(s3_place: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads are looked for by a package that saves do without; `prune` says what is wrong with it."""
+
+    def broken(name: str, *more: Any) -> Any:
+        if name == "boto3":
+            raise ImportError("cannot import name 'x' from 'urllib3'")
+        return real(name, *more)
+
+    root, real = s3_place(), importlib.import_module
+    monkeypatch.setattr(uploads_client.importlib, "import_module", broken)
+    with sk.Checkpointer(root, every_steps=1, asynchronous=False) as ckpt:
+        ckpt.step(1, {"w": torch.ones(3)})
+    assert sk.Catalog(root).latest().step == 1
+    with pytest.raises(sk.CheckpointError, match="urllib3"):
+        leftovers.sweep_lost_uploads(root)
 
 
 def test_places_that_are_gone_cost_nothing(s3_place: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

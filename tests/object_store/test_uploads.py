@@ -190,11 +190,11 @@ def test_unfinished_uploads_are_found_and_swept(small_parts: ObjectRoot, boto: A
     store = RetryingStore(small_parts, Patience(0))
     found = uploads.unfinished(store)
     assert sorted(each.name for each in found) == ["a", "step-1/b"]
-    assert uploads.sweep(store, older_than_s=3600.0) == 0
+    assert uploads.sweep(store, lambda each: each.is_older_than(3600.0)) == 0
     assert len(begun(boto, small_parts)) == 2
-    assert uploads.sweep(store, older_than_s=3600.0, is_dead=lambda name: name == "a") == 1
+    assert uploads.sweep(store, lambda each: each.name == "a") == 1
     assert begun(boto, small_parts) == [f"{small_parts.prefix}step-1/b"]
-    assert uploads.sweep(store, older_than_s=-60.0) == 1
+    assert uploads.sweep(store, lambda each: each.is_older_than(-60.0)) == 1
     assert begun(boto, small_parts) == []
     assert boto.list_multipart_uploads(Bucket=BUCKET, Prefix=other)["Uploads"][0]["Key"] == other
     assert uploads.unfinished(small_parts.place("step-1")) == []

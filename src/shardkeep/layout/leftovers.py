@@ -150,7 +150,7 @@ def sweep_uploads_of(store: Store, save_ids: Collection[str]) -> int:
     if not save_ids:
         return 0
     try:
-        return uploads.sweep(store, older_than_s=STALE_AFTER_S, is_dead=lambda name: save_id_of(name) in save_ids)
+        return uploads.sweep(store, lambda each: save_id_of(each.name) in save_ids)
     except Exception as exc:  # noqa: BLE001 - a save that may have been committed does not fail for tidying up
         log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
         return 0
@@ -160,8 +160,9 @@ def sweep_lost_uploads(root: Root, gone: Collection[str] = ()) -> int:
     """
     Take back uploads in any place of a root that nobody goes on with; returns how many.
 
-    A claim stands for as long as a save uploads. So this finds also what has neither a file nor a place any more: a
-    service may begin an upload and its answer be lost, so that the one who asked begins another.
+    A claim stands for as long as a save uploads, and says who that is. What has none was lost on the way (a service began
+    an upload, its answer did not come, and the one who asked began another), or another program copies a checkpoint:
+    that is left alone for longer than any copy takes. So is what has no name that a save gives.
 
     Raises:
         CheckpointError: nobody can say which there are: see `store.uploads`.
@@ -169,16 +170,20 @@ def sweep_lost_uploads(root: Root, gone: Collection[str] = ()) -> int:
     """
 
     @cache
-    def is_over(place: str, save_id: str) -> bool:
-        claim = _read(root.place(place), claim_name(save_id))
-        return claim is None or (not _alive(claim, save_id) and claim.host in (host(), *gone))
+    def claim_of(place: str, save_id: str) -> Claim | None:
+        return _read(root.place(place), claim_name(save_id))
 
-    def is_dead(name: str) -> bool:
-        place, _, blob = name.rpartition("/")
+    def is_over(each: uploads.Unfinished) -> bool:
+        place, _, blob = each.name.rpartition("/")
         save_id = save_id_of(blob)
-        return save_id is not None and is_name(place) and is_over(place, save_id)
+        if save_id is None or not is_name(place):
+            return False
+        claim = claim_of(place, save_id)
+        if claim is None or claim.host not in (host(), *gone):
+            return each.is_older_than(STALE_AFTER_S)
+        return not _alive(claim, save_id)
 
-    return uploads.sweep(root, older_than_s=STALE_AFTER_S, is_dead=is_dead)
+    return uploads.sweep(root, is_over)
 
 
 def claims_last(names: Iterable[str]) -> list[str]:

@@ -241,7 +241,7 @@ class Housekeeping:
         self._lease.insist()
         try:
             leftovers.sweep_lost_uploads(self._root, self._lease.gone)
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - of a package that saves do without
             log.info("%s: whether there are uploads that nobody goes on with is not known: %s", self._root.url, error)
 
     def _sweep(self, name: str) -> None:

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -200,7 +199,7 @@ def _take_back(target: Target) -> None:
     if not target.lost:
         return
     try:
-        uploads.sweep(target.store, older_than_s=math.inf, is_dead=target.lost.__contains__)
+        uploads.sweep(target.store, lambda each: each.name in target.lost)
     except Exception as exc:  # noqa: BLE001 - the save has failed already, and that is what is to be told
         log.info("%s: what the dead process had uploaded is not taken back: %s", target.store.url, exc)
 

@@ -32,6 +32,10 @@ class Unfinished:
     began_s: float
     """Seconds since the epoch, by the service's clock."""
 
+    def is_older_than(self, seconds: float) -> bool:
+        """Tell whether it was begun longer ago."""
+        return time.time() - self.began_s > seconds
+
 
 def unfinished(store: object) -> list[Unfinished]:
     """
@@ -52,10 +56,11 @@ def unfinished(store: object) -> list[Unfinished]:
         return _found(place, client)
 
 
-def sweep(store: object, *, older_than_s: float, is_dead: Callable[[str], bool] = lambda _: False) -> int:
+def sweep(store: object, is_over: Callable[[Unfinished], bool]) -> int:
     """
-    Take back the uploads below a place that were begun longer ago than any save takes, or whose writer is known to be
-    dead by their names; returns how many.
+    Take back the uploads below a place of which somebody says that they are over; returns how many.
+
+    All that is begun below it is asked about, of other programs too.
 
     Raises:
         CheckpointError: boto3 is not installed, or cannot be told how the store was opened.
@@ -66,9 +71,7 @@ def sweep(store: object, *, older_than_s: float, is_dead: Callable[[str], bool] 
     if place is None:
         return 0
     with _told_once(place), s3_client(place) as client:
-        over = [
-            each for each in _found(place, client) if time.time() - each.began_s > older_than_s or is_dead(each.name)
-        ]
+        over = [each for each in _found(place, client) if is_over(each)]
         for each in over:
             log.info("the upload of %s/%s, which nobody finished, is taken back", place.url, each.name)
             _asked(place, client.abort_multipart_upload, Key=place.prefix + each.name, UploadId=each.id)

@@ -23,6 +23,7 @@ from shardkeep.store.object_client import has_keys
 from shardkeep.store.object_settings import is_true, settled
 from shardkeep.store.objects import ObjectStore
 
+_LONGEST_S = 10.0
 _UNTOLD = (
     "role_arn", "role_session_name", "web_identity_token_file", "container_credentials_relative_uri",
     "container_credentials_full_uri", "container_authorization_token_file", "s3_express",
@@ -41,9 +42,10 @@ def s3_client(place: ObjectStore) -> Iterator[Any]:
     """
     try:
         boto3 = importlib.import_module("boto3")
-    except ModuleNotFoundError as exc:
+    except ImportError as exc:  # or one of the packages that it needs
         raise CheckpointError(
-            f"{place.url}: to find unfinished uploads takes the package boto3", hint="pip install 'shardkeep[cloud]'"
+            f"{place.url}: to find unfinished uploads takes the package boto3: {exc}",
+            hint="pip install 'shardkeep[cloud]'",
         ) from exc
     given = settled("s3", place.bucket.given, place.url)
     if untold := [name for name in _UNTOLD if given.get(name)]:
@@ -74,7 +76,9 @@ def _opened(boto3: Any, place: ObjectStore, given: dict[str, Any], http: dict[st
         # A profile that a variable names need not be there where keys were given: then no variable names one.
         botocore_session=_part("session").Session({"profile": (None, None, None, None)} if known else None),
     )
-    more: dict[str, Any] = {"read_timeout": place.bucket.manners.timeout_s, "connect_timeout": 10}
+    # Somebody waits, and can do without: it is asked for once, and not for long.
+    seconds = min(place.bucket.manners.timeout_s, _LONGEST_S)
+    more: dict[str, Any] = {"read_timeout": seconds, "connect_timeout": seconds, "retries": {"total_max_attempts": 2}}
     if is_true(given.get("skip_signature", None if keys else setting("AWS_SKIP_SIGNATURE"))):
         more["signature_version"] = importlib.import_module("botocore").UNSIGNED
     # As the store does: a bucket's name before the host's is asked for only where somebody says so.
