@@ -94,17 +94,18 @@ def test_a_promotion_takes_back_uploads_of_the_one_it_goes_on_with(
 def test_prune_takes_back_old_uploads_where_nothing_else_goes(
     server: S3Server, killed: Killed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a dry run leaves them."""
+    """What saves began and nobody claims; a dry run leaves it, and what other programs send is always left."""
     url = server.url("killed-prune")
     root = open_root(url, direct=False)
     with checkpointer(url, asynchronous=False) as ckpt:
         ckpt.save(1, state_at(1))
-    killed(root, "step-1", None, "old")
-    monkeypatch.setattr("shardkeep.cli.prune.STALE_AFTER_S", -60.0)
+    killed(root, "step-1", None, f"state-00000-of-00001-{new_save_id()}.safetensors")
+    killed(root, "step-2", None, "model.bin")
+    monkeypatch.setattr("shardkeep.layout.leftovers.STALE_AFTER_S", -60.0)
     assert main(["prune", url, "--keep-last", "9", "--dry-run"]) == 0
-    assert left(root) == ["step-1"]
+    assert left(root) == ["step-1", "step-2"]
     assert main(["prune", url, "--keep-last", "9", "--yes"]) == 0
-    assert left(root) == []
+    assert left(root) == ["step-2"]
 
 
 class Silent:

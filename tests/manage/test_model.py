@@ -515,7 +515,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "job"):
-            self.job.ckpt.close()
+            with suppress(InjectedCrash):  # it may have died in the background since the last look
+                self.job.ckpt.close()
 
 
 def state_of(value: int) -> dict[str, Any]:
