@@ -239,3 +239,31 @@ def test_a_garbled_answer_is_no_other_job() -> None:
     with pytest.raises(sk.LeaseLost, match="unreadable"):
         lease.insist()
     lease.release()
+
+
+class _Flipping(MemoryRoot):
+    """Changes a bit of its next answer, after some text in it, so that it makes sense still."""
+
+    after = b""
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        data = bytearray(super().get(name, limit=limit))
+        if self.after:
+            data[data.index(self.after) + len(self.after)] ^= 1
+            self.after = b""
+        return bytes(data)
+
+
+def test_a_flipped_bit_is_no_other_job() -> None:
+    """One answer that names another holder loses no lease, and one that names another process frees none."""
+    root = _Flipping()
+    lease = Lease(root)
+    lease.take()
+    root.after = b'"id":"'
+    lease.insist()
+    assert lease.held
+    root.after = b'"started":"'
+    with pytest.raises(sk.RootInUse, match="this process itself"):
+        Lease(root).take()
+    lease.insist()
+    lease.release()

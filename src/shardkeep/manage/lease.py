@@ -44,7 +44,7 @@ _RENEWALS = 10
 """While a lease lasts."""
 _MAX_NBYTES = 4096
 _READS = 3
-"""How often a lease that makes no sense is read before it counts."""
+"""How often a lease that is not this job's is read, at most, until two answers agree."""
 _HOW_TO_TAKE = (
     "wait for that job to end, close its Checkpointer, or save to another root; takeover=True takes the root from it"
 )
@@ -304,10 +304,13 @@ class Lease:
         return True
 
     def _read(self) -> bytes | None:
-        """Read it; more than once where it makes no sense: nobody writes such a lease, but bytes change on the way."""
-        for _ in range(_READS):
-            seen = self._read_once()
-            if seen is None or _decoded(seen) is not None:
+        """Read it; one that is not this job's until two answers agree: bytes change on the way, also those of a name."""
+        seen = self._read_once()
+        for _ in range(_READS - 1):
+            if seen is None or self._is_mine(seen):
+                break
+            before, seen = seen, self._read_once()
+            if seen == before:
                 break
         return seen
 
