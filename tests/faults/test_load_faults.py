@@ -10,6 +10,7 @@ import shardkeep as sk
 from shardkeep.ranks.world import World
 from shardkeep.store.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
+from tests.engine.samples import bits
 from tests.faults.scene import (
     OPTIONS,
     RANKS_AND_FAULTS,
@@ -24,6 +25,7 @@ from tests.faults.scene import (
 )
 
 DEADLINE_S = 15.0
+READS = ("get", "read_into")
 
 
 def assert_loaded(outcomes, states, k):
@@ -31,6 +33,12 @@ def assert_loaded(outcomes, states, k):
     size = len(states)
     for rank, state in enumerate(states):
         assert facts(state) == facts(state_of(k, World(rank, size, object())))
+
+
+def assert_healed(caplog, name):
+    """One warning, of that file."""
+    [said] = [record.getMessage() for record in caplog.records if "came damaged" in record.getMessage()]
+    assert name in said
 
 
 @pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
@@ -62,15 +70,17 @@ def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
     assert names_in(place) == before
 
 
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "each time"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_one_flipped_bit_is_never_loaded(place, ranks):
+def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
     """
-    A bit that flips on the way, in any read, is an error on every rank that names the file; in tensor data it is
-    ChecksumMismatch and names the tensors. Wrong data is never returned.
+    A bit that flips once on the way, in any read, is read again: the exact data, and a warning that names the file. One
+    that flips each time is an error on every rank that names it, in tensor data ChecksumMismatch.
     """
     save_all(ranks, place, 1)
     for n in itertools.count():
-        store = FaultyStore(LocalStore(place), "flip", at=n)
+        store = FaultyStore(LocalStore(place), "flip", at=n, lasting=lasting)
+        caplog.clear()
         with no_leaks():
             outcomes, states = load_all(ranks, store, timeout_s=DEADLINE_S)
         if len(store.operations) <= n:
@@ -79,37 +89,46 @@ def test_one_flipped_bit_is_never_loaded(place, ranks):
         verb, _, name = store.operations[n].partition(" ")
         if verb == "open":  # no data moves
             assert_loaded(outcomes, states, 1)
-            continue
-        for outcome in outcomes:
-            kind = sk.ChecksumMismatch if verb == "read_into" else sk.DamagedCheckpoint
-            assert isinstance(outcome, kind), store.operations[n]
-            assert name in str(outcome)
+        elif not lasting:
+            assert_loaded(outcomes, states, 1)
+            assert_healed(caplog, name)
+        else:
+            for outcome in outcomes:
+                kind = sk.ChecksumMismatch if verb == "read_into" else sk.DamagedCheckpoint
+                assert isinstance(outcome, kind), store.operations[n]
+                assert name in str(outcome)
     assert n >= (10 if ranks == 1 else 20)
     assert checkpoint_at(place) == 1
 
 
-def test_every_flipped_read_is_caught_by_open(place):
+def test_every_flipped_read_is_caught_by_open(place, caplog):
     """
-    Verifying, and reading the whole tree without a template, notice every flipped read.
+    Verifying, and reading the whole tree without a template, notice every flipped read: what flips once is read again,
+    with a warning, and what flips each time is an error.
     """
     save_all(3, place, 1)
 
     def verify(store):
-        return sk.open(store, options=OPTIONS).verify()
+        return bool(sk.open(store, options=OPTIONS).verify())
 
     def read(store):
-        return sk.open(store, options=OPTIONS).to_dict()
+        return bits(sk.open(store, options=OPTIONS).to_dict())
 
     for look in (verify, read):
+        right = look(LocalStore(place))
         for n in itertools.count():
-            store = FaultyStore(LocalStore(place), "flip", at=n, verbs=["get", "read_into"])
+            once, each_time = (
+                FaultyStore(LocalStore(place), "flip", at=n, verbs=READS, lasting=lasting) for lasting in (False, True)
+            )
+            caplog.clear()
             with no_leaks():
-                try:
-                    look(store)
-                except sk.DamagedCheckpoint:
-                    continue
-            assert n == sum(done.startswith(("get", "read_into")) for done in store.operations)
-            break
+                assert look(once) == right
+            reads = [done for done in once.operations if done.startswith(READS)]
+            if len(reads) <= n:
+                break
+            assert_healed(caplog, reads[n].partition(" ")[2])
+            with no_leaks(), pytest.raises(sk.DamagedCheckpoint):
+                look(each_time)
         assert n >= 10
 
 

@@ -103,21 +103,36 @@ def test_a_crash_loses_nothing_and_is_swept(place: ObjectRoot) -> None:
         assert litter(place) == set(), what
 
 
-def test_a_load_that_fails_or_is_lied_to(place: ObjectRoot) -> None:
+@pytest.mark.parametrize("way", ["fails", "flips once", "flips each time"])
+def test_a_load_that_fails_or_is_lied_to(place: ObjectRoot, caplog: pytest.LogCaptureFixture, way: str) -> None:
     """
-    Each operation of a load fails, and then flips a bit: an error that names the file each time, never other numbers.
+    Each operation of a load fails, or flips a bit: an error each time, never other numbers; one that flips once is read
+    again, and a warning says so.
     """
     save(place, 3, PARTS)
-    for fault, kind in (("error", sk.StorageError), ("flip", sk.DamagedCheckpoint)):
-        for n in itertools.count():
-            store = FaultyStore(
-                place, fault, at=n, verbs=["open", "get", "read_into"] if fault == "error" else ["get", "read_into"]
-            )
-            into = {"w": torch.zeros(PARTS, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int64), "k": 0}
-            try:
-                sk.load(into, store, group=World(0, 1), options=IN_ORDER)
-            except kind:
-                continue
+    verbs = ("open", "get", "read_into") if way == "fails" else ("get", "read_into")
+    kind = sk.StorageError if way == "fails" else sk.DamagedCheckpoint
+    for n in itertools.count():
+        fault: Any = "error" if way == "fails" else "flip"
+        store = FaultyStore(place, fault, at=n, verbs=verbs, lasting=way == "flips each time")
+        into = {"w": torch.zeros(PARTS, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int64), "k": 0}
+        caplog.clear()
+        raised = None
+        try:
+            sk.load(into, store, group=World(0, 1), options=IN_ORDER)
+        except kind as exc:
+            raised = exc
+        asked = [done for done in store.operations if done.startswith(verbs)]
+        strikes = len(asked) > n
+        assert (raised is not None) == (strikes and way != "flips once"), asked
+        if raised is None:
             assert into["w"].eq(3).all()
+            assert into["b"].eq(3).all()
+            assert into["k"] == 3
+        healed = [each.getMessage() for each in caplog.records if "came damaged" in each.getMessage()]
+        if strikes and way == "flips once":
+            assert len(healed) == 1
+            assert asked[n].partition(" ")[2] in healed[0]
+        if not strikes:
             break
-        assert n >= 4
+    assert n >= 4

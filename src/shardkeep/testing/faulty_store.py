@@ -46,7 +46,9 @@ class FaultyStore:
         at: int | None = None,
         verbs: Collection[str] = VERBS,
         delay_s: float = 0.0,
+        lasting: bool = False,
     ) -> None:
+        """`lasting`: every later operation of that verb on that blob is struck too, as what is read again is."""
         self.inner = inner
         self.url = inner.url
         self.operations: list[str] = []
@@ -55,6 +57,8 @@ class FaultyStore:
         self._at = at
         self._verbs = frozenset(verbs)
         self._delay_s = delay_s
+        self._lasting = lasting
+        self._struck: str | None = None
         self._seen = 0
         self._lock = threading.Lock()
 
@@ -63,9 +67,12 @@ class FaultyStore:
         with self._lock:
             if self.crashed:
                 raise InjectedCrash(f"{verb} {name}: after the crash")
-            self.operations.append(f"{verb} {name}".rstrip())
-            turn = verb in self._verbs and self._seen == self._at
+            what = f"{verb} {name}".rstrip()
+            self.operations.append(what)
+            turn = what == self._struck or (verb in self._verbs and self._seen == self._at)
             self._seen += verb in self._verbs
+            if turn and self._lasting:
+                self._struck = what
             self.crashed = turn and self._fault == "crash"
         if not turn:
             return None
