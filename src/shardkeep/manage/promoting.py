@@ -18,10 +18,19 @@ from datetime import datetime
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointExists, DamagedCheckpoint, StorageError, StorageFull, WrongSize
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointExists,
+    DamagedCheckpoint,
+    StorageError,
+    StorageFull,
+    WrongSize,
+)
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layout import leftovers
 from shardkeep.layout.native import claim_name, read_record
+from shardkeep.layout.rereading import decoded
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.entries import Entry, entry_of
 from shardkeep.manage.housekeeping import Housekeeping
@@ -106,6 +115,8 @@ class Promoting:
         self._there: dict[str, Entry] = {}
         self._given_up: set[SaveOf] = set()
         self._to_come: set[str] = set()
+        self._unsure: set[str] = set()
+        """Near places of which nobody knows now whether they are to be promoted: they could not be read."""
         self._half: set[str] = set()
         """Far places in which a promotion was begun, perhaps, that is not committed."""
         self._swept = False
@@ -151,19 +162,21 @@ class Promoting:
         )
 
     def _resumes(self, name: str) -> bool:
-        return name in self._to_come
+        return name in self._to_come or name in self._unsure
 
     # -- one promotion -------------------------------------------------------------------------------------------
 
     def choose(self, *, newest: bool) -> bytes:
         """Say what is to be promoted next, and keep it from being deleted until `end`; nothing where all is there."""
         self.lease.insist()
-        wanted = self._wanted(self._near.entries(), newest=newest)
+        near = self._near.entries()
+        wanted = self._wanted(near, newest=newest)
         self._to_come = {entry.name for entry in wanted}
+        self._unsure = {entry.name for entry in near if entry.problem is not None and not _is_damage(entry.problem)}
         if not self._swept:  # here, in the background: a far root may have thousands of places
             self.house.survey()
             self._swept = True
-            self._half = set(self._to_come)  # by an earlier job, perhaps
+            self._half = self._to_come | self._unsure  # by an earlier job, perhaps
         for entry in wanted:
             self._near_in_use.begin(entry.name)
             self._standing.callback(self._near_in_use.end, entry.name)
@@ -171,7 +184,6 @@ class Promoting:
             data = self._record_of(entry)
             if data is None:
                 self._standing.close()
-                self._to_come.discard(entry.name)
                 continue
             self._sweep_half()  # before room is looked for
             self._prepare(entry, self._far.root.place(entry.name))
@@ -181,16 +193,22 @@ class Promoting:
 
     def _sweep_half(self) -> None:
         """Remove what was copied of near checkpoints that went, were replaced, or are damaged: nobody goes on with it."""
-        for name in self._half - self._to_come:
+        for name in self._half - self._to_come - self._unsure:
             self.house.sweep_at(name)
             self._half.discard(name)
 
     def _record_of(self, entry: Entry) -> bytes | None:
+        """Return the record of an entry as it is in its place; None where it is not there now."""
         try:
-            data = self._near.root.place(entry.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-            return data if decode_record(data, RECORD_NAME) == entry.record else None
-        except (BlobNotFound, DamagedCheckpoint):
+            data, record = _record_at(self._near.root.place(entry.name))
+        except DamagedCheckpoint:  # and was not a moment ago: the next one to look will know
             return None
+        except BlobNotFound:
+            data, record = b"", None
+        if record == entry.record:
+            return data
+        self._to_come.discard(entry.name)
+        return None
 
     def _prepare(self, entry: Entry, place: Store) -> None:
         """Say in the far place who writes there, and that it all fits."""
@@ -218,9 +236,11 @@ class Promoting:
     def is_gone(self, order: Order) -> bool:
         """Say whether the near checkpoint was deleted or replaced meanwhile."""
         try:
-            return self._near.root.place(order.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES) != order.record
+            return _record_at(self._near.root.place(order.name))[0] != order.record
         except BlobNotFound:
             return True
+        except DamagedCheckpoint:
+            return False
 
     def give_up(self, order: Order) -> None:
         """Do not try this one again: the near copy is damaged."""
@@ -262,8 +282,7 @@ class Promoting:
         """Return the near record of the same save: its keys may have been rotated while its files were copied."""
         was = order.decoded()
         try:
-            data = self._near.root.place(order.name).get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-            now = decode_record(data, RECORD_NAME)
+            data, now = _record_at(self._near.root.place(order.name))
         except (BlobNotFound, DamagedCheckpoint):
             return order.record
         return data if (now.save_id, now.at_rest) == (was.save_id, was.at_rest) else order.record
@@ -291,10 +310,25 @@ class Promoting:
         self._standing.close()
 
 
+def _is_damage(problem: CheckpointError) -> bool:
+    """Say whether a record that could not be read is certainly damaged: not where it came out different each time."""
+    return isinstance(problem, DamagedCheckpoint) and problem.details.get("same_twice") is not False
+
+
+def _record_at(place: Store) -> tuple[bytes, Record]:
+    """Read a commit record, and its bytes; one that comes damaged is read again."""
+    where = f"{place.url}/{RECORD_NAME}"
+
+    def read() -> bytes:
+        return place.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+
+    return decoded(read(), lambda data: (data, decode_record(data, where)), read, name=where)
+
+
 def _insist_on_record(place: Store, data: bytes) -> None:
     """Look whether the record that was put is what is there; before the near copy may go."""
     try:
-        same = place.get(RECORD_NAME, limit=MAX_RECORD_NBYTES) == data
+        same = _record_at(place)[0] == data
     except (BlobNotFound, DamagedCheckpoint):
         same = False
     if not same:
