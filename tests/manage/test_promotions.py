@@ -109,6 +109,28 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
         assert copied(source, target).nbytes == 0
 
 
+def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all of an index, or of a header, has one digest: damaged once it is mended, damaged for good it is told."""
+    monkeypatch.setattr("shardkeep.manage.copying.window_for", lambda *_: (2, 4096))
+    source = MemoryStore()
+    sk.save({f"name-{number}": torch.ones(1) for number in range(200)}, source)
+    assert min(read_record(source).at_rest.values()) > 4096
+    counting = FaultyStore(source)
+    copied(counting, MemoryStore())
+    for at in range(sum(each.startswith("read_into") for each in counting.operations)):
+        target = MemoryStore()
+        copied(FaultyStore(source, "flip", at=at, verbs=["read_into"]), target)
+        assert copied(source, target).nbytes == 0
+    [index] = [name for name in read_record(source).names if name.startswith("index-")]
+    data = bytearray(source.get(index, limit=1 << 30))
+    data[5000] ^= 1
+    source.put(index, bytes(data), replace=True)
+    target = MemoryStore()
+    with pytest.raises(sk.ChecksumMismatch, match=index):
+        copied(source, target, [index])
+    assert not list(target.list())
+
+
 def test_a_copy_goes_on_after_any_failure() -> None:
     """Whichever operation of the target fails, or half of it: the next attempt ends well."""
     source = MemoryStore()
@@ -208,20 +230,20 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
-    """It is told once, stays, counts for nothing, and holds up no other."""
+    """It is told once, stays, counts for nothing, and holds up no other. It is tried, whichever save is the newest by then."""
     far = far_root()
     with checkpointer(tmp_path) as ckpt:
         train_three(ckpt)
     damage(tmp_path / "step-2")
-    with checkpointer(tmp_path, promote_to=far, keep_last=2) as ckpt:
+    with checkpointer(tmp_path, promote_to=far, keep_last=3) as ckpt:
         ckpt.restore_latest(empty_state())
         ckpt.save(4, state_at(4))
         with pytest.raises(NotPromoted, match=r"step-2 is damaged: ChecksumMismatch: .* bytes 4096 to 4352"):
             ckpt.wait()
         ckpt.save(5, state_at(5))
         ckpt.wait()
-        assert committed(tmp_path) == [2, 4, 5]
-    assert committed(far) == [4, 5]
+        assert committed(tmp_path) == [2, 3, 4, 5]
+    assert committed(far) == [3, 4, 5]
     assert not [name for name in far.names("step-2") if name == "shardkeep.json"]
 
 
