@@ -156,11 +156,11 @@ def of_processes(data: np.ndarray, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         seconds = {}
         for number in (1, 2):
-            together, told = context.Barrier(number), context.SimpleQueue()
+            together, told = context.Barrier(number, timeout=120), context.Queue()
             processes = [context.Process(target=_one_of, args=(data, together, told)) for _ in range(number)]
             for process in processes:
                 process.start()
-            found = [told.get() for _ in processes]
+            found = [told.get(timeout=300) for _ in processes]
             for process in processes:
                 process.join()
             seconds[number] = [max(each) for each in zip(*found, strict=True)]

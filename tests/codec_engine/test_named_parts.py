@@ -53,6 +53,16 @@ def test_what_is_empty_may_be_named():
     An optimizer that has not stepped yet has no state, and what will be in it may be named; what is beside it may not.
     """
     tree = Container("dict", (("optim", Container("dict", (("state", Container("dict", ())),))), ("w", None)))
-    names = ["optim.state", "optim", "*.state", "optim.state.*.exp_avg", "opt*.exp_avg", "w"]
-    wrong = ["optim.stat", "optim.stat.x", "optim.states.x", "w.x", "state", "ww"]
+    names = ["optim.state", "optim", "*.state", "optim.state.*.exp_avg", "optim.state.x.y", "w"]
+    wrong = [
+        "optim.stat",
+        "optim.stat.x",
+        "optim.states.x",
+        "w.x",
+        "state",
+        "ww",
+        "*.wieght",
+        "opt*.exp_avg",
+        "optim.*.x",
+    ]
     assert [[*names, *wrong][number] for number in closest([*names, *wrong], tree)[1]] == wrong

@@ -33,12 +33,13 @@ def closest(names: Sequence[str], tree: Node) -> tuple[dict[str, int | None], li
 
 
 def _is_to_come(name: str, empty: list[str]) -> bool:
-    """Say whether a name is that of something empty, or may be below it: an optimizer's state before its first step."""
-    parts = name.split(".")
-    starts = [_pattern(".".join(parts[:many])).match for many in range(1, len(parts) + 1)]
-    return any(fits(each) for fits in starts[-1:] for each in empty) or any(
-        (found := fits(each)) is not None and found.end() == len(each) for fits in starts for each in empty
-    )
+    """
+    Say whether a name is that of something empty, or is below it: an optimizer's state before its first step.
+
+    Below it by its parts without a `*` alone: that stands for anything, and a slip behind it would pass unnoticed.
+    """
+    fits, certain = _pattern(name).match, name.partition("*")[0]
+    return any(fits(each) or certain.startswith(f"{each}.") for each in empty)
 
 
 def _closeness(name: str) -> tuple[int, int]:
