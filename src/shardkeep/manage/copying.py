@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import xxhash
 
 from shardkeep.errors import DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
+from shardkeep.format.checksum import digest
 from shardkeep.format.record import Record
+from shardkeep.layout.rereading import Again, tell_healed
 from shardkeep.manage.arrival import is_checked_by_service
 from shardkeep.manage.proofs import Piece, Proof, open_sized, prove
 from shardkeep.run.workers import Consequence, run_workers, window_for
@@ -69,7 +72,7 @@ def copy_blobs(
         names: which of its files.
         limits: threads and memory.
         wanted: is asked now and then whether to go on.
-        give_way: is called before each window, and may wait.
+        give_way: is called before each window, by the thread that copies it, and may wait.
 
     Raises:
         DamagedCheckpoint: the source is not what was saved.
@@ -147,6 +150,7 @@ class _Pass:
         """Open files one after the other, and cut them up; called under a lock."""
         for proof in proofs:
             windows = list(proof.windows(window_nbytes))
+            self._give_way()  # here, where all threads come one by one: it is the pace of all of them together
             writer = None if self._target is None else self._target.create(proof.name, proof.nbytes)
             try:
                 reader = open_sized(self._source, proof.name, proof.nbytes)
@@ -160,8 +164,9 @@ class _Pass:
             file = _File(proof, len(windows), reader, writer)
             with self._lock:
                 self._open[proof.name] = file
-            for window in windows:
-                self._give_way()  # here, where all threads come one by one: it is the pace of all of them together
+            for number, window in enumerate(windows):
+                if number:
+                    self._give_way()
                 yield file, window
 
     def _move(self, task: tuple[_File, list[Piece]], buffer: memoryview) -> bool:
@@ -203,15 +208,25 @@ class _Pass:
             file.writer.write_at(start, window)
 
     def _move_long(self, file: _File, piece: Piece, buffer: memoryview, where: str) -> None:
-        """Move a piece that has one digest and does not fit; the file is not finished if it turns out to be wrong."""
-        found = xxhash.xxh3_128()
-        for at in range(0, piece.nbytes, len(buffer)):
-            window = buffer[: min(len(buffer), piece.nbytes - at)]
-            file.reader.read_into(piece.start + at, window)
-            found.update(window)
-            if file.writer is not None:
-                file.writer.write_at(piece.start + at, window)
-        piece.check(found.digest(), where)
+        """Move a piece that has one digest and does not fit: first it is only read, to know what its parts must be."""
+        name = file.proof.name
+
+        def read(offset: int, nbytes: int) -> memoryview:
+            file.reader.read_into(offset, buffer[:nbytes])
+            return buffer[:nbytes]
+
+        parts, found = _cut(piece, read, len(buffer))
+        if found != piece.digest:
+            with closing(Again(name, self._source, file.reader)) as again:
+                parts, found = _cut(piece, again.read, len(buffer))
+            piece.check(found, where)
+            tell_healed(name, piece.start, piece.nbytes)
+        if file.writer is None:
+            return
+        for part in parts:
+            window = read(part.start, part.nbytes)
+            part.insist(window, self._source, file.reader, name)
+            file.writer.write_at(part.start, window)
 
     def _end_of(self, file: _File) -> None:
         with self._lock:
@@ -232,3 +247,13 @@ class _Pass:
             if file.writer is not None:
                 file.writer.abandon()
             file.reader.close()
+
+
+def _cut(piece: Piece, read: Callable[[int, int], bytearray | memoryview], nbytes: int) -> tuple[list[Piece], bytes]:
+    """Read a piece in parts; return these as they were found, and the digest of all of it."""
+    whole, parts = xxhash.xxh3_128(), []
+    for start in range(piece.start, piece.start + piece.nbytes, nbytes):
+        data = read(start, min(nbytes, piece.start + piece.nbytes - start))
+        whole.update(data)
+        parts.append(Piece(start, len(data), digest(data)))
+    return parts, whole.digest()
