@@ -101,19 +101,27 @@ def test_windows_are_bounded_and_each_gives_way() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 def test_promotions_stand_back(tmp_path: Path) -> None:
-    """Their threads have a lower priority than those of asynchronous saves, which have a lower one than training."""
+    """
+    Threads that copy have a lower priority than those of asynchronous saves, which have a lower one than training.
+
+    The thread that asks a store first has that of training, and so have threads that a package starts then, for all.
+    """
     near, far = far_root(), far_root()
     found: dict[str, set[int]] = {"near": set(), "far": set()}
+    first = set[int]()
 
     def note(root: str, verb: str) -> None:
         if verb in ("create", "write_at"):
             found[root].add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        elif threading.current_thread().name == "shardkeep-promote":
+            first.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     near.before, far.before = (lambda verb, name, root=root: note(root, verb) for root in found)
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with checkpointer(near, promote_to=far) as ckpt:
         ckpt.save(1, state_at(1))
     assert mine < min(found["near"]) <= max(found["near"]) < min(found["far"])
+    assert first == {mine}
     assert mine == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from shardkeep.run.handles import SaveHandle
+from shardkeep.run.in_flight import stand_back
 from shardkeep.run.reports import SaveReport
 
 NICENESS = 10
@@ -47,7 +48,13 @@ class Courtesy:
         return self._in_call or any(not each.done() for each in self._under_way)
 
     def give_way(self) -> None:
-        """Wait a moment where a save is under way, and no longer than it is."""
+        """
+        Have this thread go last, and wait a moment where a save is under way, no longer than it is.
+
+        Only by threads that copy, once others have asked their stores for something: threads that a package starts with
+        its first request, for the whole process, have the priority of the one that made it.
+        """
+        stand_back(NICENESS)
         for _ in range(_LOOKS):
             if not self.is_saving():
                 return

@@ -23,7 +23,7 @@ from shardkeep.errors import CheckpointError, SaveCancelled
 from shardkeep.manage.aside import Lane, in_time
 from shardkeep.manage.catalog import Catalog
 from shardkeep.manage.copying import Limits
-from shardkeep.manage.courtesy import NICENESS, Courtesy
+from shardkeep.manage.courtesy import Courtesy
 from shardkeep.manage.entries import Entry
 from shardkeep.manage.housekeeping import Housekeeping
 from shardkeep.manage.in_use import InUse
@@ -37,7 +37,6 @@ from shardkeep.manage.tiers import FAR, NEAR, Tiers
 from shardkeep.manage.turns import Turns
 from shardkeep.ranks.world import World
 from shardkeep.run.handles import SaveHandle
-from shardkeep.run.in_flight import stand_back
 from shardkeep.store.retrying import Patience
 from shardkeep.store.retrying_root import RetryingRoot
 from shardkeep.store.roots import Root
@@ -218,7 +217,6 @@ class Promotions:
     # -- on the thread -------------------------------------------------------------------------------------------
 
     def _round(self, number: int, saved: Any, newest: bool, world: World) -> None:
-        stand_back(NICENESS)
         self._under_way = number
         if isinstance(saved, SaveHandle):
             saved.wait_for_end()
