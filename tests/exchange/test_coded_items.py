@@ -47,6 +47,56 @@ def test_the_drop_in_reads_what_was_coded(tmp_path, monkeypatch, codecs):
         quietly(theirs.load, {"large": large}, checkpoint_id=tmp_path / "dcp", no_dist=True)
 
 
+class _Service:
+    """Keys of a service, which only whoever has this object can ask."""
+
+    def __init__(self):
+        self._ring = sk.KeyRing.from_text(sk.new_key())
+
+    def wrap(self, data_key):
+        return self._ring.wrap(data_key)
+
+    def unwrap(self, key_id, wrapped):
+        return self._ring.unwrap(key_id, wrapped)
+
+
+def test_keys_of_the_options_open_what_they_closed(tmp_path):
+    """
+    What was converted with keys of the options is opened, loaded, checked, converted and exported with them, and not
+    without; its keys are not rotated, and it says so.
+    """
+    options = sk.Options(keys=_Service())
+    state = training_state()
+    sk.save(state, tmp_path / "native")
+    sk.convert(tmp_path / "native", tmp_path / "dcp", "dcp", codecs=["aes"], options=options)
+    found = sk.open(tmp_path / "dcp", options=options)
+    found.verify()
+    assert in_any_order(found.to_dict()) == in_any_order(state)
+    into = {"optim": {"exp_avg": torch.ones(31, 8)}, "step": 0}
+    sk.load(into, tmp_path / "dcp", strict=False, options=options)
+    assert bits(into) == bits({"optim": {"exp_avg": state["optim"]["exp_avg"]}, "step": 7})
+    sk.convert(tmp_path / "dcp", tmp_path / "back", "native", options=options)
+    assert in_any_order(sk.open(tmp_path / "back").to_dict()) == in_any_order(state)
+    assert sk.export(tmp_path / "dcp", tmp_path / "hf", options=options).tensors
+    with pytest.raises(sk.KeyMissing):
+        sk.open(tmp_path / "dcp").to_dict()
+    with pytest.raises(sk.WrongKey):
+        sk.open(tmp_path / "dcp", options=sk.Options(keys=_Service()))["optim.exp_avg"][:]
+    with pytest.raises(sk.CheckpointError, match="torch layout: keys cannot be rotated here"):
+        sk.rotate_keys(tmp_path / "dcp", options=options)
+
+
+def test_no_codecs_are_no_codecs(tmp_path):
+    """
+    An empty mapping of codecs is nothing, and torch reads what is written.
+    """
+    sk.save({"w": torch.ones(3)}, tmp_path / "native")
+    sk.convert(tmp_path / "native", tmp_path / "dcp", "dcp", codecs={})
+    into = {"w": torch.zeros(3)}
+    quietly(theirs.load, into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert into["w"].sum() == 3
+
+
 @pytest.mark.parametrize("fault", ["error", "crash", "flip"])
 def test_a_conversion_that_fails_changes_nothing(fault):
     """

@@ -89,8 +89,8 @@ def convert(
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
         overwrite: replace a checkpoint that is there, of whichever layout: its files go once the new one is committed.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
-        codecs: what the files go through, as for `save`. In "dcp" each item does, for all alike: `shardkeep.dcp` reads
-            them, torch does not, and keys are those of the environment there. Not for "safetensors".
+        codecs: what the files go through, as for `save`. In "dcp" each item does, for all alike: `open`, `load` and
+            `shardkeep.dcp` read them, which takes its keys from the environment; torch does not. Not for "safetensors".
         options: threads, memory and keys.
         progress: called with the bytes written so far and those to write, from any thread.
 
@@ -169,6 +169,8 @@ def convert(
 
 def _for_all(codecs: Codecs) -> Sequence[str | CodecConfig] | None:
     """Return codecs that are the same for all of the state."""
+    if not codecs:
+        return None
     if isinstance(codecs, Mapping):
         raise StateError(
             "codecs by part of the state are for layout='native'",

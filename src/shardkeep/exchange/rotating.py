@@ -14,11 +14,13 @@ from msgspec.structs import replace
 
 from shardkeep.codec.frame_chain import rewrapped
 from shardkeep.codec.problems import KeyMissing
-from shardkeep.errors import CheckpointExists, StateError, StorageError
-from shardkeep.format.record import RECORD_NAME, encode_record
+from shardkeep.errors import CheckpointError, CheckpointExists, StateError, StorageError
+from shardkeep.format.record import FORMAT, RECORD_NAME, encode_record
 from shardkeep.layout import native
 from shardkeep.options import Options
 from shardkeep.run.key_choice import keys_for, opened_chains
+from shardkeep.run.sources import find
+from shardkeep.run.torch_open import FoundTorch
 from shardkeep.store.place import open_store
 from shardkeep.store.protocol import Store
 
@@ -39,6 +41,7 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
 
     Raises:
         StateError: the checkpoint is not encrypted.
+        CheckpointError: it is, and is of torch's layout: that is to be converted anew.
         KeyMissing: there are no keys.
         WrongKey: none of the keys opens it.
         NotAuthentic: its commit record was changed by somebody who has not the key.
@@ -57,6 +60,7 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
     """
     options = options or Options()
     store = open_store(where, direct=options.direct_io)
+    _refuse_others(store, options)
     version = store.version(RECORD_NAME)
     record = native.read_record(store)
     keys = keys_for(options)
@@ -77,3 +81,16 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
             f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
         ) from exc
     return True
+
+
+def _refuse_others(store: Store, options: Options) -> None:
+    """Insist that a checkpoint is native: torch's layout has the data key in the descriptor of every item."""
+    found = find(store)
+    if found.record.format == FORMAT:
+        return
+    if isinstance(found, FoundTorch) and found.open(options).is_secret:
+        raise CheckpointError(
+            f"{store.url}: torch layout: keys cannot be rotated here",
+            hint="convert it anew, with the new key first: shardkeep convert FROM TO --to dcp --codecs aes",
+        )
+    raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")

@@ -22,6 +22,7 @@ from shardkeep.format.region import Box, Ints
 from shardkeep.format.torch_archive import FoundTensor
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.run.item_files import Files, Item, batches, check_inside, find_tensors, nbytes_of, read_raw
+from shardkeep.run.torch_open import CodedFiles
 from shardkeep.run.torch_read import ChunkRead, in_order, read_chunks
 
 Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
@@ -53,11 +54,14 @@ def undo_known(_: Any, descriptors: Sequence[str], stream: IO[bytes]) -> IO[byte
 
 
 def fill(
-    files: Files, wanted: Sequence[Wanted], *, undo: Undo = undo_known, threads: int, budget_nbytes: int
+    files: Files, wanted: Sequence[Wanted], *, undo: Undo | None = None, threads: int, budget_nbytes: int
 ) -> tuple[int, dict[str, str]]:
     """
     Fill every target; return the bytes read, and keys whose dtype was converted, with what to what.
+
+    Extensions are undone by `undo`, else by files that know how, with their keys.
     """
+    undo = undo or (files.undo if isinstance(files, CodedFiles) else undo_known)
     items = [Item(files.number(each.place.file), each.place.offset, each.place.nbytes, each.key) for each in wanted]
     check_inside(files, items)
     found = _find(files, wanted, items)

@@ -10,15 +10,18 @@ is needed for any of this.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep.codec.chain import transformed_input
+from shardkeep.codec.codec_stream import CodecStream
+from shardkeep.codec.codecs import WRAPPED
 from shardkeep.codec.registry import ExtensionRegistry
 from shardkeep.errors import CheckpointError, MalformedFile, UnsupportedLeaf
 from shardkeep.format.columns import Boxes, IntArray, concat_ranges
@@ -27,12 +30,13 @@ from shardkeep.format.record import IndexEntry, Record
 from shardkeep.format.sealed import unsealed
 from shardkeep.format.torch_archive import read_object
 from shardkeep.format.values import encode_value
-from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, writer_rank
+from shardkeep.layout.torch_files import MAX_METADATA_NBYTES, METADATA_NAME, Sums, writer_rank
 from shardkeep.layout.torch_metadata import Place
 from shardkeep.options import Options
 from shardkeep.plan.loads import chunk_rows
 from shardkeep.plan.tiling import tiled
 from shardkeep.run.item_files import Files, Item, bad_archives, check_inside, keys_in
+from shardkeep.run.key_choice import keys_for
 from shardkeep.run.read import Headers, KeyAt, Reads, Source
 from shardkeep.run.torch_contents import Contents, read_contents
 from shardkeep.run.torch_values import StoredObjects
@@ -52,6 +56,24 @@ class TorchSource(Source):
     files: Files
     places: Sequence[Place]
     objects: Mapping[str, Place]
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether anything in it is encrypted."""
+        return any(map(_is_secret, self._descriptors))
+
+    def check_keys(self) -> None:
+        """
+        Insist that what is encrypted can be read with the keys that there are; reads nothing.
+
+        Raises:
+            KeyMissing: there is no key.
+            WrongKey: it is encrypted with another one.
+
+        """
+        if isinstance(self.files, CodedFiles):
+            for descriptors in filter(_is_secret, self._descriptors):
+                self.files.undo(None, descriptors, io.BytesIO())
 
     def check(self, tensors: IntArray) -> None:
         """Insist that the chunks of these tensors tile them, and that their files are there."""
@@ -120,6 +142,11 @@ class TorchSource(Source):
         return fill_boxes(self, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
 
     @cached_property
+    def _descriptors(self) -> set[tuple[str, ...]]:
+        """What items went through, each only once."""
+        return {place.descriptors for place in (*self.places, *self.objects.values())}
+
+    @cached_property
     def _plain_items(self) -> dict[int, list[Item]]:
         """All items that were not transformed, by file."""
         plain = {(p.file, p.offset) for p in (*self.places, *self.objects.values()) if not p.descriptors}
@@ -128,6 +155,43 @@ class TorchSource(Source):
             if (self.files.entries[item.file].name, item.offset) in plain:
                 found.setdefault(item.file, []).append(item)
         return found
+
+
+class CodedFiles(Files):
+    """Data files, and what undoes the extensions that items in them went through."""
+
+    def __init__(self, store: Reads, sums: Mapping[str, Sums], options: Options) -> None:
+        super().__init__(store, sums)
+        self._registry = ExtensionRegistry()
+        self._registry.register(CodecStream.reading_with(keys_for(options)))
+
+    def undo(self, _: Any, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+        """Return the stream of an item as it was before its extensions."""
+        return transformed_input(self._registry, descriptors, stream)
+
+    def value(self, key: str, place: Place, raw: bytes) -> bytes:
+        """Make a value of the stored bytes of an object."""
+        if place.descriptors:
+            raw = self.undo(None, place.descriptors, io.BytesIO(raw)).read(-1)
+        try:
+            return encode_value(read_object(raw, where=f"{place.file} ({key!r})"), key=key)
+        except (CheckpointError, UnsupportedLeaf):
+            return encode_value(Archive(raw), key=key, allow_pickle=True)
+
+
+def _is_secret(descriptors: Sequence[str]) -> bool:
+    """Say whether one of these extensions encrypts; of one that is not known here nobody can tell."""
+    for descriptor in descriptors:
+        name, _, version = descriptor.partition("/")
+        if name != CodecStream.registry_name():
+            continue
+        try:
+            recorded = json.loads(version.partition(":")[2])
+        except (ValueError, RecursionError):
+            continue  # which is said where it is read
+        if isinstance(recorded, list) and any(isinstance(each, dict) and WRAPPED in each for each in recorded):
+            return True
+    return False
 
 
 def find_torch(store: Reads) -> FoundTorch:
@@ -186,24 +250,15 @@ class FoundTorch:
             raise CheckpointError(
                 f"{METADATA_NAME}: the checkpoint was replaced by another save meanwhile", hint="open or load it again"
             )
-        files = Files(self.store, contents.sums)
+        files = CodedFiles(self.store, contents.sums, options)
         for name in contents.files:  # in this order: they are numbered as in the contents
             files.number(name)
         said = {name: getattr(self.record, name) for name in self.record.__struct_fields__ if name != "files"}
         whole = Record(**said, files=files.entries)
-        index = _index(contents, StoredObjects(contents.objects, files, options, _value))
+        index = _index(contents, StoredObjects(contents.objects, files, options, files.value))
         return TorchSource(
             self.store, whole, index, files.headers, files=files, places=contents.places, objects=contents.objects
         )
-
-
-def _value(key: str, place: Place, raw: bytes) -> bytes:
-    if place.descriptors:
-        raw = transformed_input(ExtensionRegistry(), place.descriptors, io.BytesIO(raw)).read(-1)
-    try:
-        return encode_value(read_object(raw, where=f"{place.file} ({key!r})"), key=key)
-    except (CheckpointError, UnsupportedLeaf):
-        return encode_value(Archive(raw), key=key, allow_pickle=True)
 
 
 class Archive:
