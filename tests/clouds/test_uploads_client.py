@@ -23,7 +23,6 @@ from cryptography.x509.oid import NameOID
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.layout import leftovers
 from shardkeep.store import uploads
-from shardkeep.store.memory import MemoryRoot
 from shardkeep.store.place import open_place
 from shardkeep.store.uploads_client import _proxies
 
@@ -181,7 +180,7 @@ def test_certificates_of_the_environment(
 
 
 def test_what_cannot_be_told_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """No other keys are tried; a sweep warns that uploads stay, once a bucket, and what it belongs to goes on."""
+    """No other keys are tried; a sweep warns that uploads stay, once a bucket, and a save goes on."""
     role = open_place("s3://box/x", role_arn="arn:aws:iam::1:role/me", **MINE)
     slow = open_place("s3://box/x", credential_provider=later)
     for place, message in ((role, "cannot be told role_arn="), (slow, "is asynchronous")):
@@ -189,8 +188,9 @@ def test_what_cannot_be_told_is_said_once(caplog: pytest.LogCaptureFixture) -> N
             uploads.unfinished(place)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "shardkeep"):
-            for _ in range(2):
-                assert leftovers.sweep_uploads(place, leftovers.survey(MemoryRoot())) == 0
+            with pytest.raises(CheckpointError, match=message):
+                leftovers.sweep_lost_uploads(place)
+            assert leftovers.sweep_uploads_of(place, {"0" * 20}) == 0
         [record] = caplog.records
         assert "are not taken back" in record.getMessage()
         assert message in record.getMessage()
