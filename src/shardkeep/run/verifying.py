@@ -7,6 +7,7 @@ read it: what they cannot know is whether somebody who has no key either replace
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ _MOST_RANGES = 20
 """Damaged ranges of one file that are listed; the rest is counted."""
 _BATCH = 64
 """Frames, of a megabyte or less, that one thread checks before it takes others."""
+_SAYS_WHERE = re.compile(r"\bbytes? \d")
+"""More than the word, which may be a part of a file's name."""
 
 
 def damage_of_file(
@@ -77,7 +80,7 @@ def damage_of_file(
 def _placed(error: DamagedCheckpoint) -> DamagedCheckpoint:
     """Say in words where in the file it is, of what has one digest for many bytes: headers, tables, digests."""
     offset = error.details.get("offset")
-    if offset is None or "byte" in error.message:
+    if offset is None or _SAYS_WHERE.search(error.message):
         return error
     return type(error)(f"{error.message}, from byte {offset} on", hint=error.hint, **error.details)
 
