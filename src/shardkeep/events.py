@@ -217,7 +217,7 @@ class PromotionFinished(Event, frozen=True, kw_only=True):
     """A checkpoint is committed in the far root, too."""
 
     called_s: float
-    """When rank 0 began to choose it, by `time.perf_counter()` of this process."""
+    """When this rank began to wait for what rank 0 chooses, by `time.perf_counter()` of this process."""
     source: str
     bytes_total: int
     bytes_copied: int
@@ -225,6 +225,7 @@ class PromotionFinished(Event, frozen=True, kw_only=True):
     files_total: int
     files_copied: int
     seconds: float
+    """Since it was chosen."""
     ranks: list[RankPhases] = []
     """Phases "choose", "copy", "wait" (for the other ranks to have copied) and "commit"; only rank 0 knows."""
 
@@ -238,6 +239,7 @@ class PromotionFailed(Event, frozen=True, kw_only=True):
     cancelled: bool
     """Whether somebody wanted it so."""
     seconds: float
+    """Since it was chosen; where none was, since this rank began to wait for that."""
 
 
 class StepSkipped(Event, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.events import PromotionFinished
+from shardkeep.events import PromotionFailed, PromotionFinished
 from shardkeep.layout.native import read_record
 from shardkeep.manage.arrival import is_checked_by_service
 from shardkeep.manage.copying import Limits, copy_blobs
@@ -28,7 +28,7 @@ from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_place
 from shardkeep.store.retrying import Patience, RetryingStore
 from shardkeep.testing.rank_pool import RankPool
-from tests.manage.far import far_root
+from tests.manage.far import Broken, far_root
 from tests.manage.scene import QUICK, checkpointer, state_at
 from tests.manage.test_tier_ranks import groups
 from tests.manage.test_tiers import committed
@@ -241,6 +241,31 @@ def test_one_line_for_each_promotion(tmp_path: Path, caplog: pytest.LogCaptureFi
     [event] = heard
     assert f"{event.bytes_total:,} bytes in 2 files, " in line
     assert all(f"{phase} 0." in line for phase in ("choose", "copy", "commit"))
+
+
+def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of promotions that succeed do."""
+    choose, now, heard = Promoting.choose, [0.0], list[Any]()
+
+    def slowly(self: Any, *, newest: bool) -> bytes:
+        now[0] += 100.0
+        return choose(self, newest=newest)
+
+    class Clock:
+        perf_counter = staticmethod(lambda: now[0])
+
+    monkeypatch.setattr("shardkeep.run.phases.time", Clock)
+    monkeypatch.setattr(Promoting, "choose", slowly)
+    far = far_root(Broken("put", "shardkeep.json"))
+    with checkpointer(tmp_path, promote_to=far, on_event=heard.append, on_error="warn", retries=0) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+        [failed] = [each for each in heard if isinstance(each, PromotionFailed)]
+        assert failed.seconds == 0.0
+        far.before = None
+        ckpt.save(2, state_at(2))
+        ckpt.wait()
+        assert {each.seconds for each in heard if isinstance(each, PromotionFinished)} == {0.0}
 
 
 def test_what_is_said_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class Turns:
 
     def take(self, title: str, number: int, *, newest: bool, world: World) -> bool:
         """Promote one checkpoint; False where there is none to promote."""
-        leader, phases, order = self._leader, Phases(), None
+        leader, phases, order, chosen_s = self._leader, Phases(), None, 0.0
 
         def work() -> bytes:
             self._insist(number)
@@ -91,12 +91,13 @@ class Turns:
                 told = meeting.agree("choose", work, lambda payloads: [leader.choose(newest=newest)] * len(payloads))
                 if not told:
                     return False
-                phases.add("choose", 0.0, phases.meet())
+                chosen_s = phases.meet()
+                phases.add("choose", 0.0, chosen_s)
                 order = msgspec.msgpack.decode(told, type=Order)
                 self._promote(meeting, order, phases, number, world)
         except BaseException as error:
             if order is not None or not isinstance(error, SaveCancelled):
-                self._tell_failed(order, error, phases.now(), world.rank)
+                self._tell_failed(order, error, phases.now() - chosen_s, world.rank)
             raise
         finally:
             leader.end()
