@@ -34,6 +34,7 @@ from shardkeep.run.orders import Orders
 from shardkeep.run.phases import Phases, Sent
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.objects.find import Objects
+from shardkeep.store.giving_up import briefly
 from shardkeep.store.protocol import Store
 
 
@@ -95,16 +96,21 @@ class SaveCall:
             try:
                 yield
             except BaseException:
-                if not self._given:
-                    discard(self.store, [name for entry in self.written for name, _ in entry.at_rest])
-                if self.world.rank == 0:
-                    self._coordinator.withdraw()
+                # What takes long is left behind: its claim goes last, and stays for the next save to find.
+                briefly(self._take_back, f"take back {self.store.url}")
                 raise
             finally:  # an error that is kept has functions in its frames that know this call: not the state with it
                 vars(self).pop("description", None)
                 vars(self).pop("objects", None)
         if self.world.rank == 0:
             self._coordinator.tidy()
+
+    def _take_back(self) -> None:
+        """Remove what was written of a save that failed."""
+        if not self._given:
+            discard(self.store, [name for entry in self.written for name, _ in entry.at_rest])
+        if self.world.rank == 0:
+            self._coordinator.withdraw()
 
     def describer(self, state: Mapping[str, Any]) -> Callable[[], bytes]:
         """

@@ -30,8 +30,8 @@ from shardkeep.run.workers import run_workers
 from shardkeep.stage.memory import Scattered, copy_memory
 from shardkeep.stage.windows import windows_for
 from shardkeep.store.aligned import address_of
-from shardkeep.store.giving_up import Hope
-from shardkeep.store.protocol import BlobWriter, Creates, Deletes
+from shardkeep.store.giving_up import Hope, briefly
+from shardkeep.store.protocol import BlobWriter, Creates, Deletes, delete_all
 
 MOST_FILES = 8
 """Files written at a time: a kernel lets one thread write to a file at a time, and the others wait for it."""
@@ -155,8 +155,9 @@ def write_files(
     gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or Hashing(store)
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
-        hope = Hope()
-        tasks = _tasks(store, sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, hope)
+        hope, begun = Hope(), list[str]()
+        undo.callback(_remove_begun, store, begun)
+        tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, hope)
 
         def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
             file, window = task
@@ -199,9 +200,9 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    store: Writes, sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, hope: Hope
+    sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], hope: Hope
 ) -> Iterator[tuple[_OpenFile, Window]]:
-    """Begin each file with the first of its windows."""
+    """Begin each file with the first of its windows, and note the names of all there may be then."""
     opened: dict[str, _OpenFile] = {}
     for window in windows:
         job = window.job
@@ -209,9 +210,10 @@ def _tasks(
             # Only where no other file is ever called so: one that is given up may still appear, and is deleted then.
             with hope.held() if native.save_id_of(job.name) else contextlib.nullcontext():
                 writer = sink.begin(job)
-            undo.callback(take_back, store, job.name, writer)
+            undo.callback(writer.abandon)
+            begun.append(job.name)
             if job.apart:
-                undo.callback(_remove, store, native.blocks_name(job.name))
+                begun.append(native.blocks_name(job.name))
                 writer.write_at(0, memoryview(job.header))
             job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
             opened[job.name] = _OpenFile(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
@@ -221,12 +223,34 @@ def _tasks(
 def take_back(store: Deletes, name: str, writer: BlobWriter) -> None:
     """Remove a blob that is not to be, whether it was finished or not."""
     writer.abandon()
-    _remove(store, name)  # one that was finished outlives its writer's abandon
-
-
-def _remove(store: Deletes, name: str) -> None:
     with contextlib.suppress(CheckpointError):
-        store.delete(name)
+        store.delete(name)  # one that was finished outlives its writer's abandon
+
+
+def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
+    """Remove files that were finished and outlive their writers' abandon, as far as that can be done soon."""
+    if not names:
+        return
+    waits = True
+
+    def removed() -> None:
+        if hasattr(store, "delete_all"):
+            with contextlib.suppress(CheckpointError):
+                delete_all(store, names)
+            return
+        for name in names:
+            try:
+                store.delete(name)
+            except CheckpointError:
+                if not waits:
+                    return
+
+    # A name that another save may use must not be deleted later. Of all others it is known whose they are: what is left
+    # is swept when the store is there again, as long as their claim is.
+    if all(map(native.save_id_of, names)):
+        waits = briefly(removed, f"remove {len(names)} files")
+    else:
+        removed()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from shardkeep.store.object_parts import Room
 T = TypeVar("T")
 
 GIVEN_UP = "was given up, as something else failed"
+LONGEST_S = 10.0
+"""For what was given up to be taken back, before it is left to whoever sweeps."""
 _LOOK_S = 0.5
 
 
@@ -109,6 +111,23 @@ def aside(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return answer
+
+
+def briefly(work: Callable[[], object], name: str) -> bool:
+    """
+    Take something back on a thread of that name, which is left behind after some seconds; tells whether it has ended.
+
+    Whatever `work` raises in that time is raised here.
+    """
+    try:
+        answer = aside(work, name)
+    except RuntimeError:  # there is no thread to be had: that may be why it is taken back
+        work()
+        return True
+    if not wait([answer], LONGEST_S).done:
+        return False
+    answer.result()
+    return True
 
 
 def unless_lost(work: Callable[[], T], where: str, hope: Hope | None) -> T:

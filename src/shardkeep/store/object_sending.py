@@ -25,7 +25,7 @@ import numpy as np
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.aligned import copy
-from shardkeep.store.giving_up import GIVEN_UP, aside, hope_held, unless_lost
+from shardkeep.store.giving_up import GIVEN_UP, LONGEST_S, aside, hope_held, unless_lost
 from shardkeep.store.object_again import ask_again
 from shardkeep.store.object_client import Bucket, obstore
 from shardkeep.store.object_errors import object_errors
@@ -37,7 +37,7 @@ _PATIENCE_S = 0.1
 _LONG_PATIENCE_S = 5.0
 """For it, where there is no room left and parts were promised nearly in order."""
 _LOOK_S = 0.5
-_LONGEST_S = 10.0
+_LONGEST_S = LONGEST_S
 
 
 class _Abandoned(Exception):
@@ -162,7 +162,9 @@ class Upload:
         if not self._given_up:
             self._delete()
             return
-        wait([aside(self._delete, f"delete {self._name}")], _LONGEST_S)
+        # From when it was given up, as in `cancel`: there may be many, and one after the other is waited for.
+        left_s = self._failed_s + 2 * _LONGEST_S - time.monotonic()
+        wait([aside(self._delete, f"delete {self._name}")], max(0.0, left_s))
 
     def check_size(self, end: int) -> None:
         """Insist that all of it arrived."""
