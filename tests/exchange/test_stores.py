@@ -190,6 +190,28 @@ def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_server, monkeypa
     assert names_at(f"{root}/out") == ["w.pt"]
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_equal_bytes_take_the_place_of_a_file(s3_server, monkeypatch, checked):
+    """
+    A file that is replaced by equal bytes has the same version as before, and was replaced all the same.
+    """
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.url(f"exchange-{uuid.uuid4().hex}/w.pt")
+    data, looked = bytes(9 << 20), []
+    for _ in range(2):
+        archive_blob.write_blob(
+            url,
+            len(data),
+            lambda writer: writer.write_at(0, memoryview(data)),
+            replace=True,
+            check=looked.append if checked else None,
+            budget_nbytes=1 << 20,
+        )
+    assert len(looked) == (2 if checked else 0)
+    assert blob_at(url.rpartition("/")[0], "w.pt") == data
+
+
 @pytest.mark.parametrize("fault", ["lose_answer", "refuse"])
 def test_the_last_request_of_a_replacement_goes_wrong(s3_server, monkeypatch, fault):
     """

@@ -16,6 +16,15 @@ from shardkeep.store.objects import ObjectStore
 from shardkeep.store.protocol import checked_end
 
 
+class _Doubted(Upload):
+    """An upload that tells whether it is known to have ended well."""
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the answer to the last request was lost, or was that there is nothing to put together any more."""
+        return self._doubt is not None
+
+
 class ReplacingWriter:
     """Writes such a blob."""
 
@@ -25,7 +34,7 @@ class ReplacingWriter:
         self._name = name
         self._nbytes = nbytes
         self._before = store.version(name)
-        self._upload = Upload(store.bucket, store.prefix + name, url=store.url, name=name, nbytes=nbytes)
+        self._upload = _Doubted(store.bucket, store.prefix + name, url=store.url, name=name, nbytes=nbytes)
         self._over = False
         self.in_doubt = False
         """Whether the last request went wrong in a way that leaves open what is there now: old bytes, or the new ones."""
@@ -47,8 +56,8 @@ class ReplacingWriter:
         if whole is not None:  # of one part, and nothing of it was sent
             self._store.put(self._name, bytes(whole), replace=True)
         self._over = True
-        # The answer to the last request may have been lost. A size tells nothing: models of one kind have the same.
-        self.in_doubt = self._store.version(self._name) == self._before
+        # A size tells nothing: models of one kind have the same. Nor does a version alone: equal bytes may have the same.
+        self.in_doubt = self._upload.in_doubt and self._store.version(self._name) == self._before
 
     def abandon(self) -> None:
         """Take back what was sent; what is under the name stays."""
