@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,6 +93,56 @@ class Looking:
             self._look(next(self._step))
 
         return then_look
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1)])
+def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, before, after):
+    """
+    Another export to the directory begins before any step of one that is published: it waits, both end well, and the
+    model is whole.
+    """
+    for at in itertools.count():
+        path = tmp_path / str(at)
+        sk.export(sources[0], path, max_shard_bytes=MOST[before])
+        steps, others, ended = itertools.count(), [], []
+
+        def begin(path=path, ended=ended):
+            ended.append(sorted(safetensors_publish.prepare(LocalStore(path)).files))
+
+        def first(at=at, steps=steps, others=others, begin=begin):
+            if next(steps) == at:
+                others.append(threading.Thread(target=begin))
+                others[0].start()
+                others[0].join(0.2)  # as long as it would take, if it did not wait
+
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors_publish, "os", Before(first))
+            report = sk.export(sources[1], path, max_shard_bytes=MOST[after], overwrite=True)
+        if not others:
+            break
+        others[0].join()
+        assert ended == [sorted(report.files)]
+        assert seen(reading(path)) == 1
+        assert bits(sk.open(path).to_dict()) == bits(state_of(1))
+    assert at > 2
+
+
+class Before:
+    """The functions of a system, with something that is done by one thread before each that changes names."""
+
+    def __init__(self, first):
+        self._first, self._thread = first, threading.get_ident()
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in {"replace", "unlink"} or threading.get_ident() != self._thread:
+            return real
+
+        def first(*args):
+            self._first()
+            real(*args)
+
+        return first
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 4), (1, 2), (2, 1)])

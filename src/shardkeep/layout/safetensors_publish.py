@@ -4,7 +4,8 @@ From new safetensors files to a model that takes the place of what was there, in
 In a directory of this machine new files are written as `NAME.new-SAVE`. When all of them are durable, a small note says
 which files make up the directory from now on: from then on the new model is what `Folder` sees, and the old one was
 until then. Renaming to the final names follows, data first, the index file last; whoever writes to the directory next
-completes what an interrupted process left. Stores cannot rename: `safetensors_stored` does the same in other steps.
+completes what an interrupted process left. One process of a machine at a time does any of this: what another is about to
+remove by its name may be the new file by then. Stores cannot rename: `safetensors_stored` does the same in other steps.
 
 Other programs know nothing of notes, and go by `model.safetensors` or the index file. Where several files take the names
 of old ones, the old index goes first: until the new one is there they find no model, and never files of both.
@@ -17,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from shardkeep.errors import BlobNotFound, CheckpointError
@@ -28,6 +29,7 @@ from shardkeep.layout.safetensors_folder import NOTE, Folder, Note, look, read_n
 from shardkeep.layout.safetensors_names import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, marked
 from shardkeep.store.files import make_directory, storage_errors, sync_directory
 from shardkeep.store.local import LocalStore
+from shardkeep.store.local_swap import alone_in
 from shardkeep.store.protocol import Store
 
 _MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
@@ -67,13 +69,40 @@ def prepare(store: Store) -> Folder:
     path = store.url
     with storage_errors("cannot make", path):
         make_directory(os.path.abspath(path))
+    _take_over(store)
+    with _alone(path):
+        _complete(store)
+        _clear(path)
+        return look(store)
+
+
+def _take_over(store: LocalStore) -> None:
+    """End what somebody began who wrote here as if it were a store."""
     note = read_note(store)
-    if note is not None and note.pending:  # somebody wrote here as if it were a store
+    if note is not None and note.pending:
         stored.prepare(store)
-    elif note is not None:
-        _carry_out(path, note)
-    _clear(path)
-    return look(store)
+
+
+def _complete(store: LocalStore) -> str | None:
+    """Complete what was interrupted, and return whose it was."""
+    note = read_note(store)
+    if note is None or note.pending:
+        return None
+    _carry_out(store.url, note)
+    return note.save_id
+
+
+@contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """
+    Keep others of this machine from publishing in a directory, or clearing it, where the system can.
+
+    Puts that replace what is there take the same lock, and cannot be made meanwhile.
+    """
+    with ExitStack() as stack:
+        with storage_errors("cannot lock", path):
+            stack.enter_context(alone_in(path))
+        yield
 
 
 def begin(store: Store, save_id: str, folder: Folder) -> Names:
@@ -120,41 +149,60 @@ def publish(
 
     """
     final = list(map(names.final, files))
-    folder = look(store)
-    if renames_in(store):
-        for name in files:
-            _check_written(store, name, names.save_id)
-    else:
-        if not names.marks:  # nobody called `begin`
-            stored.pin(store, names.save_id, folder)
-        stored.check_written(store, final)
-    stale = [name for name in removes if name not in set(final)]
-    if replaces_saves:
-        stale += [name for name in folder.files if name not in set(final) and made_by_writer(folder, name)]
+    index = b""
     if weights is not None:
         by_tensor = {key: names.final(name) for key, name in weights.items()}
-        index = {"metadata": {"total_size": total_nbytes}, "weight_map": by_tensor}
-        store.put(temporary(INDEX_NAME, names.save_id), json.dumps(index, indent=2).encode(), replace=True)
-    note = Note(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
+        index = json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": by_tensor}, indent=2).encode()
+
+    def noted(folder: Folder) -> Note:
+        stale = [name for name in removes if name not in set(final)]
+        if replaces_saves:
+            stale += [name for name in folder.files if name not in set(final) and made_by_writer(folder, name)]
+        return Note(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
+
     if isinstance(store, LocalStore):
-        store.put(NOTE, note.encode(), replace=True)
-        _carry_out(store.url, note)
-    else:
-        stored.commit(store, note)
-        stored.carry_out(store, note)
-
-
-def _check_written(store: Store, name: str, save_id: str) -> None:
-    """Make sure that a file of this save is there: under its temporary name, or in place already."""
-    if os.path.exists(os.path.join(store.url, temporary(name, save_id))):
+        _publish(store, names.save_id, files, index, noted)
         return
-    final = os.path.join(store.url, name)
-    if not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
-        raise BlobNotFound(
-            f"{final}: a rank says that it wrote this file, but it is not there",
-            hint="do all ranks see the same directory, and was the plan made for this save?",
-            file=name,
-        )
+    folder = look(store)
+    if not names.marks:  # nobody called `begin`
+        stored.pin(store, names.save_id, folder)
+    stored.check_written(store, final)
+    note = noted(folder)
+    if index:
+        store.put(temporary(INDEX_NAME, names.save_id), index, replace=True)
+    stored.commit(store, note)
+    stored.carry_out(store, note)
+
+
+def _publish(
+    store: LocalStore, save_id: str, files: Sequence[str], index: bytes, noted: Callable[[Folder], Note]
+) -> None:
+    """Publish in a directory of this machine; the index file is empty where there is none."""
+    _check_written(store, files, save_id)
+    if index:
+        store.put(temporary(INDEX_NAME, save_id), index, replace=True)
+    _take_over(store)
+    with _alone(store.url):
+        if _complete(store) == save_id:  # which may also be of one who died since `prepare`
+            return
+        _check_written(store, files, save_id, [INDEX_NAME] if index else [])  # which others may have cleared
+        note = noted(look(store))
+        store.put(NOTE, note.encode())
+        _carry_out(store.url, note)
+
+
+def _check_written(store: Store, files: Sequence[str], save_id: str, others: Sequence[str] = ()) -> None:
+    """Make sure that files of this save are there: under temporary names, or in place already, which others cannot be."""
+    for name in (*files, *others):
+        if os.path.exists(os.path.join(store.url, temporary(name, save_id))):
+            continue
+        final = os.path.join(store.url, name)
+        if name in others or not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
+            raise BlobNotFound(
+                f"{final}: a rank says that it wrote this file, but it is not there",
+                hint="do all ranks see the same directory, and did no other export or save to it begin meanwhile?",
+                file=name,
+            )
 
 
 def made_by_writer(folder: Folder, name: str) -> bool:
@@ -218,5 +266,6 @@ def _carry_out(path: str, note: Note) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, name))
         sync_directory(path)
-        os.unlink(os.path.join(path, NOTE))
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, NOTE))
         sync_directory(path)
