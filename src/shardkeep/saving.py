@@ -257,9 +257,7 @@ def async_save(
 
     def carry_out() -> SaveReport:
         with made:
-            shares = divide_for(call.store, options.io_threads, options.host_budget_bytes, coded=codecs is not None)
-            with Hope(room=shares.room, wanted=handle.wanted).held():
-                outcome = background.carry_out()
+            outcome = background.carry_out()
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if background.must_wait else blocked_s

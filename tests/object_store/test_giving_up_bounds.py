@@ -12,8 +12,10 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.store import object_sending
-from shardkeep.store.giving_up import Hope, unless_lost
+from shardkeep.options import cores, local_ranks
+from shardkeep.run.workers import divide_for
+from shardkeep.store import giving_up, object_sending
+from shardkeep.store.giving_up import Hope, hope_held, unless_lost
 from shardkeep.store.object_parts import Room
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.testing.faulty_store import FaultyStore
@@ -35,6 +37,7 @@ STALLS = {
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait a moment only for what was given up to end by itself."""
     monkeypatch.setattr(object_sending, "_LONGEST_S", 0.3)
+    monkeypatch.setattr(giving_up, "LONGEST_S", 2.0)
 
 
 class FailsThen(FaultyStore):
@@ -82,6 +85,39 @@ def test_no_request_of_a_save_is_waited_for_in_vain(s3_server: S3Server, s3_plac
         assert [blob.name for blob in place.list()] == []
 
 
+@pytest.mark.parametrize("way", ["ctrl_c", "cancelled"])
+def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place: Opened, way: str) -> None:
+    """Nor are deletes: files that were finished stay, and so does their claim, by which the next save removes them."""
+    state = {f"m{i}": {"w": torch.randint(0, 255, (1000,), dtype=torch.uint8)} for i in range(3)}
+    with Proxy(s3_server.port) as proxy:
+        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True, timeout_s=300, retries=0)
+        beyond = s3_place(path=place.prefix.rstrip("/"))
+        proxy.rules = [Rule("stall", method="PUT", path=r"/m2-[^?]*safetensors$")]
+
+        def left() -> list[str]:
+            return [blob.name.partition("-")[0] for blob in beyond.list()]
+
+        def goes() -> bool:
+            if not proxy.counts.faults["stall"] or left() != ["claim", "m0", "m0", "m1", "m1"]:
+                return False
+            proxy.rules = [Rule("stall")]
+            return True
+
+        if way == "ctrl_c":
+            with interrupted_when(goes), pytest.raises(KeyboardInterrupt):
+                sk.save(state, place)
+        else:
+            handle = sk.async_save(state, place)
+            while not goes():
+                time.sleep(0.01)
+            assert handle.cancel()
+            with pytest.raises(sk.SaveCancelled):
+                handle.result()
+        assert left() == ["claim", "m0", "m0", "m1", "m1"]
+        sk.save(state, beyond)
+        assert left() == ["index", *("m0", "m0", "m1", "m1", "m2", "m2"), "shardkeep.json"]
+
+
 def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
     """One that is given up, and arrives when nobody waits for it any more, is deleted."""
     hope = Hope()
@@ -117,6 +153,31 @@ def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
         second.finish()
     second.abandon()
     assert place.get("a", limit=2) == b"11"
+
+
+class NotesRooms(FaultyStore):
+    """Keeps the rooms that files are created with."""
+
+    def __init__(self, inner: ObjectRoot) -> None:
+        super().__init__(inner)
+        self.rooms: set[Room | None] = set()
+
+    def begin(self, verb: str, name: str) -> Any:
+        if verb == "create" and name.startswith("m") and (hope := hope_held()) is not None:
+            self.rooms.add(hope.room)
+        return super().begin(verb, name)
+
+
+@pytest.mark.parametrize("codecs", [[], ["float"]], ids=["plain", "coded"])
+def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place: Opened, codecs: list[str]) -> None:
+    """All its files share one, of the same division as its threads: of as many as write, and with codecs if there are."""
+    store, budget = NotesRooms(s3_place(part_bytes=PART)), 96 << 20
+    state = {f"m{i}": {"w": torch.zeros(1000)} for i in range(3)}
+    sk.async_save(state, store, codecs=codecs, options=sk.Options(io_threads=64, host_budget_bytes=budget)).result()
+    [room] = store.rooms
+    threads = min(64, max(2, cores() // local_ranks()))
+    assert room is not None
+    assert room.nbytes == divide_for(store, threads, budget, coded=bool(codecs)).room_nbytes
 
 
 def test_a_hope_within_another_is_lost_with_it() -> None:

@@ -31,6 +31,7 @@ from shardkeep.run.writer_hold import Outside
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
+from shardkeep.store.giving_up import Hope
 from shardkeep.store.process import free_memory
 from shardkeep.store.protocol import BlobWriter
 
@@ -139,10 +140,12 @@ class Background:
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
         outside, budget_nbytes, coded = self._outside, self._options.host_budget_bytes, bool(coding.chains)
         if outside:
-            threads, window, room_nbytes = outside.divided(threads, budget_nbytes, coded=coded)
+            shares = outside.divided(threads, budget_nbytes, coded=coded)
         else:
-            threads, window, room_nbytes = divide_for(self._call.store, threads, budget_nbytes, coded=coded)
-            window = WINDOW_NBYTES if self._pieces.events else window
+            shares = divide_for(self._call.store, threads, budget_nbytes, coded=coded)
+        threads, window = shares.threads, shares.window_nbytes
+        if self._pieces.events and not outside:
+            window = WINDOW_NBYTES
         staging = Staging(
             windows_in_turn(jobs, window, threads),
             ring=self._memory.ring,
@@ -170,8 +173,10 @@ class Background:
 
         sink: Sink = Hashing(coding.over(self._call.store), staging.take)
         if outside:
-            sink = outside.sink(staging, coding, room_nbytes)
-        with staging.running():
+            sink = outside.sink(staging, coding, shares.room_nbytes)
+        # What another process copies on the way, it has a room for of its own.
+        hope = Hope(room=None if outside else shares.room, wanted=self._handle.wanted)
+        with hope.held(), staging.running():
             write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
         if staging.count:
             self._telling.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
