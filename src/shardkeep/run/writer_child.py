@@ -1,9 +1,10 @@
 """
 What runs in the process that writes: it hashes and writes memory that the training process shares with it.
 
-It imports neither torch nor the program that trains, and the libraries of object stores only where one is written to. It has a low priority for the CPU, from which Linux derives that
-for the disk. Each pipe is served by a thread of its own. It ends with the training process, and at nobody else's
-wish: a scheduler that tells all processes of a job to end leaves it to the training process to save once more.
+It imports neither torch nor the program that trains, and the libraries of object stores only where one is written to.
+It has a low priority for the CPU, from which Linux derives that for the disk. Each pipe is served by a thread of its own.
+It ends with the training process, and at nobody else's wish: a scheduler that tells all processes of a job to end leaves
+it to the training process to save once more.
 """
 
 from __future__ import annotations
