@@ -130,6 +130,34 @@ def test_an_edited_record_is_not_signed_anew(run_of_secrets, keys):
         sk.rotate_keys(run_of_secrets / "step-1")
 
 
+@pytest.mark.parametrize("origin", ["native", "dcp"])
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("convert", "--to", "native"), True),
+        (("convert", "--to", "dcp"), True),
+        (("convert", "--to", "safetensors"), False),
+        (("export", "--format", "native"), True),
+        (("export", "--format", "torch"), False),
+    ],
+)
+def test_a_copy_that_is_not_encrypted_is_told(shardkeep, checkpoint, tmp_path, keys, origin, words, hint):
+    """Of an encrypted checkpoint a plain copy is told by command and report; of a plain one, or an encrypted copy, not."""
+    sk.convert(checkpoint, tmp_path / "secret", origin, codecs=["aes"])
+    command, *options = words
+    told = "the source is encrypted, this copy is not"
+    answer = shardkeep(command, tmp_path / "secret", tmp_path / "a", *options)
+    assert answer.code == 0
+    assert told in answer.err
+    assert ("--codecs aes" in answer.err) == hint
+    assert shardkeep(command, tmp_path / "secret", tmp_path / "b", *options, "--json").json["decrypted"] is True
+    assert told not in shardkeep(command, checkpoint, tmp_path / "c", *options).err
+    if hint:
+        answer = shardkeep(command, tmp_path / "secret", tmp_path / "d", *options, "--codecs", "float,aes")
+        assert (answer.code, told in answer.err) == (0, False)
+        assert told in shardkeep(command, tmp_path / "secret", tmp_path / "e", *options, "--codecs", "float").err
+
+
 @pytest.mark.parametrize("words", [("convert", "--to", "native"), ("export", "--format", "native", "--prefix", "")])
 def test_codecs_by_name(shardkeep, checkpoint, tmp_path, keys, words):
     """`--codecs` of convert and export makes a checkpoint that only the key opens."""

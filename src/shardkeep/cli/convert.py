@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from shardkeep.cli.export import Bar, checked_text, parse_codecs, parse_size, told_here
+from shardkeep.cli.export import Bar, checked_text, parse_codecs, parse_size, tell_decrypted, told_here
 from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
 from shardkeep.cli.places import explained
 
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     what = f"{count_text(report.tensors, 'tensor')}, {count_text(report.values, 'value')}"
     say(f"{styled('wrote', 'green')} {shown(report.to)}: {what}, {size_text(report.bytes_written)} as {report.layout}")
     say(checked_text(report.seconds, report.gb_per_s))
+    if report.decrypted:
+        tell_decrypted(can_be=args.to != "safetensors")
     label = [each for each in report.left_out if each in {"step", "meta"}]
     if label:
         remark(f"torch's layout has no place for {' and '.join(label)} of the commit record", "yellow")

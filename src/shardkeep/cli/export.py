@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     say(checked_text(report.seconds, report.gb_per_s))
     for name, owner in list(report.ties.items())[:_MOST_SHOWN]:
         say(f"  {shown(name)} is tied to {shown(owner)}" + (" and not stored twice" if args.format == "hf" else ""))
+    if report.decrypted:
+        tell_decrypted(can_be=args.format == "native")
     if report.left_out:
         remark(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
     if report.infinite:
@@ -89,6 +91,11 @@ def checked_text(seconds: float, gb_per_s: float) -> str:
     """Say that all was read back, and how fast all this was if it took long enough to tell."""
     speed = f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= _WORTH_TELLING_S else ""
     return f"  written, read back and found equal{speed}"
+
+
+def tell_decrypted(*, can_be: bool) -> None:
+    """Say that a copy is not encrypted as its source is, and how it can be, if at all."""
+    remark(f"the source is encrypted, this copy is not{'; --codecs aes encrypts it' if can_be else ''}", "yellow")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from shardkeep.codec.codecs import CodecConfig
 from shardkeep.errors import PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.exchange.pruning import without
 from shardkeep.exchange.replacing import check_apart, replacing
+from shardkeep.exchange.secrecy import came_out
 from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import Contents, write_native
 from shardkeep.exchange.to_safetensors import write_safetensors
@@ -53,6 +54,8 @@ class ConvertReport:
     What the new layout has no place for. Torch's has none for `step` and `meta` of the commit record, nor for what each
     rank saved as its own: `PerRank of 'rng'` says that `rng` is a plain dict there, by rank, which no `PerRank` loads.
     """
+    decrypted: bool = False
+    """Whether what was converted is encrypted, and nothing of what was written is: no codec that encrypts was given."""
 
     @property
     def gb_per_s(self) -> float:
@@ -162,6 +165,7 @@ def convert(
         bytes_written=nbytes,
         seconds=time.perf_counter() - began,
         left_out=list(_without_place(source)) if layout == "dcp" else [],
+        decrypted=came_out(source, target.url, target if codecs else None, options),
     )
     log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
     return report

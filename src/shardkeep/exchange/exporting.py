@@ -17,6 +17,7 @@ from shardkeep.exchange.models import write_model
 from shardkeep.exchange.picked_index import contents_of
 from shardkeep.exchange.picking import Picked, dtype_of, pick
 from shardkeep.exchange.replacing import check_apart, replacing
+from shardkeep.exchange.secrecy import came_out
 from shardkeep.exchange.streams import Progress
 from shardkeep.exchange.to_native import write_native
 from shardkeep.exchange.torch_file import write_torch_file
@@ -53,6 +54,8 @@ class ExportReport:
     """Plain values, which Hugging Face files cannot hold."""
     infinite: list[str] = field(default_factory=list)
     """Tensors, by their names outside, of which finite numbers are infinite in the new dtype."""
+    decrypted: bool = False
+    """Whether the checkpoint is encrypted, and nothing of what was written is."""
 
     @property
     def gb_per_s(self) -> float:
@@ -184,6 +187,7 @@ def export(
         ties=picked.ties,
         left_out=left_out,
         infinite=sorted(name for name, part in picked.tensors.items() if part.key in infinite),
+        decrypted=came_out(source, shown, target if codecs else None, options),
     )
     _tell(report)
     return report
