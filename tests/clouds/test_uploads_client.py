@@ -6,6 +6,7 @@ import logging
 import re
 import ssl
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
@@ -126,6 +127,56 @@ def test_keys(
     for headers in asked_by_both(server, **options):
         found = re.search(r"Credential=([^/]*)/", headers.get("authorization", ""))
         assert (found[1] if found else None, headers.get("x-amz-security-token")) == (key, token)
+
+
+def test_it_goes_by_the_environment_that_the_store_was_opened_with(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Endpoint and keys of variables, or of a profile, that have changed since; a way that is not known any more is refused."""
+    files = [tmp_path / name for name in ("mine", "others")]
+    for file in files:
+        file.write_text(f"[tests]\naws_access_key_id={file.name}\naws_secret_access_key=s\n")
+    now = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    ways = ({"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "s"}, {"AWS_PROFILE": "tests"}, {})
+    places = []
+    for way in ways:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**now, **way, "AWS_SHARED_CREDENTIALS_FILE": str(files[0])}.items():
+                patch.setenv(name, value)
+            if not way:
+                patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "nowhere"))
+            places.append(open_place("s3://box/x", retries=0))
+    later = {**OTHERS, "AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_SHARED_CREDENTIALS_FILE": str(files[1])}
+    for name, value in later.items():
+        monkeypatch.setenv(name, value)
+    for place in places[:2]:
+        assert uploads.unfinished(place) == []
+        headers = server.asked.pop()
+        assert "Credential=mine/" in headers["authorization"]
+        assert "x-amz-security-token" not in headers
+    with pytest.raises(CheckpointError, match="AWS_ACCESS_KEY_ID is not what it was"):
+        uploads.unfinished(places[2])
+    assert server.asked == []
+
+
+def test_passwords_of_an_endpoint_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither in an error, nor in what it was raised from, nor in a log."""
+    for endpoint in ("http://me:hunter2@127.0.0.1:1", "http://me:hunter2@127.0.0.1:1/a?x=1"):
+        place = open_place("s3://box/x", endpoint=endpoint, **MINE)
+        with pytest.raises(StorageError, match="cannot look after uploads") as caught:
+            leftovers.sweep_lost_uploads(place)
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    assert "are not taken back" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"request_payer": True}, {"aws_request_payer": "true"}, {}])
+def test_who_pays(server: Server, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the one who asks pays is said by both, by whichever name it is given."""
+    if not options:
+        monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+    for headers in asked_by_both(server, **options, **MINE):
+        assert headers["x-amz-request-payer"] == "requester"
 
 
 def test_headers(server: Server) -> None:

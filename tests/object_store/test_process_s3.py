@@ -113,6 +113,22 @@ def test_the_state_of_the_call_is_saved(s3_server: S3Server, s3_place: Opens, mo
     assert child() == pid
 
 
+def test_the_environment_of_the_place_counts(
+    s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Variables that have changed since a place was opened lead neither its saves nor its housekeeping to another server.
+    """
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    place = open_place(s3_place().url)
+    assert isinstance(place, ObjectRoot)
+    for name in s3_server.environment:
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    save(1, place).result(PATIENCE_S)
+    holds(place, 1)
+
+
 @pytest.mark.parametrize("codecs", [None, ["lz4"]])
 def test_memory_of_the_process_is_bounded(s3_place: Opens, codecs: list[str] | None) -> None:
     """

@@ -13,9 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardkeep.errors import CheckpointError
-from shardkeep.options import setting
 from shardkeep.run.writer_places import BucketPlace, FsspecPlace, LocalPlace, Place
-from shardkeep.store import object_client
 from shardkeep.store.fsspec_root import FsspecRoot
 from shardkeep.store.fsspec_store import FsspecStore
 from shardkeep.store.local import LocalStore
@@ -70,7 +68,7 @@ def _of_bucket(store: ObjectStore) -> BucketPlace:
         store.prefix,
         store.url,
         _told(store.url, given),
-        {name: setting(name) for name in object_client.READ[bucket.service]},
+        dict(bucket.environment),
     )
 
 

@@ -42,7 +42,7 @@ class BucketPlace(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, Any]
     """As the bucket was opened with; there may be keys among them."""
     environment: dict[str, str | None]
-    """What its variables are in the training process now; the other one was started earlier."""
+    """What its variables were in the training process when it was opened; there may be keys among them, too."""
 
     def __repr__(self) -> str:
         return f"BucketPlace({self.url!r})"  # and no keys

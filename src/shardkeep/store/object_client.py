@@ -11,42 +11,28 @@ import functools
 import importlib
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from shardkeep.errors import CheckpointError
-from shardkeep.options import MIB, setting
+from shardkeep.options import MIB
 from shardkeep.store.object_errors import is_foreign
 from shardkeep.store.object_parts import Room
-from shardkeep.store.object_settings import ENDPOINTS, KEYS, home, is_official, keys_alone, settled
+from shardkeep.store.object_settings import KEYS, environment_of, home, is_official, keys_alone, settled
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """What people write, and which service it is."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_KEY_OPTIONS = frozenset({
+    "access_key_id", "credential_provider", "skip_signature", "web_identity_token_file",
+    "container_credentials_relative_uri", "container_credentials_full_uri",
+})  # fmt: skip
 _OTHER_KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
-READ = {
-    "s3": (
-        *ENDPOINTS["s3"], *_OTHER_KEYS, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
-        "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_ALLOW_HTTP", "AWS_CHECKSUM_ALGORITHM",
-        "AWS_CA_BUNDLE",
-    ),
-    "gs": (
-        *ENDPOINTS["gs"], "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
-        "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE",
-    ),
-    "az": (
-        *ENDPOINTS["az"], "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING",
-        "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_KEY",
-        "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN", "AZURE_SKIP_SIGNATURE",
-        "AZURE_STORAGE_USE_EMULATOR", "AZURITE_BLOB_STORAGE_URL", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET",
-        "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_USE_AZURE_CLI",
-    ),
-}  # fmt: skip
-"""Variables by which a bucket is opened anew when they change."""
 _MOST_PARTS = 10_000
 """Of one upload to S3."""
 _LEAST_PART_BYTES = 5 * MIB
@@ -102,6 +88,8 @@ class Bucket:
     """For what threads of this process must do one after the other."""
     given: dict[str, Any] = field(default_factory=dict)
     """The options it was opened with; there are keys among them."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """What its variables were when it was opened: whoever opens it again goes by these. There may be keys among them."""
     home: tuple[str, ...] = ()
     """Of which server and account it is, however they were named."""
 
@@ -150,7 +138,7 @@ def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
     service = SCHEMES[scheme]
     try:
         # The environment is part of what is asked for: it may change between two calls.
-        return _opened(service, name, _frozen(options), tuple(map(setting, READ[service])))
+        return _opened(service, name, _frozen(options), tuple(environment_of(service).items()))
     except TypeError as exc:
         raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
 
@@ -165,17 +153,18 @@ def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(maxsize=64)
 def _opened(
-    service: str, name: str, options: tuple[tuple[str, Any], ...], environment: tuple[str | None, ...]
+    service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str | None], ...]
 ) -> Bucket:
-    del environment  # the library reads it itself
-    given = dict(options)
+    given, environment = dict(options), dict(read)
     manners = _manners(given)
     url = f"{service}://{name}"
-    more = settled(service, given, url)
+    more = settled(service, given, url, environment)
     official, at = is_official(service, more), home(service, more)
     endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
         more["base_url"] = more.pop("endpoint")
+    if service == "s3" and endpoint and environment.get("AWS_ENDPOINT_URL_S3") is not None:
+        more["aws_endpoint_url_s3"] = endpoint  # or the variable would come before the option
     client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
     if "default_headers" in client:
@@ -183,33 +172,35 @@ def _opened(
     if endpoint.lower().startswith("http://"):  # somebody said so
         client.setdefault("allow_http", True)
     if service == "s3":
-        _add_checksums(more)
-        _add_certificates(client, url)
-    if service == "s3" and (provider := _boto3_keys(more)):
+        _add_checksums(more, environment)
+        _add_certificates(client, url, environment)
+    if service == "s3" and (provider := _boto3_keys(more, environment)):
         more["credential_provider"] = provider
-    keys_alone(service, more, url)
+    keys_alone(service, more, url, environment)
     retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
     slots = threading.BoundedSemaphore(manners.requests)
     room = Room(manners.requests * manners.part_bytes)
-    return Bucket(store, manners, official, service, name, slots, room, given=dict(options), home=at)
+    return Bucket(
+        store, manners, official, service, name, slots, room, given=dict(options), environment=environment, home=at
+    )
 
 
-def _add_checksums(more: dict[str, Any]) -> None:
+def _add_checksums(more: dict[str, Any], environment: Mapping[str, str | None]) -> None:
     """
     Let S3 compare what arrives with a checksum, unless somebody says which one, or that there shall be none.
 
     SHA-256, because requests are signed with it anyway: it costs nothing.
     """
-    if not setting("AWS_CHECKSUM_ALGORITHM"):
+    if not environment.get("AWS_CHECKSUM_ALGORITHM"):
         more.setdefault("checksum_algorithm", "sha256")
     if str(more.get("checksum_algorithm")).lower() in {"none", "false"}:
         del more["checksum_algorithm"]
 
 
-def _add_certificates(client: dict[str, Any], url: str) -> None:
+def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
     """Trust, as the AWS tools do, what a variable names; the library does not read it."""
-    file = setting("AWS_CA_BUNDLE")
+    file = environment.get("AWS_CA_BUNDLE")
     if file and "root_certificate" not in client:
         try:
             with open(file, "rb") as bundle:
@@ -255,21 +246,21 @@ def _client(service: str, name: str, **more: Any) -> Any:
         raise CheckpointError(f"cannot open {service}://{name}: {said}", hint=hint) from None
 
 
-def has_keys(options: dict[str, Any]) -> bool:
+def has_keys(options: dict[str, Any], environment: Mapping[str, str | None]) -> bool:
     """Tell whether keys for S3 were given, or the want of them, so that no profile counts."""
-    if {"access_key_id", "credential_provider", "skip_signature"} & options.keys():
+    if _KEY_OPTIONS & options.keys():
         return True
-    return not options.get("profile") and any(map(setting, _OTHER_KEYS))
+    return not options.get("profile") and any(map(environment.get, _OTHER_KEYS))
 
 
-def _boto3_keys(more: dict[str, Any]) -> Any:
+def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str | None]) -> Any:
     """Return keys by a profile, where one is asked for, or where there are no others and the machine has profiles."""
-    if has_keys(more):
+    if has_keys(more, environment):
         more.pop("profile", None)
         return None
-    profile = more.pop("profile", None) or setting("AWS_PROFILE")
+    profile = more.pop("profile", None) or environment.get("AWS_PROFILE")
     if not profile and not os.path.exists(
-        setting("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
+        environment.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
     ):
         return None
     try:

@@ -3,12 +3,15 @@ Which server, account and keys a bucket is opened with: by options, else by the 
 
 The library reads most of these variables itself, but it mixes: of what options do not say it takes what it finds there,
 so that a session's token, or a stronger kind of key, that is meant for others goes along with the keys that were given.
-Here keys that are given as options are used alone.
+Here keys that are given as options are used alone; where the library cannot be made to, the variable is named and nothing
+is opened.
 """
 
 from __future__ import annotations
 
 import base64
+import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,7 +40,7 @@ _ALIASES = {
     "gs": {"base_url": "endpoint", "service_account_path": "service_account"},
     "az": {
         "account": "account_name", "key": "account_key", "access_key": "account_key", "master_key": "account_key",
-        "sas_token": "sas_key",
+        "sas_token": "sas_key", "bearer_token": "token",
     },
 }  # fmt: skip
 _OWN_HOSTS = {
@@ -45,18 +48,91 @@ _OWN_HOSTS = {
     "gs": ("storage.googleapis.com",),
     "az": (".core.windows.net", ".core.usgovcloudapi.net", ".core.chinacloudapi.cn"),
 }
+
+
+def _named(prefix: str, names: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in names.split())
+
+
+_NETWORK = (
+    "SSL_CERT_FILE SSL_CERT_DIR HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy"
+)
+READ = {
+    "s3": (
+        *ENDPOINTS["s3"], *_named("", _NETWORK),
+        *_named("AWS_",
+            "ACCESS_KEY_ID SECRET_ACCESS_KEY SESSION_TOKEN TOKEN SECURITY_TOKEN REGION DEFAULT_REGION PROFILE DEFAULT_PROFILE"
+            " SHARED_CREDENTIALS_FILE CONFIG_FILE CA_BUNDLE ALLOW_HTTP SKIP_SIGNATURE CHECKSUM_ALGORITHM REQUEST_PAYER"
+            " VIRTUAL_HOSTED_STYLE_REQUEST S3_EXPRESS UNSIGNED_PAYLOAD IMDSV1_FALLBACK METADATA_ENDPOINT ENDPOINT_URL_STS"
+            " EC2_METADATA_DISABLED CONTAINER_CREDENTIALS_RELATIVE_URI CONTAINER_CREDENTIALS_FULL_URI"
+            " CONTAINER_AUTHORIZATION_TOKEN CONTAINER_AUTHORIZATION_TOKEN_FILE WEB_IDENTITY_TOKEN_FILE ROLE_ARN"
+            " ROLE_SESSION_NAME COPY_IF_NOT_EXISTS CONDITIONAL_PUT DISABLE_TAGGING DISABLE_BULK_DELETE"
+            " SERVER_SIDE_ENCRYPTION SSE_KMS_KEY_ID SSE_BUCKET_KEY_ENABLED SSE_CUSTOMER_KEY_BASE64"
+        ),
+    ),
+    "gs": (
+        *ENDPOINTS["gs"], *_named("", _NETWORK), "GCE_METADATA_HOST", "GCE_METADATA_IP",
+        *_named("GOOGLE_",
+            "APPLICATION_CREDENTIALS SERVICE_ACCOUNT SERVICE_ACCOUNT_PATH SERVICE_ACCOUNT_KEY BEARER_TOKEN SKIP_SIGNATURE"
+            " ALLOW_HTTP"
+        ),
+    ),
+    "az": (
+        *ENDPOINTS["az"], *_named("", _NETWORK), "AZURITE_BLOB_STORAGE_URL", "IDENTITY_HEADER",
+        *_named("AZURE_STORAGE_",
+            "ACCOUNT_NAME ACCOUNT ACCOUNT_KEY ACCESS_KEY MASTER_KEY KEY SAS_KEY SAS_TOKEN TOKEN CONNECTION_STRING"
+            " USE_EMULATOR CLIENT_ID CLIENT_SECRET TENANT_ID AUTHORITY_ID AUTHORITY_HOST ENCRYPTION_KEY"
+        ),
+        *_named("AZURE_",
+            "CLIENT_ID CLIENT_SECRET TENANT_ID AUTHORITY_ID AUTHORITY_HOST FEDERATED_TOKEN_FILE USE_AZURE_CLI SKIP_SIGNATURE"
+            " CREDENTIAL_TYPE ALLOW_HTTP MSI_ENDPOINT IDENTITY_ENDPOINT OBJECT_ID MSI_RESOURCE_ID DISABLE_TAGGING"
+            " USE_FABRIC_ENDPOINT FABRIC_TOKEN_SERVICE_URL FABRIC_WORKLOAD_HOST FABRIC_SESSION_TOKEN"
+            " FABRIC_CLUSTER_IDENTIFIER"
+        ),
+    ),
+}  # fmt: skip
+"""Variables that are read here or by the library: by them a bucket is opened anew when they change."""
+_GOOGLE_FILES = {
+    "service_account": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
+    "application_credentials": ("GOOGLE_APPLICATION_CREDENTIALS",),
+}
 _GOOGLE_KEYS = ("service_account", "service_account_key", "application_credentials", "bearer_token", "skip_signature")
 _AZURE_KEYS = {"token": "token", "account_key": "access_key", "sas_key": "sas_token"}
 """Options that are keys, and what the library calls them where they are handed over alone."""
-_MIXED = {
-    "s3": ("AWS_SESSION_TOKEN", "AWS_TOKEN"),
-    "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
-    "az": (
-        "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY",
-        "AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE",
-    ),
+_AZURE_TYPES = {
+    "federated_token_file": "workload_identity", "client_secret": "client_secret", "use_azure_cli": "azure_cli",
 }  # fmt: skip
-"""Variables that the library would use beside keys that were given, or before them."""
+"""Options that are a way to keys, and what the library calls them where only this one is to be taken."""
+_AWS_FIXED = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_AZURE_BESIDE = (
+    "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY",
+    "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET",
+    "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CREDENTIAL_TYPE",
+)  # fmt: skip
+_BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "s3": {
+        "access_key_id": ("AWS_SESSION_TOKEN", "AWS_TOKEN"),
+        "web_identity_token_file": _AWS_FIXED,
+        "container_credentials_relative_uri": (*_AWS_FIXED, "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        "container_credentials_full_uri": (
+            *_AWS_FIXED, "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"
+        ),
+    },
+    "gs": {
+        "bearer_token": (*_GOOGLE_FILES["service_account"], "GOOGLE_SERVICE_ACCOUNT_KEY"),
+        "service_account_key": ("GOOGLE_BEARER_TOKEN", *_GOOGLE_FILES["service_account"]),
+        "service_account": ("GOOGLE_BEARER_TOKEN", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+        "application_credentials": (
+            "GOOGLE_BEARER_TOKEN", *_GOOGLE_FILES["service_account"], "GOOGLE_SERVICE_ACCOUNT_KEY"
+        ),
+    },
+    "az": dict.fromkeys((*_AZURE_KEYS, *_AZURE_TYPES), _AZURE_BESIDE),
+}  # fmt: skip
+"""Kinds of keys that are given as options, and the variables that the library would use beside them, or before them."""
+_ADDRESS = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
+"""What may be in an address; the library ends in a panic at all else."""
+_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.ASCII)
+_LONGEST_PATH = 1024
 _AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 _EMULATOR = {
     "account_name": "devstoreaccount1",
@@ -65,13 +141,17 @@ _EMULATOR = {
 """Of Azurite: public, and the same everywhere."""
 
 
-def settled(service: str, options: dict[str, Any], url: str) -> dict[str, Any]:
+def environment_of(service: str) -> dict[str, str | None]:
+    """Return what the variables of a service are now; there may be keys among them."""
+    return {name: setting(name) for name in READ[service]}
+
+
+def plainly(service: str, options: Mapping[str, Any], url: str) -> dict[str, Any]:
     """
-    Return options by their plain names, with the endpoint and the account that the environment says where they do not;
-    `url` is for messages.
+    Return options by their plain names; `url` is for messages.
 
     Raises:
-        CheckpointError: one was given twice, or a connection string is none.
+        CheckpointError: one was given twice.
 
     """
     found: dict[str, Any] = {}
@@ -80,24 +160,41 @@ def settled(service: str, options: dict[str, Any], url: str) -> dict[str, Any]:
         if name in found:
             raise CheckpointError(f"{url}: {key}= is given twice, under two names of {name}=", hint="pass one of them")
         found[name] = value
-    if service == "az":
-        _settle_azure(found, url)
-    if "endpoint" not in found:
-        variable, said = next(((name, said) for name in ENDPOINTS[service] if (said := setting(name))), ("", ""))
-        found["endpoint"] = said
-        if variable == "STORAGE_EMULATOR_HOST":
-            _settle_emulator(found)
-    if not found["endpoint"]:
-        del found["endpoint"]
-    _check_endpoint(found, url)
     return found
 
 
-def _check_endpoint(found: dict[str, Any], url: str) -> None:
-    said = str(found.get("endpoint", "https://"))
+def settled(
+    service: str, options: Mapping[str, Any], url: str, environment: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """
+    Return options by their plain names, with the endpoint and the account that the environment says where they do not.
+
+    Raises:
+        CheckpointError: one was given twice, or is not what it should be: an address, a path, a connection string.
+
+    """
+    found = plainly(service, options, url)
+    if service == "az":
+        _settle_azure(found, url, environment)
+    if service == "gs":
+        _check_google_files(found, url, environment)
+    if "endpoint" not in found:
+        said = ((name, value) for name in ENDPOINTS[service] if (value := environment.get(name)))
+        variable, found["endpoint"] = next(said, ("", ""))
+        if variable == "STORAGE_EMULATOR_HOST":
+            _settle_emulator(found, environment)
+    if found["endpoint"]:
+        found["endpoint"] = _address(str(found["endpoint"]).strip(), url)
+    else:
+        del found["endpoint"]
+    return found
+
+
+def _address(said: str, url: str) -> str:
     try:
         parts = urlsplit(said)
         fits = parts.scheme in {"http", "https"} and parts.port != 0
+        fits = fits and bool(_ADDRESS.fullmatch(said) and _HOST.fullmatch(parts.hostname or ""))
     except ValueError:
         fits = False
     if not fits:
@@ -105,6 +202,19 @@ def _check_endpoint(found: dict[str, Any], url: str) -> None:
         raise CheckpointError(
             f"{url}: endpoint {shown!r}: not the address of a service", hint="write https://host or http://host:port"
         )
+    return said
+
+
+def _check_google_files(found: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
+    """Refuse a file's text where its path belongs: the library would show it, as the path of a file that is not there."""
+    for option, variables in _GOOGLE_FILES.items():
+        for name, value in ((f"{option}=", found.get(option)), *((name, environment.get(name)) for name in variables)):
+            text = str(value or "")
+            if len(text) > _LONGEST_PATH or not text.isprintable() or "{" in text:
+                raise CheckpointError(
+                    f"{url}: {name} is no path of a file, and is not shown here",
+                    hint="the text of a service account's file goes into GOOGLE_SERVICE_ACCOUNT_KEY, or service_account_key=",
+                )
 
 
 def home(service: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -129,29 +239,50 @@ def _own_host(service: str, found: dict[str, Any]) -> str | None:
     return next((own for own in _OWN_HOSTS[service] if not endpoint or host.endswith(own)), None)
 
 
-def keys_alone(service: str, found: dict[str, Any], url: str) -> None:
+def keys_alone(service: str, found: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
     """
     Have keys that were given as options handed over so that nothing in the environment joins them.
 
     Raises:
-        CheckpointError: a key cannot be one.
+        CheckpointError: a key cannot be one, or the library would use others of the environment.
 
     """
-    if "credential_provider" in found or is_true(found.get("skip_signature")):
+    if is_true(found.get("skip_signature")):
         return
-    keys: dict[str, Any] = {}
-    if service == "s3" and found.get("access_key_id") and found.get("secret_access_key"):
-        keys = {"access_key_id": found["access_key_id"], "secret_access_key": found["secret_access_key"]}
-        keys["token"] = found.get("session_token")
-    elif service == "gs" and found.get("bearer_token"):
-        keys = {"token": found["bearer_token"]}
-    elif service == "az" and (given := [name for name in _AZURE_KEYS if found.get(name)]):
-        found[given[0]] = _azure_key(given[0], str(found[given[0]]), url)
-        keys = {_AZURE_KEYS[given[0]]: found[given[0]]}
-    if keys:
+    kind = next((name for name in _BESIDE[service] if _is_given(found, name)), None)
+    if "credential_provider" in found or kind is not None:
         found["skip_signature"] = False  # whatever the environment says
-    if keys and any(map(setting, _MIXED[service])):
+    if "credential_provider" in found or kind is None:
+        return
+    if kind in _AZURE_KEYS:
+        found[kind] = _azure_key(kind, str(found[kind]), url)
+    beside = next((name for name in _BESIDE[service][kind] if environment.get(name) is not None), None)
+    if beside is None:
+        return
+    if keys := _fixed(kind, found):
         found["credential_provider"] = _Fixed({**keys, "expires_at": None})
+    elif service == "az":
+        found.setdefault("credential_type", _AZURE_TYPES[kind])
+    else:
+        raise CheckpointError(
+            f"{url}: {kind}= would not be used alone: {beside} is set, too", hint=f"unset {beside}, which is for others"
+        )
+
+
+def _is_given(found: dict[str, Any], kind: str) -> bool:
+    if kind == "access_key_id":
+        return bool(found.get(kind) and found.get("secret_access_key"))
+    return is_true(found.get(kind)) if kind == "use_azure_cli" else bool(found.get(kind))
+
+
+def _fixed(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return keys as the library takes them from a provider; none where they are yet to be asked for."""
+    if kind == "access_key_id":
+        fixed = {name: found[name] for name in ("access_key_id", "secret_access_key")}
+        return {**fixed, "token": found.get("session_token")}
+    if kind == "bearer_token":
+        return {"token": found[kind]}
+    return {_AZURE_KEYS[kind]: found[kind]} if kind in _AZURE_KEYS else {}
 
 
 def _azure_key(name: str, key: str, url: str) -> str:
@@ -190,46 +321,49 @@ def _plain(service: str, key: str) -> str:
     return _ALIASES[service].get(name, name)
 
 
-def _settle_emulator(found: dict[str, Any]) -> None:
+def _settle_emulator(found: dict[str, Any], environment: Mapping[str, str | None]) -> None:
     """Do as Google's own libraries do: an emulator may be named without http://, and asks for no keys."""
     if "://" not in found["endpoint"]:
         found["endpoint"] = f"http://{found['endpoint']}"
     variables = [f"GOOGLE_{name.upper()}" for name in _GOOGLE_KEYS]
-    if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(setting, variables)):
+    if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(environment.get, variables)):
         found["bearer_token"] = "emulator"  # noqa: S105 - of no use elsewhere; unsigned, the library only reads
 
 
-def _settle_azure(found: dict[str, Any], url: str) -> None:
+def _settle_azure(found: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
     given = found.pop("connection_string", None)
     emulator = found.pop("use_emulator", None)
-    text = given or setting("AZURE_STORAGE_CONNECTION_STRING")
-    if is_true(setting("AZURE_STORAGE_USE_EMULATOR") if emulator is None else emulator):
-        _add(found, _emulator())
+    if environment.get("AZURE_STORAGE_USE_EMULATOR") is not None:
+        found["use_emulator"] = False  # for the library, which would ask none but Azurite; where that is, is said here
+    text = given or environment.get("AZURE_STORAGE_CONNECTION_STRING")
+    if is_true(environment.get("AZURE_STORAGE_USE_EMULATOR") if emulator is None else emulator):
+        _add(found, _emulator(environment))
     elif text:
-        said = _connection(text, url)
+        said = _connection(text, url, environment)
         # One that is there for another account says nothing of this one.
         if given or found.get("account_name") in {None, said["account_name"]}:
             _add(found, said)
-    account = next(filter(None, map(setting, _AZURE_ACCOUNT)), None)
+    account = next(filter(None, map(environment.get, _AZURE_ACCOUNT)), None)
     # Azure's own command line reads this one, and the library does not.
-    key = None if setting("AZURE_STORAGE_ACCOUNT_KEY") else setting("AZURE_STORAGE_KEY")
+    key = None if environment.get("AZURE_STORAGE_ACCOUNT_KEY") else environment.get("AZURE_STORAGE_KEY")
     _add(found, {**({"account_name": account} if account else {}), **({"account_key": key} if key else {})})
 
 
 def _add(found: dict[str, Any], said: dict[str, Any]) -> None:
     """Add what is not known yet; keys only where there are none of any kind."""
-    has_keys = not found.keys().isdisjoint({*_AZURE_KEYS, "credential_provider", "skip_signature"})
+    has_keys = not found.keys().isdisjoint({"credential_provider", "skip_signature"})
+    has_keys = has_keys or any(_is_given(found, kind) for kind in _BESIDE["az"])
     for name, value in said.items():
         if not (has_keys and name in _AZURE_KEYS):
             found.setdefault(name, value)
 
 
-def _connection(text: str, url: str) -> dict[str, Any]:
+def _connection(text: str, url: str, environment: Mapping[str, str | None]) -> dict[str, Any]:
     """Read what Azure's portal gives people to copy."""
     pairs = [pair.partition("=") for pair in text.strip().strip(";").split(";")]
     said = {name.strip().lower(): value.strip() for name, equals, value in pairs if equals}
     if said.get("usedevelopmentstorage", "").lower() == "true":
-        return _emulator()
+        return _emulator(environment)
     account, suffix = said.get("accountname"), said.get("endpointsuffix")
     endpoint = said.get("blobendpoint")
     if not endpoint and account and suffix:
@@ -247,9 +381,9 @@ def _connection(text: str, url: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def _emulator() -> dict[str, Any]:
+def _emulator(environment: Mapping[str, str | None]) -> dict[str, Any]:
     """Name Azurite on this machine, where it is started without further ado."""
-    at = (setting("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000").rstrip("/")
+    at = (environment.get("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000").rstrip("/")
     return {**_EMULATOR, "endpoint": f"{at}/{_EMULATOR['account_name']}"}
 
 

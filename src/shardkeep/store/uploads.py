@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep.errors import CheckpointError, StorageError
-from shardkeep.store.object_settings import is_true
+from shardkeep.errors import CheckpointError
+from shardkeep.store.object_settings import is_true, plainly
 from shardkeep.store.objects import ObjectStore
-from shardkeep.store.uploads_client import s3_client
+from shardkeep.store.uploads_client import failed, s3_client
 
 log = logging.getLogger("shardkeep")
 
@@ -114,12 +114,14 @@ def _found(place: ObjectStore, client: Any) -> list[Unfinished]:
 
 
 def _asked(place: ObjectStore, verb: Any, **arguments: Any) -> Any:
-    if is_true(place.bucket.given.get("request_payer")):
+    bucket = place.bucket
+    paying = plainly("s3", bucket.given, place.url).get("request_payer", bucket.environment.get("AWS_REQUEST_PAYER"))
+    if is_true(paying) or str(paying).lower() == "requester":
         arguments["RequestPayer"] = "requester"
     try:
-        return verb(Bucket=place.bucket.name, **arguments)
-    except Exception as exc:
+        return verb(Bucket=bucket.name, **arguments)
+    except Exception as exc:  # noqa: BLE001 - raised as ours
         said = getattr(exc, "response", None) or {}  # those of connections have one that is None
         if said.get("Error", {}).get("Code") == "NoSuchUpload":
             return {}
-        raise StorageError(f"{place.url}: cannot look after uploads: {exc}") from exc
+        raise failed(place, exc) from None

@@ -1,8 +1,9 @@
 """
 The client that finds unfinished uploads: boto3, which reaches a bucket by the way that its store takes.
 
-Keys, a session's token, a profile, no keys at all, a proxy, certificates and headers are handed on. What cannot be is
-said, and no other way is tried: uploads of another account could be meant.
+The endpoint, keys, a session's token, a profile, no keys at all, a proxy, certificates and headers are handed on, as they
+were when the store was opened. What cannot be is said, and no other way is tried: uploads of another account, or server,
+could be meant. What boto3 says is shown without passwords.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.options import setting
+from shardkeep.store.fsspec_files import without_user
 from shardkeep.store.object_client import has_keys
 from shardkeep.store.object_settings import is_true, settled
 from shardkeep.store.objects import ObjectStore
@@ -29,6 +31,13 @@ _UNTOLD = (
     "container_credentials_full_uri", "container_authorization_token_file", "s3_express",
 )  # fmt: skip
 """Options that boto3 takes only from the environment, if at all."""
+_BY_ITSELF = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "AWS_ENDPOINT_URL_STS", "AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
+)  # fmt: skip
+"""Variables in which boto3 finds keys, or the way to them, where it is given none."""
 
 
 @contextmanager
@@ -47,7 +56,7 @@ def s3_client(place: ObjectStore) -> Iterator[Any]:
             f"{place.url}: to find unfinished uploads takes the package boto3: {exc}",
             hint="pip install 'shardkeep[cloud]'",
         ) from exc
-    given = settled("s3", place.bucket.given, place.url)
+    given = settled("s3", place.bucket.given, place.url, place.bucket.environment)
     if untold := [name for name in _UNTOLD if given.get(name)]:
         raise CheckpointError(
             f"{place.url}: cannot look after uploads: boto3 cannot be told {untold[0]}=",
@@ -59,36 +68,45 @@ def s3_client(place: ObjectStore) -> Iterator[Any]:
             client = stack.enter_context(closing(_opened(boto3, place, given, http, stack)))
         except CheckpointError:
             raise
-        except Exception as exc:  # of botocore, which has many: a profile that is not there, an endpoint that is none
-            raise StorageError(f"{place.url}: cannot look after uploads: {exc}") from exc
+        except Exception as exc:  # noqa: BLE001 - of botocore, which has many: an endpoint that is none, say
+            raise failed(place, exc) from None
         yield client
 
 
+def failed(place: ObjectStore, exc: Exception) -> StorageError:
+    """Say what boto3 said, of which nothing is kept as a cause: there may be a password in its addresses."""
+    return StorageError(without_user(f"{place.url}: cannot look after uploads: {exc}"))
+
+
 def _opened(boto3: Any, place: ObjectStore, given: dict[str, Any], http: dict[str, Any], stack: ExitStack) -> Any:
+    environment = place.bucket.environment
     keys = _keys(place, given)
-    known = has_keys(given)
+    # As the store: where there are keys, nothing in the environment asks for none.
+    unsigned = is_true(given.get("skip_signature", None if keys else environment.get("AWS_SKIP_SIGNATURE")))
+    if not unsigned and not (keys.get("access_key_id") and keys.get("secret_access_key")):
+        keys = {**_keys_of_the_environment(place), **keys}
+    known = bool(keys) or has_keys(given, environment)
     session = boto3.Session(
         aws_access_key_id=keys.get("access_key_id"),
         aws_secret_access_key=keys.get("secret_access_key"),
         aws_session_token=keys.get("token"),
-        region_name=given.get("region") or setting("AWS_REGION"),
-        profile_name=None if known else given.get("profile"),
-        # A profile that a variable names need not be there where keys were given: then no variable names one.
+        region_name=given.get("region") or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
+        # A profile that a variable names need not be there where keys are known: then no variable names one.
         botocore_session=_part("session").Session({"profile": (None, None, None, None)} if known else None),
     )
     # Somebody waits, and can do without: it is asked for once, and not for long.
     seconds = min(place.bucket.manners.timeout_s, _LONGEST_S)
     more: dict[str, Any] = {"read_timeout": seconds, "connect_timeout": seconds, "retries": {"total_max_attempts": 2}}
-    if is_true(given.get("skip_signature", None if keys else setting("AWS_SKIP_SIGNATURE"))):
+    if unsigned:
         more["signature_version"] = importlib.import_module("botocore").UNSIGNED
     # As the store does: a bucket's name before the host's is asked for only where somebody says so.
-    virtual = is_true(given.get("virtual_hosted_style_request", setting("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")))
-    more["s3"] = {"addressing_style": "virtual" if virtual else "path"}
+    by_name = given.get("virtual_hosted_style_request", environment.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))
+    more["s3"] = {"addressing_style": "virtual" if is_true(by_name) else "path"}
     endpoint = given.get("endpoint")
     more.update(_proxies(http, endpoint, stack))
     # What is in a profile's file about endpoints the store does not read.
     config = _part("config").Config(ignore_configured_endpoint_urls=True, **more)
-    client = session.client("s3", endpoint_url=endpoint, config=config, verify=_trusted(http, stack))
+    client = session.client("s3", endpoint_url=endpoint, config=config, verify=_trusted(http, environment, stack))
     headers = {name: _text(value) for name, value in dict(http.get("default_headers", ())).items()}
 
     def add_headers(request: Any, **_: Any) -> None:
@@ -100,8 +118,9 @@ def _opened(boto3: Any, place: ObjectStore, given: dict[str, Any], http: dict[st
 
 
 def _keys(place: ObjectStore, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that options say, if they do; boto3 finds others where the store does."""
-    provider = given.get("credential_provider")
+    """Return the keys that options say, or a profile, if they do."""
+    # A profile's keys are asked of the one whom the store asks: which profile, in which files, was settled there.
+    provider = given.get("credential_provider") or getattr(place.bucket.opened, "credential_provider", None)
     if provider is None:
         return {
             name: given[key]
@@ -121,6 +140,28 @@ def _keys(place: ObjectStore, given: dict[str, Any]) -> dict[str, Any]:
     return dict(keys)
 
 
+def _keys_of_the_environment(place: ObjectStore) -> dict[str, Any]:
+    """
+    Return the keys that variables said when the store was opened; none where boto3 finds them by the same way now.
+
+    Raises:
+        CheckpointError: it would find others.
+
+    """
+    then = place.bucket.environment
+    if then.get("AWS_ACCESS_KEY_ID") and then.get("AWS_SECRET_ACCESS_KEY"):
+        token = then.get("AWS_SESSION_TOKEN") or then.get("AWS_TOKEN")
+        return {
+            "access_key_id": then["AWS_ACCESS_KEY_ID"], "secret_access_key": then["AWS_SECRET_ACCESS_KEY"], "token": token,
+        }  # fmt: skip
+    if other := next((name for name in _BY_ITSELF if setting(name) != then.get(name)), None):
+        raise CheckpointError(
+            f"{place.url}: cannot look after uploads: {other} is not what it was when the place was opened",
+            hint="open the place again",
+        )
+    return {}
+
+
 def _proxies(http: dict[str, Any], endpoint: str | None, stack: ExitStack) -> dict[str, Any]:
     """Say which proxy is asked, if the endpoint is not one of those that are asked without."""
     proxy = http.get("proxy_url")
@@ -136,15 +177,13 @@ def _proxies(http: dict[str, Any], endpoint: str | None, stack: ExitStack) -> di
     return more
 
 
-def _trusted(http: dict[str, Any], stack: ExitStack) -> str | bool | None:
+def _trusted(http: dict[str, Any], environment: Mapping[str, str | None], stack: ExitStack) -> str | bool | None:
     """Say which certificates are good: boto3 wants a file of them, and has one of its own; the store uses the machine's."""
     if is_true(http.get("allow_invalid_certificates")):
         return False
     if http.get("root_certificate"):
         return _file_of(http["root_certificate"], stack)
-    if setting("AWS_CA_BUNDLE"):
-        return None  # boto3 reads it
-    return ssl.get_default_verify_paths().cafile
+    return environment.get("AWS_CA_BUNDLE") or ssl.get_default_verify_paths().cafile
 
 
 def _file_of(certificates: str | bytes, stack: ExitStack) -> str:
