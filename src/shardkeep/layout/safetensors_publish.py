@@ -34,7 +34,9 @@ from shardkeep.store.protocol import Store
 
 _MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
 _TEMPORARY = re.compile(
-    r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?)\.new-[0-9a-f-]+"
+    r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|"
+    + re.escape(NOTE)
+    + r")\.new-[0-9a-f-]+"
 )
 
 
@@ -187,8 +189,19 @@ def _publish(
             return
         _check_written(store, files, save_id, [INDEX_NAME] if index else [])  # which others may have cleared
         note = noted(look(store))
-        store.put(NOTE, note.encode())
+        _put_note(store, note)
         _carry_out(store.url, note)
+
+
+def _put_note(store: LocalStore, note: Note) -> None:
+    """Write the note, in one step; also over one of a store's kind."""
+    path, written = store.url, temporary(NOTE, note.save_id)
+    with storage_errors("cannot publish in", path):
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, written))
+        store.put(written, note.encode())
+        os.replace(os.path.join(path, written), os.path.join(path, NOTE))
+        sync_directory(path)
 
 
 def _check_written(store: Store, files: Sequence[str], save_id: str, others: Sequence[str] = ()) -> None:
