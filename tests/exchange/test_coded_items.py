@@ -78,8 +78,12 @@ def test_keys_of_the_options_open_what_they_closed(tmp_path):
     sk.convert(tmp_path / "dcp", tmp_path / "back", "native", options=options)
     assert in_any_order(sk.open(tmp_path / "back").to_dict()) == in_any_order(state)
     assert sk.export(tmp_path / "dcp", tmp_path / "hf", options=options).tensors
-    with pytest.raises(sk.KeyMissing):
+    with pytest.raises(sk.KeyMissing) as caught:
         sk.open(tmp_path / "dcp").to_dict()
+    assert "new_key" not in caught.value.hint
+    with pytest.raises(sk.KeyMissing) as caught:
+        sk.save(state, tmp_path / "other", codecs=["aes"])
+    assert "new_key" in caught.value.hint
     with pytest.raises(sk.WrongKey):
         sk.open(tmp_path / "dcp", options=sk.Options(keys=_Service()))["optim.exp_avg"][:]
     with pytest.raises(sk.CheckpointError, match="torch layout: keys cannot be rotated here"):

@@ -96,7 +96,7 @@ def _say(args: argparse.Namespace, text: str) -> None:
 
 def _text(place: Place, verdict: Verdict, *, deep: bool) -> str:
     if verdict.problems:
-        many = f"{len(verdict.problems):,} wrong" if len(verdict.problems) > 1 else "damaged"
+        many = f"{len(verdict.problems):,} wrong" if len(verdict.problems) > 1 else "not sound"
         lines = [f"{styled('BAD', 'red')}   {shown(place.path)}  {many}"]
         return "\n".join(lines + [folded(shown(problem), "      ") for problem in verdict.problems])
     if verdict.unknown:

@@ -31,7 +31,7 @@ _TAG_NBYTES = 16
 _SALT_NBYTES = 32
 _PLACE = struct.Struct("<QQQ")
 _HINT = "it was damaged, or somebody changed it: use another checkpoint, or another copy of this one"
-_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with a key, or give one by options; shardkeep.new_key() makes one"
+_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with {}, or give one by options"
 
 
 class Aes(CodecConfig, frozen=True):
@@ -43,7 +43,10 @@ class Aes(CodecConfig, frozen=True):
         """Choose the data key of a checkpoint; record it as the user's key wraps it."""
         _ciphers()
         if keys is None:
-            raise KeyMissing("the codec 'aes' encrypts, and no key was given", hint=_KEY_HINT)
+            raise KeyMissing(
+                "the codec 'aes' encrypts, and no key was given",
+                hint=_KEY_HINT.format("a key") + "; shardkeep.new_key() makes one",
+            )
         key_id, wrapped = keys.wrap(secrets.token_bytes(KEY_NBYTES))
         return {**super().begin(keys), "salt": secrets.token_hex(_SALT_NBYTES), WRAPPED: _written(key_id, wrapped)}
 
@@ -136,7 +139,11 @@ def _data_key(recorded: Recorded, keys: KeySource | None) -> bytes:
     except (KeyError, TypeError, ValueError) as exc:
         raise _senseless(WRAPPED) from exc
     if keys is None:
-        raise KeyMissing(f"it is encrypted with the key {key_id}, and no key was given", hint=_KEY_HINT, key_id=key_id)
+        raise KeyMissing(
+            f"it is encrypted with the key {key_id}, and no key was given",
+            hint=_KEY_HINT.format("that key"),  # a new one opens nothing
+            key_id=key_id,
+        )
     data_key = keys.unwrap(key_id, wrapped)
     if len(data_key) != KEY_NBYTES:
         raise WrongKey(f"the key {key_id} unwraps a data key of {len(data_key)} bytes instead of {KEY_NBYTES}")
