@@ -322,10 +322,9 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
     first.wait()
     handle = first.save(2, state_at(2))
     assert at.wait(30)
-    with checkpointer(tmp_path, takeover=True) as second:
+    with checkpointer(tmp_path, takeover=True, asynchronous=False) as second:
         second.restore_latest(empty_state())
         second.save(3, state_at(3))
-        second.wait()
         go.set()
         assert isinstance(handle, sk.SaveHandle)
         assert isinstance(handle.exception(), sk.LeaseLost)

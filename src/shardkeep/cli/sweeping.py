@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardkeep.cli.roots import Run
 from shardkeep.errors import DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layout import leftovers
+from shardkeep.layout.native import save_id_of
 from shardkeep.manage.entries import Entry
 from shardkeep.store.protocol import Store
 from shardkeep.store.roots import REMOVING_NAME
@@ -50,6 +51,7 @@ def sweep(run: Run, litter: Litter) -> None:
         return
     store = run.catalog.root.place(litter.entry.name)
     going = leftovers.claims_last(set(now.names) & set(litter.names))
+    leftovers.sweep_uploads_of(store, {save_id for name in going if (save_id := save_id_of(name))})
     for name in sorted(going, key=REMOVING_NAME.__eq__):  # the mark goes last of all
         store.delete(name)
     run.catalog.root.drop_empty(litter.entry.name)
