@@ -28,7 +28,7 @@ demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and 
 	$(PY) -m shardkeep.cli.main demo $(ARGS)
 
 test: check ## Everything CI runs: the checks below, then every test
-	$(PY) -m pytest -p tests.slow_first --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+	$(PY) -m pytest -p tests.slow_first --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 	  --ignore tests/test_architecture.py $(ARGS)
 
 check: $(READY) ## Lint, format, types, and the one-direction rule of the folders

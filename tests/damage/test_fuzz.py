@@ -99,7 +99,7 @@ SECTIONS = sorted(take_apart(one_rank()).sections)
 NUMBERS = st.sampled_from([0, 1, 2, 3, 255, 2**16, 2**31, 2**32, 2**58, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 
 
-@settings(max_examples=300, **COMMON)
+@settings(max_examples=120, **COMMON)
 @given(st.data())
 def test_forged_columns(data):
     """
@@ -130,7 +130,7 @@ def test_forged_columns(data):
     _survives(store_of(forgery.blobs()), subject)
 
 
-@settings(max_examples=200, **COMMON)
+@settings(max_examples=100, **COMMON)
 @given(st.data())
 def test_forged_records(data):
     """
@@ -143,7 +143,7 @@ def test_forged_records(data):
     _survives(store_of({**subject.blobs, RECORD_NAME: seal_record(text)}), subject)
 
 
-@settings(max_examples=150, **COMMON)
+@settings(max_examples=80, **COMMON)
 @given(st.data())
 def test_forged_index_headers(data):
     """

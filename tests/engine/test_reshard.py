@@ -73,7 +73,7 @@ def world_size(layout):
     return math.prod(mesh) + outside
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_any_layout_loads_into_any_other(case):
     """

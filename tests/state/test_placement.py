@@ -86,7 +86,7 @@ def as_written(placements: tuple[Placement, ...]) -> list[Cut]:
     return [Cut(i, p.dim, getattr(p, "split_factor", 1)) for i, p in enumerate(placements) if not p.is_replicate()]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(shardings())
 def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
     """
@@ -102,7 +102,7 @@ def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> No
         check(full, local, local_boxes(shape, mesh, at, cuts))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(shardings())
 def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
     """
@@ -118,7 +118,7 @@ def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement,
             assert local_boxes(shape, mesh, at, cuts)[0][0].offsets == tuple(offset)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(shardings(strided=False))
 def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
     """
