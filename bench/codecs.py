@@ -150,23 +150,20 @@ def measured(contenders: dict[str, Any], data: np.ndarray, rounds: int) -> dict[
 
 
 def of_processes(data: np.ndarray, rounds: int) -> dict[str, float]:
-    """How many times as much two processes do as one, encoding and decoding by `float`, each all of the data."""
+    """How many times as much two processes do as one, encoding and decoding by `float`, each all of the data; at best."""
     context = multiprocessing.get_context("fork")
-    best: dict[str, float] = {}
-    for _ in range(rounds):
-        seconds = {}
-        for number in (1, 2):
-            together, told = context.Barrier(number, timeout=120), context.Queue()
-            processes = [context.Process(target=_one_of, args=(data, together, told)) for _ in range(number)]
-            for process in processes:
-                process.start()
-            found = [told.get(timeout=300) for _ in processes]
-            for process in processes:
-                process.join()
-            seconds[number] = [max(each) for each in zip(*found, strict=True)]
-        for what, one, two in zip(("encode", "decode"), seconds[1], seconds[2], strict=True):
-            _keep(best, what, 2 * one / two)
-    return best
+    best: dict[tuple[str, int], float] = {}
+    for number in (1, 2) * rounds:
+        together, told = context.Barrier(number, timeout=120), context.Queue()
+        processes = [context.Process(target=_one_of, args=(data, together, told)) for _ in range(number)]
+        for process in processes:
+            process.start()
+        found = [told.get(timeout=300) for _ in processes]
+        for process in processes:
+            process.join()
+        for what, seconds in zip(("encode", "decode"), map(max, zip(*found, strict=True)), strict=True):
+            best[what, number] = min(seconds, best.get((what, number), seconds))
+    return {what: 2 * best[what, 1] / best[what, 2] for what in ("encode", "decode")}
 
 
 def _one_of(data: np.ndarray, together: Any, told: Any) -> None:
