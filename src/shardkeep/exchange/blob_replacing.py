@@ -16,15 +16,6 @@ from shardkeep.store.objects import ObjectStore
 from shardkeep.store.protocol import checked_end
 
 
-class _Doubted(Upload):
-    """An upload that tells whether it is known to have ended well."""
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the answer to the last request was lost, or was that there is nothing to put together any more."""
-        return self._doubt is not None
-
-
 class ReplacingWriter:
     """Writes such a blob."""
 
@@ -34,7 +25,7 @@ class ReplacingWriter:
         self._name = name
         self._nbytes = nbytes
         self._before = store.version(name)
-        self._upload = _Doubted(store.bucket, store.prefix + name, url=store.url, name=name, nbytes=nbytes)
+        self._upload = Upload(store.bucket, store.prefix + name, url=store.url, name=name, nbytes=nbytes)
         self._over = False
         self.in_doubt = False
         """Whether the last request went wrong in a way that leaves open what is there now: old bytes, or the new ones."""

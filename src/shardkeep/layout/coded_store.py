@@ -93,7 +93,7 @@ class DecodingStore:
 
     def __init__(self, inner: _Reads, blobs: Iterable[Blob], chains: Sequence[Chain]) -> None:
         """`blobs` are those of the commit record, and `chains` its chains, opened."""
-        self._inner = inner
+        self.inner = inner
         self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
         self._scratch = ScratchPool(SCRATCH_NBYTES)
         self._tables: dict[str, FrameTable] = {}
@@ -103,22 +103,26 @@ class DecodingStore:
         # Whoever asks how to use this store means the one below.
         self.requests = getattr(inner, "requests", None)
 
+    def is_coded(self, name: str) -> bool:
+        """Tell whether a blob goes through codecs: what is asked for of it may be anywhere in what is stored."""
+        return name in self._coded
+
     def noting(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
         """Return one over the same store that adds damaged frames to a list, and gives zeros for them."""
-        other = DecodingStore(self._inner, (), ())
+        other = DecodingStore(self.inner, (), ())
         other._coded, other._noted = self._coded, noted
         return other
 
     def open(self, name: str) -> BlobReader:
         """Open a blob, to read what it was before it went through codecs."""
-        reader = self._inner.open(name)
+        reader = self.inner.open(name)
         if name not in self._coded:
             return reader
         blob, chain = self._coded[name]
         try:
             check_size(reader, blob)
             table = self._table(reader, blob)
-            return FrameReader(reader, blob, table, chain, self._scratch, self._noted, self._inner)
+            return FrameReader(reader, blob, table, chain, self._scratch, self._noted, self.inner)
         except BaseException:
             reader.close()
             raise
@@ -129,7 +133,7 @@ class DecodingStore:
             known = self._tables.get(blob.name)
         if known is not None:
             return known
-        table = read_table(reader, blob, self._inner)
+        table = read_table(reader, blob, self.inner)
         nbytes = table_nbytes(len(table))
         with self._lock:
             if blob.name not in self._tables and nbytes <= self._room_nbytes:
@@ -140,7 +144,7 @@ class DecodingStore:
     def get(self, name: str, *, limit: int) -> bytes:
         """Read a whole small blob; of a coded one, what it was before."""
         if name not in self._coded:
-            return self._inner.get(name, limit=limit)
+            return self.inner.get(name, limit=limit)
         with closing(self.open(name)) as reader:
             if reader.nbytes > limit:
                 raise MalformedFile(f"{name}: {reader.nbytes} bytes, expected at most {limit}", name=name)

@@ -164,9 +164,9 @@ def tell_healed(name: str, offset: int, nbytes: int) -> None:
 def _forget(store: Opens, name: str, offset: int, nbytes: int) -> None:
     """Let the page cache drop a part of a file of this machine, so that it is read from the disk; where that is cheap."""
     place: object = store
-    # A store that decodes keeps the one below to itself, and may find what was asked for anywhere in a coded file.
-    while (inner := getattr(place, "inner", None) or getattr(place, "_inner", None)) is not None:
-        if name in getattr(place, "_coded", ()):
+    while (inner := getattr(place, "inner", None)) is not None:
+        is_coded = getattr(place, "is_coded", None)  # of a store that decodes
+        if is_coded is not None and is_coded(name):
             offset, nbytes = 0, 0  # to the system that is all of it
         place = inner
     if not isinstance(place, LocalStore) or not hasattr(os, "posix_fadvise"):

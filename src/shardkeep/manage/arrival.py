@@ -8,12 +8,12 @@ only speak its language nobody knows whether they do; others are sent no checksu
 from __future__ import annotations
 
 from shardkeep.store.objects import ObjectStore
+from shardkeep.store.protocol import innermost
 
 
 def is_checked_by_service(store: object) -> bool:
     """Say whether a store is known to have compared all bytes with a checksum before it says that it has them."""
-    while (inner := getattr(store, "inner", None)) is not None:
-        store = inner
+    store = innermost(store)
     if not isinstance(store, ObjectStore):
         return False
     bucket = store.bucket

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from shardkeep.store.local import LocalStore
 from shardkeep.store.memory import MemoryStore
 from shardkeep.store.objects import ObjectStore
-from shardkeep.store.protocol import Store
+from shardkeep.store.protocol import Store, innermost
 from shardkeep.store.roots import Root
 
 
 def same_place(one: Store | Root, other: Store | Root) -> bool:
     """Say whether two stores or roots are one place, also where it is written in two ways."""
-    a, b = _innermost(one), _innermost(other)
+    a, b = innermost(one), innermost(other)
     if isinstance(a, LocalStore) and isinstance(b, LocalStore):
         return _same_directory(a.url, b.url)
     if isinstance(a, ObjectStore) and isinstance(b, ObjectStore):
@@ -22,13 +21,6 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
     if isinstance(a, MemoryStore) and isinstance(b, MemoryStore):
         return a is b  # two that have no name are called the same
     return a is b or a.url.rstrip("/") == b.url.rstrip("/")
-
-
-def _innermost(store: Any) -> Any:
-    """Return the store that others pass everything on to."""
-    while (inner := getattr(store, "inner", None)) is not None:
-        store = inner
-    return store
 
 
 def _same_directory(one: str, other: str) -> bool:

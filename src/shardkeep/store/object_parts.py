@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.store.protocol import is_sequential
+from shardkeep.store.protocol import innermost, is_sequential
 
 
 class Room:
@@ -54,9 +54,7 @@ def part_nbytes_of(store: object) -> int:
     """Say how much a store keeps of each open blob until it can be sent: a part; 0 where bytes go on as they come."""
     if not is_sequential(store):
         return 0
-    while (inner := getattr(store, "inner", None)) is not None:  # one that tries again, or counts
-        store = inner
-    manners = getattr(getattr(store, "bucket", None), "manners", None)
+    manners = getattr(getattr(innermost(store), "bucket", None), "manners", None)
     return int(getattr(manners, "part_bytes", PART_NBYTES))
 
 

@@ -83,6 +83,11 @@ class Upload:
         if hope is not None:
             hope.tell(self.give_up)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the answer to the last request was lost, or was that there is nothing to put together any more."""
+        return self._doubt is not None
+
     def write(self, offset: int, view: memoryview) -> None:
         """Take some bytes; their memory can be used for something else on return."""
         lent: list[int] = []

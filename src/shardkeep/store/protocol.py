@@ -12,7 +12,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardkeep.errors import MalformedFile, StorageError
 
@@ -208,6 +208,13 @@ def delete_all(store: Deletes, names: Sequence[str]) -> None:
 def is_sequential(store: object) -> bool:
     """Tell whether a store wants the parts of a blob nearly in order of offset."""
     return bool(getattr(store, "sequential", False))
+
+
+def innermost(store: object) -> Any:
+    """Return the store that others, which try again or count, pass everything on to."""
+    while (inner := getattr(store, "inner", None)) is not None:
+        store = inner
+    return store
 
 
 def requests_of(store: object, threads: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from shardkeep.errors import CheckpointError
 from shardkeep.store.object_settings import is_true, plainly
 from shardkeep.store.objects import ObjectStore
+from shardkeep.store.protocol import innermost
 from shardkeep.store.uploads_client import failed, s3_client
 
 log = logging.getLogger("shardkeep")
@@ -94,8 +95,7 @@ def _told_once(place: ObjectStore) -> Iterator[None]:
 
 
 def _on_s3(store: object) -> ObjectStore | None:
-    while not isinstance(store, ObjectStore) and hasattr(store, "inner"):  # one that tries again, or counts
-        store = store.inner
+    store = innermost(store)
     return store if isinstance(store, ObjectStore) and store.bucket.service == "s3" else None
 
 
