@@ -7,7 +7,10 @@ SHARDKEEP_AZURITE to its node_modules/.bin/azurite-blob. For Google there is a s
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -19,6 +22,18 @@ from shardkeep.testing.google_server import GoogleServer
 
 _numbers = itertools.count()
 Cloud = AzureServer | GoogleServer
+
+
+@contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Let a server answer inside."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +18,7 @@ from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.object_settings import READ
 from shardkeep.store.place import open_place
+from tests.clouds.conftest import serving
 
 KEY = base64.b64encode(b"others").decode()
 SECRET = "never-to-be-seen"
@@ -73,12 +73,8 @@ def _who(signed: str, path: str) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    with Server() as server, serving(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

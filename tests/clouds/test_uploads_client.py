@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import ssl
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from shardkeep.layout import leftovers
 from shardkeep.store import uploads
 from shardkeep.store.place import open_place
 from shardkeep.store.uploads_client import _proxies
+from tests.clouds.conftest import serving
 
 _NONE = b"""<?xml version="1.0"?><ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"""
 
@@ -60,12 +60,8 @@ class _Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    with Server() as server, serving(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def asked_by_both(server: Server, **options: Any) -> list[dict[str, str]]:
