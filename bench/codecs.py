@@ -2,10 +2,12 @@
 What codecs make of the bytes of a training, and how fast: size, and GB/s of plain bytes encoded and decoded.
 
 Every contender codes the same memory, round by round in turn, and the best round counts. "CPU" is plain bytes by the
-CPU time of all threads: what a core does, also where other processes take turns with this one. "x1" and "x2" are by the
-clock, with one and two threads; those mean little on a machine that is busy. What two threads can gain at all is what two
-processes do, which share no interpreter: cores share caches and memory, too. zipnn takes part if it can be imported
-(`pip install --no-deps --target DIR zipnn`, then `--zipnn DIR`): all bytes in one call, which is how it is fastest.
+CPU time of all threads: what a core does, also where other processes take turns with this one. "x1", "x2" and so on are
+by the clock, with so many threads, up to as many as there are cores; those mean little on a machine that is busy. What
+threads can gain at all is what as many processes do, which share no interpreter: cores share caches and memory, too.
+zipnn takes part if it can be imported (`pip install --no-deps --target DIR zipnn`, then `--zipnn DIR`): all bytes in one
+call, which is how it is fastest. `--save DIR` instead saves and loads bf16 weights there through `float`, with as many
+threads each time.
 """
 
 # ruff: noqa: A005 - the interpreter has imported its own `codecs` before it can find this one
@@ -16,11 +18,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +34,12 @@ import numpy as np
 from shardkeep.codec.codecs import FRAME_NBYTES, FramePlace
 from shardkeep.codec.frame_chain import Chain
 from shardkeep.codec.keys import KeyRing, new_key
+from shardkeep.layout.frame_writer import BATCH
 
 CHAINS = (["float"], ["zstd"], ["lz4"], ["aes"], ["float", "aes"])
-THREADS = (1, 2)
+CORES = len(os.sched_getaffinity(0))
+THREADS = [1 << power for power in range(5) if 1 << power <= max(CORES, 2)]
+"""One, two, and so on up to the cores there are, or 16."""
 
 
 def workloads(nbytes: int) -> dict[str, np.ndarray]:
@@ -51,6 +59,12 @@ def workloads(nbytes: int) -> dict[str, np.ndarray]:
     return {name: values.view(np.uint8) for name, values in made.items()}
 
 
+@cache
+def pool_of(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay: a save has its own for as long as it takes."""
+    return ThreadPoolExecutor(threads)
+
+
 class Ours:
     """A chain of codecs, frame by frame, on some threads; what is stored goes to memory that is there, as in a save."""
 
@@ -59,33 +73,42 @@ class Ours:
         starts = range(0, data.nbytes, FRAME_NBYTES)
         sizes = [min(FRAME_NBYTES, data.nbytes - start) for start in starts]
         self.places = [FramePlace("bench", n, start, sizes[n]) for n, start in enumerate(starts)]
-        self.plain = [data[place.offset :][: place.nbytes] for place in self.places]
+        self.data = data
+        self.batches = [range(len(sizes))[at : at + BATCH] for at in range(0, len(sizes), BATCH)]
+        self.rooms = threading.local()
         self.coded = np.ones((len(sizes), self.chain.bound(FRAME_NBYTES)), np.uint8)
         self.out = np.ones_like(data)
         self.filled = [self.out[place.offset :][: place.nbytes] for place in self.places]
 
     def encode(self, threads: int) -> list[np.ndarray]:
-        return self._on(threads, self._encode)
+        return [stored for batch in self._on(threads, self._encode) for stored in batch]
 
     def decode(self, stored: list[np.ndarray], threads: int) -> np.ndarray:
-        self._on(threads, lambda n: self.chain.decode(stored[n].data, self.filled[n].data, self.places[n]))
+        self._on(threads, lambda batch: [self._decode(stored[n], n) for n in batch])
         return self.out
 
     def size(self, stored: list[np.ndarray]) -> int:
         return sum(each.nbytes for each in stored)
 
-    def _encode(self, n: int) -> np.ndarray:
-        stored = np.frombuffer(self.chain.encode(self.plain[n].data, self.places[n]), np.uint8)
-        kept = self.coded[n, : stored.size]
-        np.copyto(kept, stored)
+    def _encode(self, batch: range) -> list[np.ndarray]:
+        if not hasattr(self.rooms, "mine"):
+            self.rooms.mine = np.empty(BATCH * self.chain.room_nbytes(FRAME_NBYTES), np.uint8)
+        places = [self.places[n] for n in batch]
+        data = self.data[places[0].offset : places[-1].offset + places[-1].nbytes].data
+        kept = []
+        for n, each in zip(batch, self.chain.encode_all(data, places, self.rooms.mine.data), strict=True):
+            stored = np.frombuffer(each, np.uint8)
+            kept.append(self.coded[n, : stored.size])
+            np.copyto(kept[-1], stored)
         return kept
 
-    def _on(self, threads: int, work: Callable[[int], Any]) -> list[Any]:
-        numbers = range(len(self.places))
+    def _decode(self, stored: np.ndarray, n: int) -> None:
+        self.chain.decode(stored.data, self.filled[n].data, self.places[n])
+
+    def _on(self, threads: int, work: Callable[[range], Any]) -> list[Any]:
         if threads == 1:
-            return [work(n) for n in numbers]
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(work, numbers))
+            return [work(batch) for batch in self.batches]
+        return list(pool_of(threads).map(work, self.batches))
 
 
 class Zipnn:
@@ -149,11 +172,11 @@ def measured(contenders: dict[str, Any], data: np.ndarray, rounds: int) -> dict[
     return best
 
 
-def of_processes(data: np.ndarray, rounds: int) -> dict[str, float]:
-    """How many times as much two processes do as one, encoding and decoding by `float`, each all of the data; at best."""
+def of_processes(data: np.ndarray, rounds: int) -> dict[tuple[str, int], float]:
+    """How many times as much some processes do as one, encoding and decoding by `float`, each all of the data; at best."""
     context = multiprocessing.get_context("fork")
     best: dict[tuple[str, int], float] = {}
-    for number in (1, 2) * rounds:
+    for number in THREADS * rounds:
         together, told = context.Barrier(number, timeout=120), context.Queue()
         processes = [context.Process(target=_one_of, args=(data, together, told)) for _ in range(number)]
         for process in processes:
@@ -163,7 +186,7 @@ def of_processes(data: np.ndarray, rounds: int) -> dict[str, float]:
             process.join()
         for what, seconds in zip(("encode", "decode"), map(max, zip(*found, strict=True)), strict=True):
             best[what, number] = min(seconds, best.get((what, number), seconds))
-    return {what: 2 * best[what, 1] / best[what, 2] for what in ("encode", "decode")}
+    return {(what, number): number * best[what, 1] / seconds for (what, number), seconds in best.items() if number > 1}
 
 
 def _one_of(data: np.ndarray, together: Any, told: Any) -> None:
@@ -182,7 +205,7 @@ def _keep(best: dict[str, float], what: str, value: float) -> None:
 
 def table(name: str, results: dict[str, dict[str, float]]) -> list[str]:
     """Lines of Markdown."""
-    columns = ["encode CPU", "encode x1", "encode x2", "decode CPU", "decode x1", "decode x2"]
+    columns = [f"{what} {how}" for what in ("encode", "decode") for how in ("CPU", *(f"x{n}" for n in THREADS))]
     lines = [f"## {name}", "", f"| | size % | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for contender, one in results.items():
         speeds = " | ".join(f"{one[column]:.2f}" for column in columns)
@@ -191,7 +214,7 @@ def table(name: str, results: dict[str, dict[str, float]]) -> list[str]:
 
 
 def targets(
-    results: dict[str, dict[str, dict[str, float]]], ceiling: dict[str, float]
+    results: dict[str, dict[str, dict[str, float]]], ceiling: dict[tuple[str, int], float]
 ) -> list[tuple[str, float, float, bool]]:
     """What was aimed at: words, what was measured, what it should be, and whether less is better."""
     weights, zeros = results["bf16 weights"], results["zeros"]
@@ -202,9 +225,9 @@ def targets(
         ("random bytes: GB/s encoded, CPU", results["random bytes"]["float"]["encode CPU"], 3.0, False),
         ("encryption: GB/s a core", min(weights["aes"]["encode CPU"], weights["aes"]["decode CPU"]), 1.0, False),
         *(
-            (f"bf16, {what}: two threads / one (two processes / one: {most:.2f})", gained, 0.85 * most, False)
-            for what, most in ceiling.items()
-            for gained in [ours[f"{what} x2"] / ours[f"{what} x1"]]
+            (f"bf16, {what}: {n} threads / one (as many processes: {most:.2f})", gained, 0.85 * most, False)
+            for (what, n), most in ceiling.items()
+            for gained in [ours[f"{what} x{n}"] / ours[f"{what} x1"]]
         ),
         ("bf16: encoding / plain zstd, CPU", ours["encode CPU"] / weights["zstd"]["encode CPU"], 1.0, False),
     ]
@@ -218,14 +241,43 @@ def targets(
     return found
 
 
+def saved(folder: Path, nbytes: int, rounds: int) -> dict[int, tuple[float, float]]:
+    """GB/s of whole saves and loads of bf16 weights through `float`, for each number of threads; the best round."""
+    import torch
+
+    import shardkeep as sk
+
+    data = torch.from_numpy(workloads(nbytes)["bf16 weights"]).view(torch.bfloat16)
+    state = {str(n): part.clone() for n, part in enumerate(data.chunk(16))}
+    best: dict[int, tuple[float, float]] = {}
+    for threads in THREADS * rounds:
+        options = sk.Options(io_threads=threads, host_budget_bytes=1 << 30)
+        into = {key: torch.ones_like(value) for key, value in state.items()}
+        try:
+            _, saving, _ = clocked(lambda o=options: sk.save(state, folder / "codecs", codecs=["float"], options=o))
+            _, loading, _ = clocked(lambda i=into, o=options: sk.load(i, folder / "codecs", options=o))
+        finally:
+            shutil.rmtree(folder / "codecs", ignore_errors=True)
+        if not all(torch.equal(into[key].view(torch.int16), value.view(torch.int16)) for key, value in state.items()):
+            raise SystemExit("other bytes were loaded than were saved")
+        speeds = (nbytes / saving / 1e9, nbytes / loading / 1e9)
+        best[threads] = tuple(map(max, speeds, best.get(threads, speeds)))
+    return best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--mb", type=float, default=64, help="plain bytes of each workload")
     parser.add_argument("--only", help="the workloads whose names begin so")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--zipnn", metavar="DIR", help="where zipnn is installed, if not beside shardkeep")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="only save to a folder and load, by threads")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     asked = parser.parse_args()
+    if asked.save:
+        for threads, (saving, loading) in saved(asked.save, int(asked.mb * 1e6) // 8 * 8, asked.rounds).items():
+            print(f"{threads} threads: save {saving:.2f}, load {loading:.2f} GB/s")
+        return
     zipnn = imported_zipnn(asked.zipnn)
     results: dict[str, dict[str, dict[str, float]]] = {}
     load = os.getloadavg()[0]

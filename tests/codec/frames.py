@@ -3,6 +3,7 @@
 from functools import cache
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from shardkeep.codec.codecs import CodecConfig, FramePlace
@@ -37,6 +38,8 @@ def numbers(kind, count, seed=0):
         "fp16": lambda: normal.astype(np.float16),
         "fp32": lambda: normal,
         "fp64": lambda: normal.astype(np.float64) / 3,
+        "fp8 e4m3": lambda: fp8(normal, torch.float8_e4m3fn),
+        "fp8 e5m2": lambda: fp8(normal, torch.float8_e5m2),
         "odd floats": lambda: np.resize(np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 5e-324, 1e300]), count),
         "bits": lambda: rng.integers(0, 1 << 32, count, dtype=np.uint32),  # NaNs with every payload among them
         "int8": lambda: np.clip(rng.normal(0, 20, count), -128, 127).astype(np.int8),
@@ -50,8 +53,15 @@ def numbers(kind, count, seed=0):
     return made[kind]().tobytes()
 
 
+def fp8(values, dtype):
+    """Numbers of eight bits, scaled to their range as those who train with them do."""
+    values = torch.from_numpy(values)
+    largest = values.abs().max() if len(values) else 1.0
+    return (values * (torch.finfo(dtype).max / largest)).to(dtype).view(torch.uint8).numpy()
+
+
 KINDS = ["bf16", "fp16", "fp32", "fp64", "odd floats", "bits", "int8", "tokens", "counter", "mask", "zeros", "ones"]
-KINDS.append("half zeros")
+KINDS += ["half zeros", "fp8 e4m3", "fp8 e5m2"]
 
 
 @st.composite

@@ -76,20 +76,27 @@ class _AesCodec:
         return nbytes + _NONCE_NBYTES + _TAG_NBYTES
 
     def encode(self, data: memoryview, place: FramePlace) -> memoryview:
+        stored = np.empty(self.bound(data.nbytes), np.uint8).data  # not zeroed, as a bytearray is
+        self.encode_into(data, place, stored)
+        return stored
+
+    def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         nonce = os.urandom(_NONCE_NBYTES)
         work = self._cipher(place, nonce).encryptor()
         work.authenticate_additional_data(_bound_to(place, data.nbytes))
-        stored = np.empty(data.nbytes + _NONCE_NBYTES + _TAG_NBYTES, np.uint8).data  # not zeroed, as a bytearray is
-        stored[:_NONCE_NBYTES] = nonce
-        work.update_into(data, stored[_NONCE_NBYTES:])
+        end = _NONCE_NBYTES + data.nbytes
+        into[:_NONCE_NBYTES] = nonce
+        work.update_into(data, into[_NONCE_NBYTES:])
         work.finalize()
-        stored[len(stored) - _TAG_NBYTES :] = work.tag
-        return stored
+        into[end : end + _TAG_NBYTES] = work.tag
+        return end + _TAG_NBYTES
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes > most_nbytes:
-            raise OversizedFrame(f"{_named(place)} is larger than what was written", hint=_HINT, file=place.file)
+            raise OversizedFrame(
+                f"encrypted {place.named} is larger than what was written", hint=_HINT, file=place.file
+            )
         plain = np.empty(max(nbytes, 0), np.uint8).data
         self.decode_into(data, place, plain)
         return plain
@@ -97,7 +104,7 @@ class _AesCodec:
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes < 0 or nbytes > into.nbytes:
-            raise NotAuthentic(f"{_named(place)} has not the size it had when it was written", hint=_HINT)
+            raise NotAuthentic(f"encrypted {place.named} has not the size it had when it was written", hint=_HINT)
         nonce, tag = bytes(data[:_NONCE_NBYTES]), bytes(data[data.nbytes - _TAG_NBYTES :])
         work = self._cipher(place, nonce, tag).decryptor()
         work.authenticate_additional_data(_bound_to(place, nbytes))
@@ -106,7 +113,10 @@ class _AesCodec:
             work.finalize()
         except _exceptions().InvalidTag as exc:
             raise NotAuthentic(
-                f"{_named(place)} is not what was encrypted there", hint=_HINT, file=place.file, offset=place.offset
+                f"encrypted {place.named} is not what was encrypted there",
+                hint=_HINT,
+                file=place.file,
+                offset=place.offset,
             ) from exc
         return nbytes
 
@@ -160,7 +170,3 @@ def _senseless(entry: str) -> InvalidCodec:
 def _bound_to(place: FramePlace, nbytes: int) -> bytes:
     # `nbytes` is what is encrypted, which an earlier codec may have made of the plain bytes.
     return _PLACE.pack(place.number, place.offset, place.nbytes) + nbytes.to_bytes(8, "little") + place.file.encode()
-
-
-def _named(place: FramePlace) -> str:
-    return f"encrypted frame {place.number} of {place.file} (bytes {place.offset} to {place.offset + place.nbytes})"

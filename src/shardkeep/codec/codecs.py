@@ -11,6 +11,7 @@ To write one, subclass `CodecConfig` and register it (`shardkeep.codec.known`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -44,6 +45,11 @@ class FramePlace(NamedTuple):
     nbytes: int
     """How many plain bytes it has."""
 
+    @property
+    def named(self) -> str:
+        """What it is called in messages."""
+        return f"frame {self.number} of {self.file} (bytes {self.offset} to {self.offset + self.nbytes})"
+
 
 class Codec(Protocol):
     """Turns frames into other bytes and back. Used by many threads at once; releases the GIL where it works hard."""
@@ -63,6 +69,42 @@ class Codec(Protocol):
         Never makes more than `most_nbytes` of them, whatever `data` says: what is read may come from an enemy.
         What it raises other than a `CheckpointError` is taken to mean that `data` is damaged.
         """
+        ...
+
+
+@runtime_checkable
+class EncodesMany(Codec, Protocol):
+    """
+    A codec that would rather be given several frames at once, and room for what it makes of them.
+
+    Only the first codec of a chain is asked for this.
+    """
+
+    def room_nbytes(self, nbytes: int) -> int:
+        """Return how much room it wants for a frame of so many bytes."""
+        ...
+
+    def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Buffer]:
+        """
+        Give what `encode` would return for each of some frames, one when it is asked for.
+
+        What was given must stay as it is until all frames are written, which is also how long `room` can be used.
+
+        Args:
+            data: the frames, one behind the other.
+            places: of each. They have one size; the last may have less.
+            room: as many equal parts as there are frames, each of at least `room_nbytes` and beginning at a multiple of 8.
+
+        """
+        ...
+
+
+@runtime_checkable
+class EncodesInto(Protocol):
+    """A codec that can encode straight into memory that is given, which saves new memory for every frame."""
+
+    def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
+        """Fill `into`, of at least `bound` bytes, from its beginning, and return how much of it was filled."""
         ...
 
 

@@ -9,10 +9,19 @@ frames of a file have one number. A frame is read with the very place it was wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shardkeep.codec.codecs import Authenticates, Codec, CodecConfig, DecodesInto, FramePlace, Recorded
+from shardkeep.codec.codecs import (
+    Authenticates,
+    Codec,
+    CodecConfig,
+    DecodesInto,
+    EncodesInto,
+    EncodesMany,
+    FramePlace,
+    Recorded,
+)
 from shardkeep.codec.keys import KeySource, RememberedKeys
 from shardkeep.codec.known import config_of, known_codecs
 from shardkeep.codec.problems import CodecFailed, DamagedFrame, InvalidCodec, OversizedFrame
@@ -20,6 +29,8 @@ from shardkeep.errors import CheckpointError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    _Step = Callable[[memoryview, FramePlace], Buffer]
 
 _MOST_CODECS = 16
 _HINT = "use another checkpoint, or another copy of this one"
@@ -37,6 +48,9 @@ class Chain:
         self.recorded = [dict(each) for each in recorded]
         """What the checkpoint keeps of each codec, in the order of writing."""
         self._codecs = tuple(codecs)
+        self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, EncodesMany)), None)
+        behind = self._codecs[0 if self._many is None else 1 :]
+        self._last = next((codec for codec in behind[-1:] if isinstance(codec, EncodesInto)), None)
 
     @classmethod
     def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> Chain:
@@ -100,20 +114,64 @@ class Chain:
             CodecFailed: a codec failed.
 
         """
+        return self._encoded([codec.encode for codec in self._codecs], data, place)
+
+    def encode_all(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> list[Buffer]:
+        """
+        Return what `encode` would for each of some frames, in less time; some of it may lie in `room`.
+
+        Args:
+            data: the frames, one behind the other.
+            places: of each. They have one size; the last may have less.
+            room: has `room_nbytes` for each, and begins at a multiple of 8.
+
+        Raises:
+            CodecFailed: a codec failed.
+
+        """
+        whole = _bytes_of(data)
+        sizes = [place.nbytes for place in places]
+        alike = len({*sizes[:-1]}) <= 1 and (len(sizes) < 2 or 0 < sizes[-1] <= sizes[0])
+        if sum(sizes) != whole.nbytes or not alike:
+            raise CodecFailed(f"{whole.nbytes} bytes were given for frames of {sizes}")
+        steps: list[_Step] = [codec.encode for codec in self._codecs]
+        of_many, of_one = self._rooms(sizes[0] if sizes else 0)
+        end = len(sizes) * of_many
+        if self._many is not None:
+            coded = _one_by_one(self._many, whole, places, room[:end])
+            steps[0] = lambda data, place: next(coded)  # noqa: ARG005 - they come in order
+        stored = []
+        for row, place in enumerate(places):
+            if self._last is not None:
+                steps[-1] = _step_into(self._last, room[end + row * of_one :][:of_one])
+            stored.append(self._encoded(steps, whole[row * sizes[0] :][: place.nbytes], place))
+        return stored
+
+    def room_nbytes(self, nbytes: int) -> int:
+        """Return how much room `encode_all` needs for each frame of so many bytes."""
+        return sum(self._rooms(nbytes))
+
+    def _rooms(self, nbytes: int) -> tuple[int, int]:
+        """Return how much of it is for the first codec, and how much for the last."""
+        of_many = 0 if self._many is None else self._many.room_nbytes(nbytes)
+        of_one = 0 if self._last is None else self.bound(nbytes)
+        return -(-of_many // 64) * 64, -(-of_one // 64) * 64
+
+    def _encoded(self, steps: Sequence[_Step], data: memoryview, place: FramePlace) -> Buffer:
         _check_place(data, place)
         stored: Buffer = data
-        for codec, name in zip(self._codecs, self.names, strict=True):
+        for step, codec, name in zip(steps, self._codecs, self.names, strict=True):
             view = _bytes_of(stored)
             try:
-                stored = codec.encode(view, place)
-                size = memoryview(stored).nbytes
+                stored = step(view, place)
+                size = _bytes_of(stored).nbytes
             except (CheckpointError, MemoryError):
                 raise
             except Exception as exc:
-                raise CodecFailed(f"the codec {name!r} failed on {_named(place)}: {exc!r}") from exc
-            if size > codec.bound(view.nbytes):
+                raise CodecFailed(f"the codec {name!r} failed on {place.named}: {exc!r}") from exc
+            if (most := codec.bound(view.nbytes)) < size:
                 raise CodecFailed(
-                    f"the codec {name!r} made {size} bytes of {view.nbytes}, and {codec.bound(view.nbytes)} are its bound",
+                    f"the codec {name!r} made {size} bytes of {view.nbytes}, and {most} are its bound, of {place.named}",
                     hint="its method `bound` is wrong",
                 )
         return stored
@@ -143,18 +201,18 @@ class Chain:
                 raise
             except Exception as exc:
                 raise DamagedFrame(
-                    f"the codec {name!r} cannot read {_named(place)}: {exc!r}", hint=_HINT, file=place.file
+                    f"the codec {name!r} cannot read {place.named}: {exc!r}", hint=_HINT, file=place.file
                 ) from exc
             if size > bounds[at]:
                 raise OversizedFrame(
-                    f"{_named(place)} became {size} bytes in the codec {name!r}, and {bounds[at]} are the most it may be",
+                    f"{place.named} became {size} bytes in the codec {name!r}, and {bounds[at]} are the most it may be",
                     hint=_HINT,
                     file=place.file,
                 )
         size = size if filled else data.nbytes
         if size != place.nbytes:
             raise DamagedFrame(
-                f"{_named(place)} became {size} bytes instead of {place.nbytes}", hint=_HINT, file=place.file
+                f"{place.named} became {size} bytes instead of {place.nbytes}", hint=_HINT, file=place.file
             )
         if not filled:
             into[:] = data
@@ -193,16 +251,24 @@ def _opened(recorded: Recorded, keys: KeySource | None) -> Codec:
     return _class_of(recorded).open(recorded, keys)
 
 
+def _one_by_one(
+    codec: EncodesMany, data: memoryview, places: Sequence[FramePlace], room: memoryview
+) -> Iterator[Buffer]:
+    """Give what a codec makes of each frame. Nothing is asked of it, and nothing fails, before the first is wanted."""
+    yield from codec.encode_many(data, places, room)
+    raise ValueError("it gave less frames than it was given")
+
+
+def _step_into(codec: EncodesInto, room: memoryview) -> _Step:
+    return lambda data, place: room[: codec.encode_into(data, place, room)]
+
+
 def _check_place(data: memoryview, place: FramePlace) -> None:
     if data.nbytes != place.nbytes:
-        raise CodecFailed(f"{data.nbytes} bytes were given for {_named(place)}, which has {place.nbytes}")
+        raise CodecFailed(f"{data.nbytes} bytes were given for {place.named}, which has {place.nbytes}")
 
 
 def _bytes_of(data: Buffer) -> memoryview:
     view = memoryview(data)
     # What is empty cannot be cast, and need not be.
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _named(place: FramePlace) -> str:
-    return f"frame {place.number} of {place.file} (bytes {place.offset} to {place.offset + place.nbytes})"

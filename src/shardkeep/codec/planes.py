@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 """Unsigned numbers of some width."""
 WIDTHS = (1, 2, 4, 8)
@@ -26,37 +27,61 @@ def type_of(width: int) -> np.dtype[Any]:
     return np.dtype(f"<u{width}")
 
 
-class Splitter:
-    """Takes words apart; part by part, so that each can go where it belongs at once."""
+class Scratch:
+    """Memory of a thread, kept for frame after frame: to be given new pages takes as long as what is done in them."""
 
-    def __init__(self, words: Words, *, turn: bool) -> None:
-        self._words = words
-        self._turn = turn and words.itemsize > 1
+    def __init__(self) -> None:
+        self._data: Bytes = np.empty(0, np.uint8)
 
-    def part(self, begin: int, nbytes: int) -> Words:
-        """Return the bytes `begin` to `begin + nbytes` of every turned word, as numbers of their own."""
-        end = begin + nbytes
-        if self._turn and end == self._words.itemsize:
-            if nbytes > 1:
-                raise ValueError("the top byte of turned words is a part of its own")
-            return self._cast(8 * begin - 1, nbytes)
-        part = self._cast(8 * begin, nbytes)
-        if self._turn and end == self._words.itemsize - 1:
-            # Instead of the lowest bit of the exponent comes the sign.
-            sign = part.dtype.type(1 << (8 * nbytes - 1))
-            np.bitwise_and(part, ~sign, out=part)
-            signs = self._cast(8 * (self._words.itemsize - nbytes), nbytes)
-            np.bitwise_and(signs, sign, out=signs)
-            np.bitwise_or(part, signs, out=part)
-        return part
+    def get(self, nbytes: int) -> Bytes:
+        """Return so many bytes, whatever is in them; the same as the last time."""
+        if self._data.size < nbytes:
+            self._data = np.empty(nbytes, np.uint8)
+        return self._data[:nbytes]
 
-    def _cast(self, shift: int, nbytes: int) -> Words:
-        words = self._words
-        if not shift:
-            return words.astype(type_of(nbytes), casting="unsafe")
-        part: Words = np.empty(words.size, type_of(nbytes))
-        np.right_shift(words, words.dtype.type(shift), out=part, casting="unsafe")
-        return part
+
+def aligned(data: Bytes, width: int) -> Words:
+    """Return bytes as words; a copy of them, where they do not lie as words should: numpy is slow on those."""
+    words: Words = data.view(type_of(width))
+    return words if words.flags.aligned else words.copy()
+
+
+def split(words: Words, begin: int, into: Words, scratch: Bytes, *, turn: bool) -> None:
+    """
+    Fill `into`, numbers of some bytes, with as many bytes of every word, from the `begin`th on.
+
+    Args:
+        words: unsigned numbers; in rows, or not.
+        begin: the first byte that is wanted, of those of a turned word.
+        into: as many numbers, in the same order.
+        scratch: at least as many bytes as `into` has.
+        turn: whether words are turned first; their top byte has to be taken by itself.
+
+    """
+    nbytes, width = into.itemsize, words.itemsize
+    end = begin + nbytes
+    if not turn or width == 1 or end < width - 1:
+        _cast(words, 8 * begin, into)
+    elif end == width - 1:
+        # Instead of the lowest bit of the exponent comes the sign.
+        sign = into.dtype.type(1 << (8 * nbytes - 1))
+        _cast(words, 8 * begin, into)
+        np.bitwise_and(into, ~sign, out=into)
+        signs: Words = scratch[: into.nbytes].view(into.dtype).reshape(into.shape)
+        _cast(words, 8 * (width - nbytes), signs)
+        np.bitwise_and(signs, sign, out=signs)
+        np.bitwise_or(into, signs, out=into)
+    elif nbytes == 1:
+        _cast(words, 8 * begin - 1, into)
+    else:
+        raise ValueError("the top byte of turned words is a part of its own")
+
+
+def _cast(words: Words, shift: int, into: Words) -> None:
+    if shift:
+        np.right_shift(words, words.dtype.type(shift), out=into, casting="unsafe")
+    else:
+        np.copyto(into, words, casting="unsafe")
 
 
 def turned(words: Words) -> Words:
@@ -71,14 +96,18 @@ def turned(words: Words) -> Words:
     return made
 
 
-def merge(parts: list[Words], into: Words, *, turn: bool) -> None:
-    """Fill `into` with words made of parts, the lowest first: undo what a `Splitter` did."""
+def merge(parts: list[Words], into: Words, scratch: Bytes, *, turn: bool) -> None:
+    """Fill `into` with words made of parts, the lowest first: undo `split`. Needs scratch of its size."""
+    held: Words = scratch[: into.nbytes].view(into.dtype)
     if turn and into.itemsize > 1:
-        _merge_turned(parts, into)
-        return
+        _merge_turned(parts, into, held)
+    else:
+        _merge(parts, into, held)
+
+
+def _merge(parts: list[Words], into: Words, held: Words) -> None:
     np.copyto(into, parts[0], casting="unsafe")
     shift = 8 * parts[0].itemsize
-    held = np.empty_like(into) if len(parts) > 1 else into
     for part in parts[1:]:
         # By a product, as numpy casts for it faster than for a shift.
         np.multiply(part, into.dtype.type(1 << shift), out=held, dtype=into.dtype)
@@ -86,14 +115,13 @@ def merge(parts: list[Words], into: Words, *, turn: bool) -> None:
         shift += 8 * part.itemsize
 
 
-def _merge_turned(parts: list[Words], into: Words) -> None:
+def _merge_turned(parts: list[Words], into: Words, held: Words) -> None:
     *low, signed, top = parts
     # The part below the top begins with the sign: taken for a signed number, it fills all bits above with it.
     signs: Words = signed.view(f"<i{signed.itemsize}")
     shift = 8 * (into.itemsize - 1 - signed.itemsize)
-    held = np.empty_like(into)
     if low:
-        merge(low, into, turn=False)
+        _merge(low, into, held)
         np.multiply(signs, 1 << shift, out=held.view(f"<i{into.itemsize}"), dtype=f"<i{into.itemsize}")
         np.bitwise_or(into, held, out=into)
     else:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import msgspec
 
 from shardkeep.codec.codecs import Codec, CodecConfig, FramePlace, Recorded
 from shardkeep.codec.problems import CodecUnavailable, InvalidCodec
 from shardkeep.codec.raw import bound_of_marked, marked, unmarked
-from shardkeep.codec.zstd_engines import MODULES, READERS, Engine, OneFrame, find_engine
+from shardkeep.codec.zstd_engines import MODULES, READERS, Engine, find_engine
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from shardkeep.codec.keys import KeySource
 
+T = TypeVar("T")
 _LEAST, _MOST = -100, 22
 
 
@@ -65,19 +66,19 @@ class _ZstdCodec:
         return coded if is_raw else self._reader.whole(coded, most_nbytes)
 
 
-class ForThread:
-    """A compressor for each thread: one has megabytes of memory that are worth keeping, and serves one at a time."""
+class ForThread(Generic[T]):
+    """One of something for each thread, as a compressor: its megabytes are worth keeping, and it serves one at a time."""
 
-    def __init__(self, make: Callable[[], OneFrame]) -> None:
+    def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._mine = threading.local()
 
-    def get(self) -> OneFrame:
+    def get(self) -> T:
         """Return the one of this thread."""
-        compress: OneFrame | None = getattr(self._mine, "compress", None)
-        if compress is None:
-            compress = self._mine.compress = self._make()
-        return compress
+        made: T | None = getattr(self._mine, "made", None)
+        if made is None:
+            made = self._mine.made = self._make()
+        return made
 
 
 def need_engines(wanted_by: str) -> tuple[Engine, Engine]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,11 +23,8 @@ from shardkeep.format.frames import FRAME_NBYTES, MAGIC, MAX_STORED_NBYTES, Fram
 from shardkeep.store.aligned import ALIGNMENT, ScratchPool, copy, flat
 from shardkeep.store.protocol import BlobWriter, checked_end
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 BATCH = 4
-"""Frames that are encoded and then written at once: what a thread holds beyond the bytes it was given."""
+"""Frames that are encoded and then written at once."""
 _SPARE_FRAMES = 64
 _SMALL_FRAME_NBYTES = 64 << 10
 
@@ -88,6 +85,7 @@ class FrameWriter:
         self._nbytes = nbytes
         self._chain = chain
         self._scratch = scratch
+        self._room_nbytes = _room_nbytes(chain)
         self._sealed = sealed
         self._lock = threading.Lock()
         self._numbered = 0
@@ -111,40 +109,45 @@ class FrameWriter:
             self._write_batch(offset + at, view[at : at + BATCH * FRAME_NBYTES])
 
     def _write_batch(self, offset: int, view: memoryview) -> None:
-        parts = [(at, view[at : at + FRAME_NBYTES]) for at in range(0, len(view), FRAME_NBYTES)]
+        starts = range(0, len(view), FRAME_NBYTES)
         with self._lock:
-            first, self._numbered = self._numbered, self._numbered + len(parts)
-        places = [FramePlace(self._name, first + row, offset + at, len(part)) for row, (at, part) in enumerate(parts)]
-        stored = [self._encode(part, place) for (_, part), place in zip(parts, places, strict=True)]
-        total = sum(map(len, stored))
-        with self._lock:
-            start, self._end = self._end, self._end + total
-        # As far into a page as they will be into the blob's: so a disk takes most of them straight from here.
-        skew = start % ALIGNMENT
+            first, self._numbered = self._numbered, self._numbered + len(starts)
+        places = [
+            FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
+            for row, at in enumerate(starts)
+        ]
         frames = []
         with self._scratch.lease() as scratch:
+            room, together = scratch[: self._room_nbytes], scratch[self._room_nbytes :]
+            stored = self._encode(view, places, room)
+            total = sum(map(len, stored))
+            with self._lock:
+                start, self._end = self._end, self._end + total
+            # As far into a page as they will be into the blob's: so a disk takes most of them straight from here.
+            skew = start % ALIGNMENT
             at = 0
             for place, each in zip(places, stored, strict=True):
-                into = scratch[skew + at : skew + at + len(each)]
+                into = together[skew + at : skew + at + len(each)]
                 copy(into, each)
                 frames.append(_Frame(place, start + at, len(each), digest(into)))
                 at += len(each)
             del stored, each
-            self._inner.write_at(start, scratch[skew : skew + total])
+            self._inner.write_at(start, together[skew : skew + total])
         with self._lock:
             self._frames.extend(frames)
 
-    def _encode(self, part: memoryview, place: FramePlace) -> memoryview:
-        encoded: Buffer = self._chain.encode(part, place)
-        view = flat(memoryview(encoded))
-        if len(view) > MAX_STORED_NBYTES:
-            raise StorageError(
-                f"{self._name}: its codecs made {len(view)} bytes of a frame of {len(part)} at offset {place.offset}",
-                hint="use codecs that make less of it",
-                name=self._name,
-                offset=place.offset,
-            )
-        return view
+    def _encode(self, data: memoryview, places: list[FramePlace], room: memoryview) -> list[memoryview]:
+        stored = [flat(memoryview(each)) for each in self._chain.encode_all(data, places, room)]
+        for place, each in zip(places, stored, strict=True):
+            if len(each) > MAX_STORED_NBYTES:
+                raise StorageError(
+                    f"{self._name}: its codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
+                    f" {place.offset}",
+                    hint="use codecs that make less of it",
+                    name=self._name,
+                    offset=place.offset,
+                )
+        return stored
 
     def finish(self, nbytes: int | None = None) -> None:
         """Write the table, make the blob durable, and tell what stands for it."""
@@ -179,5 +182,10 @@ class FrameWriter:
 
 
 def scratch_nbytes(chain: Chain) -> int:
-    """Return how large a buffer of a writer is: what a batch may become, and where in a page it begins."""
-    return BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
+    """Return how large a buffer of a writer is: room for a batch, what it may become, and where in a page it begins."""
+    return _room_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
+
+
+def _room_nbytes(chain: Chain) -> int:
+    # In whole pages, as what comes behind it has to begin with one.
+    return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT

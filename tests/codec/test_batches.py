@@ -1,0 +1,167 @@
+"""Frames that are encoded together: each becomes what it would have become by itself."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkeep.codec.codecs import FramePlace
+from shardkeep.codec.frame_chain import Chain
+from shardkeep.codec.problems import CodecFailed
+from tests.codec.frames import KEYS, KINDS, NAMES, decoded, numbers
+
+
+@st.composite
+def batches(draw):
+    """Frames of one size, of the same and of different kinds of numbers, and a shorter one behind them; at any address."""
+    size = draw(st.sampled_from([1, 63, 64, 100, 1000, 4097, 20_000]))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    frames = [numbers(kind, size, seed=draw(st.integers(0, 1)))[:size] for kind in kinds]
+    frames[-1] = frames[-1][: draw(st.sampled_from([size, size, max(1, size - 3), (size + 1) // 2]))]
+    return frames, draw(st.integers(0, 8))
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=batches(), codecs=st.lists(st.sampled_from([*NAMES, "float", "float"]), max_size=2))
+def test_a_batch_is_what_its_frames_are(batch, codecs):
+    """
+    Whatever stands beside it, a frame is coded the same, but for encryption; and all of a batch is there in the end.
+    """
+    frames, begin = batch
+    chain = Chain.begin(codecs, keys=KEYS)
+    places = [FramePlace("f", number, 1000 + number, len(frame)) for number, frame in enumerate(frames)]
+    data = memoryview(bytes(begin) + b"".join(frames))[begin:]
+    room = np.full(len(frames) * chain.room_nbytes(len(frames[0])), 0xA5, np.uint8)
+    stored = chain.encode_all(data, places, room.data)
+    for frame, place, each in zip(frames, places, stored, strict=True):
+        assert decoded(chain, each, len(frame), number=place.number, offset=place.offset, file="f") == frame
+        if "aes" not in codecs:
+            assert bytes(each) == bytes(chain.encode(memoryview(frame), place))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "zeros"])
+def test_a_short_frame_that_repeats_a_word(kind):
+    """
+    Zeros behind longer frames: their number is their own.
+    """
+    frames = [numbers(kind, 4096)[:4096], bytes(100)]
+    chain = Chain.begin(["float"])
+    places = [FramePlace("f", number, 0, len(frame)) for number, frame in enumerate(frames)]
+    room = bytearray(2 * chain.room_nbytes(4096))
+    for frame, place, stored in zip(
+        frames, places, chain.encode_all(memoryview(b"".join(frames)), places, memoryview(room)), strict=True
+    ):
+        assert decoded(chain, stored, len(frame), number=place.number, offset=0, file="f") == frame
+
+
+@pytest.mark.parametrize("sizes", [[10, 20], [10, 0], [0, 0], [10, 5, 10], [10, 9], [10, 10, 10], []])
+@pytest.mark.parametrize("codec", ["float", "zstd"])
+def test_frames_that_are_not_those_of_the_data(codec, sizes):
+    """
+    Other bytes than the places have, frames larger than the first, and empty ones are refused.
+    """
+    chain = Chain.begin([codec])
+    places = [FramePlace("f", number, 0, size) for number, size in enumerate(sizes)]
+    given = 20 if sizes in ([10, 9], [10, 10, 10]) else sum(sizes) or bool(sizes)
+    if not sizes:
+        assert chain.encode_all(memoryview(b""), places, memoryview(bytearray(1000))) == []
+        return
+    with pytest.raises(CodecFailed, match="were given for frames of"):
+        chain.encode_all(memoryview(bytes(given)), places, memoryview(bytearray(1000)))
+
+
+class Doubles:
+    """A second codec that makes twice as much of every frame, and says it could be far more."""
+
+    def bound(self, nbytes):
+        return 9 * nbytes + 64
+
+    def encode(self, data, place):
+        return bytes(data) * 2
+
+    def decode(self, data, place, most_nbytes):
+        return data[: data.nbytes // 2]
+
+
+def test_a_codec_behind_that_makes_more():
+    """
+    What the second codec makes of a frame, however much, leaves what the first made of the next ones as it was.
+    """
+    frames = [numbers("bf16", 10_000, seed=seed) for seed in range(4)]
+    alone = Chain.begin(["float"])
+    both = Chain([*alone.recorded, {"name": "doubles"}], [*alone._codecs, Doubles()])
+    places = [FramePlace("f", number, 0, len(frame)) for number, frame in enumerate(frames)]
+    room = bytearray(4 * both.room_nbytes(len(frames[0])))
+    stored = both.encode_all(memoryview(b"".join(frames)), places, memoryview(room))
+    for frame, place, each in zip(frames, places, stored, strict=True):
+        assert bytes(each) == bytes(both.encode(memoryview(frame), place))
+        assert decoded(both, each, len(frame), number=place.number, offset=0, file="f") == frame
+
+
+def test_parts_behind_parts_of_other_lengths():
+    """
+    Words whose low byte is coded, to another length in each frame, and whose others are stored as they are.
+    """
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1 << 32, (4, 5000), dtype=np.uint32)
+    for row, most in zip(words, (2, 20, 60, 90), strict=True):
+        row[:] = row & 0xFFFFFF00 | rng.integers(0, most, row.size, dtype=np.uint32)
+    chain = Chain.begin(["float"])
+    places = [FramePlace("f", number, 0, row.nbytes) for number, row in enumerate(words)]
+    room = np.empty(4 * chain.room_nbytes(words[0].nbytes), np.uint8)
+    stored = chain.encode_all(memoryview(words.tobytes()), places, room.data)
+    assert len({len(each) for each in stored}) == 4
+    for row, place, each in zip(words, places, stored, strict=True):
+        assert len(each) < 0.98 * row.nbytes
+        assert decoded(chain, each, row.nbytes, number=place.number, offset=0, file="f") == row.tobytes()
+
+
+class Breaks:
+    """A first codec that takes batches, and fails at the second frame."""
+
+    def bound(self, nbytes):
+        return nbytes
+
+    room_nbytes = bound
+
+    def encode(self, data, place):
+        raise OSError("no")
+
+    def encode_many(self, data, places, room):
+        yield b"fine"
+        raise OSError("no")
+
+    def decode(self, data, place, most_nbytes):
+        raise OSError("no")
+
+
+class GivesOne(Breaks):
+    """One that gives less than it was asked for."""
+
+    def encode_many(self, data, places, room):
+        yield b"fine"
+
+
+class FailsAtOnce(Breaks):
+    """One that is no generator."""
+
+    def encode_many(self, data, places, room):
+        raise OSError("no")
+
+
+@pytest.mark.parametrize(
+    ("codec", "what"),
+    [
+        (Breaks(), r"1 of f \(bytes 4 to 8\): OSError"),
+        (GivesOne(), r"1 of f \(bytes 4 to 8\): .*it gave less frames"),
+        (FailsAtOnce(), r"0 of f \(bytes 0 to 4\): OSError"),
+    ],
+)
+def test_a_failure_names_its_frame(codec, what):
+    """
+    What fails in the middle of a batch is said of the frame it failed on.
+    """
+    chain = Chain([{"name": "breaks"}], [codec])
+    places = [FramePlace("f", number, 4 * number, 4) for number in range(3)]
+    with pytest.raises(CodecFailed, match=rf"the codec 'breaks' failed on frame {what}"):
+        chain.encode_all(memoryview(bytes(12)), places, memoryview(bytearray(1000)))
