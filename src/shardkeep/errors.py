@@ -166,6 +166,15 @@ class EarlierSaveFailed(CheckpointError, RuntimeError):
     response: Any = None
     """What the call that raises this would have returned: it has made its save, or begun it, all the same."""
 
+    @property
+    def by_rank(self) -> dict[int, Failure]:
+        """What each rank said of the save that failed."""
+        return self._by_rank or getattr(self.__cause__, "by_rank", {})
+
+    @by_rank.setter
+    def by_rank(self, failures: dict[int, Failure]) -> None:
+        self._by_rank = failures
+
 
 class SaveCancelled(CheckpointError):
     """A save was cancelled, or ended early, before it was committed."""

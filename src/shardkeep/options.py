@@ -68,8 +68,8 @@ class Options:
     """
     staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
     """
-    Most host memory that asynchronous saves copy the state of accelerators to. 0: as much as it takes, up to a fair part
-    of what the machine has free. With less than the state takes, staging waits for the disk.
+    Most host memory that asynchronous saves copy the state to. 0: as much as it takes, up to a fair part of what the
+    machine has free. With less than the state takes, staging waits for the disk.
     """
     allow_pickle: bool = field(default_factory=lambda: _env_int("SHARDKEEP_ALLOW_PICKLE", 0) != 0)
     """Unpickle objects of any class in checkpoints of torch's layout. Only for checkpoints you trust."""

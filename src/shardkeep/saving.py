@@ -176,12 +176,12 @@ def async_save(
         codecs: as for `save`.
         group: as for `save`.
         options: as for `save`; also how much memory is staged through.
-        staging: How tensors on an accelerator are copied; those in host memory are copied in the call. "overlap": while
-            the next forward and backward run, with no more memory on the device. What optimizers in the state change in
-            their steps is copied so; all else is copied on the device, in the call. Without an optimizer in the state,
-            wait for `handle.staged` before you change anything. "device": all is copied on the device, in the call.
-            "host": the call waits until all is copied. "auto": as "device" if that takes no more than half of what is
-            free there; else as "overlap" for what an optimizer guards, and as "host" for all else.
+        staging: How tensors on an accelerator are copied; those in host memory are copied in the call, within
+            `Options.staging_bytes`. "overlap": while the next forward and backward run, with no more memory on the device.
+            What optimizers in the state change in their steps is copied so; all else is copied on the device, in the call.
+            Without an optimizer in the state, wait for `handle.staged` before you change anything. "device": all is copied
+            on the device, in the call. "host": the call waits until all is copied. "auto": as "device" if that takes no more
+            than half of what is free there; else as "overlap" for what an optimizer guards, and as "host" for all else.
         writer: Who hashes and writes. "thread": threads of this process. "process": another one, which is started by the
             first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` is a
             path, a URL, or what `open_place` returned; not a store of your own, nor `memory://`.

@@ -1,9 +1,11 @@
 """A process that ends while its save is in flight, in order and without, and one that forks meanwhile."""
 
+import ast
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.faults.forks import Fork
 from tests.faults.scene import files_of_checkpoint, names_in
 
 BEGINNING = """
-import multiprocessing, os, sys, torch
+import atexit, ctypes, multiprocessing, os, sys, threading, time, torch
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import BrokenStore, full, held
@@ -45,9 +47,76 @@ ENDINGS = {
             sys.exit(3)
         main()
     """,
-    "unasked": """
-        handle = sk.async_save(full(1), BrokenStore(sk.LocalStore(place)))
-        1 / 0
+    "lost": """
+        def last_words():
+            time.sleep(0.5)
+            print("a thread")
+
+        atexit.register(print, "a handler")
+        notes = open(place + ".txt", "w")
+        notes.write("a file")
+        ctypes.CDLL(None).printf(b"a buffer in C, ")
+        threading.Thread(target=last_words).start()
+        sk.async_save(full(1), BrokenStore(sk.LocalStore(place)))
+        atexit.register(print, "a later handler")
+    """,
+    "forks": """
+        def leave():
+            sk.async_save(full(1), BrokenStore(sk.LocalStore(place)))
+            sys.exit(3)
+
+        def fork():
+            sk.async_save(full(1), BrokenStore(sk.LocalStore(place))).wait_for_end()
+            if (pid := os.fork()) > 0:
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+        def fail():
+            handle = sk.async_save(full(1), BrokenStore(sk.LocalStore(place)))
+            1 / 0
+
+        def on_rank(rank):
+            torch.distributed.init_process_group("gloo", init_method=f"file://{place}.meet", rank=rank, world_size=2)
+            store = sk.LocalStore(f"{place}-of-ranks")
+            sk.async_save({"w": sk.PerRank(torch.ones(2))}, BrokenStore(store) if rank == 1 else store)
+
+        def broken(*_):
+            raise OSError(5, "injected")
+
+        def keep(how):
+            kept = sk.Checkpointer(f"{place}-{len(pids)}", every_steps=1, on_error=how)
+            sk.LocalStore.create = broken
+            return kept, kept.step(1, full(1))
+
+        def keep_and_ask():
+            keep("raise")[1].exception()
+
+        def keep_and_close():
+            try:
+                keep("raise")[0].close()
+            except sk.EarlierSaveFailed:
+                pass
+
+        def like_torch():
+            writer = dcp.FileSystemWriter(f"{place}-dcp")
+            writer.write_data = broken
+            return dcp.async_save(full(1), storage_writer=writer, no_dist=True)
+
+        def like_torch_and_ask():
+            like_torch().exception()
+
+        import shardkeep.dcp as dcp
+        sk.save(full(1), sk.MemoryStore())  # loads what all of them need
+        ways = [lambda: on_rank(0), lambda: on_rank(1), fail, leave, fork]
+        ways += [lambda: keep("raise"), lambda: keep("warn"), keep_and_ask, keep_and_close, like_torch, like_torch_and_ask]
+        pids = []
+        for number, way in enumerate(ways):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os.dup2(os.open(f"{place}.{number}", os.O_WRONLY | os.O_CREAT), 2)
+                way()
+                break
+        else:
+            print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
     """,
 }
 
@@ -101,16 +170,59 @@ def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
     assert "asked in a fork: a save of process" in ended["sys.exit"][2]
 
 
-def test_a_failure_nobody_asked_for_is_told_at_exit(ended):
+def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
     """
-    It is printed, with what it came from, beside the error that ended the program.
+    It is printed, with what it came from, beside the error that ended the program, whose code stays.
     """
-    place, code, _, err = ended["unasked"]
-    assert code == 1
+    place, _, out, _ = ended["forks"]
+    assert ast.literal_eval(out)[2] == 1
+    err = Path(f"{place}.2").read_text()
     assert "ZeroDivisionError" in err
     assert "EarlierSaveFailed: an earlier asynchronous save" in err
     assert "raise self.broken(verb, name)" in err
     assert names_in(place) == set()
+
+
+def test_a_program_that_ends_well_but_for_its_save(ended):
+    """
+    It ends with code 1, and says so; what handlers, threads and buffers had to do at its end was done.
+    """
+    place, code, out, err = ended["lost"]
+    assert code == 1
+    assert "EarlierSaveFailed: an earlier asynchronous save" in err
+    assert "this process ends with exit code 1" in err
+    assert out.count("a buffer in C, ") == 1
+    assert out.replace("a buffer in C, ", "").splitlines() == ["a thread", "a later handler", "a handler"]
+    assert Path(f"{place}.txt").read_text() == "a file"
+
+
+def test_the_exit_code_after_a_lost_save(ended):
+    """
+    What the program gave to `sys.exit` stays, and a fork of it is not to blame.
+    """
+    *_, left, fork = ast.literal_eval(ended["forks"][2])[:5]
+    assert (left, fork) == (3, 0)
+
+
+def test_the_exit_code_after_a_lost_save_of_a_checkpointer_and_of_dcp(ended):
+    """
+    One that would have raised it and was never closed, and torch's call: 1 if nobody was told, 0 if somebody was.
+    """
+    assert ast.literal_eval(ended["forks"][2])[5:9] == [1, 0, 0, 0]
+    assert ast.literal_eval(ended["forks"][2])[9:] == [1, 0]
+
+
+def test_a_failure_of_one_rank_is_told_at_exit_of_all(ended):
+    """
+    All ranks end with code 1; the one that did not fail prints the lines where the other did, once.
+    """
+    place, _, out, _ = ended["forks"]
+    assert ast.literal_eval(out)[:2] == [1, 1]
+    for rank in range(2):
+        logged, _, at_exit = Path(f"{place}.{rank}").read_text().partition("(during 'write' of save to")
+        assert logged.count("raise self.broken(verb, name)") == 1
+        assert at_exit.count("raise self.broken(verb, name)") == 1
+        assert ("TraceElsewhere: on rank 1:" in at_exit) == (rank == 0)
 
 
 def vanish(pipe, place, at):

@@ -2,15 +2,13 @@
 
 import threading
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.run.background import Background
 from shardkeep.run.handles import SaveHandle
-from shardkeep.stage.pinned import StagingMemory
 from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, broken, full, held, says
 
 WHERE = "somewhere"
@@ -308,16 +306,17 @@ def test_as_a_context_with_a_failure_inside():
         sk.finish_saves()
 
 
-@pytest.mark.parametrize("windows", [8, 40])
-def test_that_staging_waits_for_the_disk_is_told(windows, caplog):
+@pytest.mark.parametrize(("room", "waits"), [(100 * 4096, False), (100 * 4096 - 1, True)])
+def test_that_staging_waits_for_the_disk_is_told(room, waits, caplog):
     """
-    With less host memory than the copies take, the handle and the log say so; with enough of it neither does.
+    With less host memory than the copies take, the handle and the log say so, from the call on; with enough neither does.
     """
-    memory = StagingMemory()
-    handle = SaveHandle("somewhere")
-    size = memory.windows.buffer_nbytes
-    save = SimpleNamespace(_memory=memory, _options=sk.Options(staging_bytes=windows * size), _handle=handle)
-    Background._set_limits(save, SimpleNamespace(count=20, ring_nbytes=0))
-    handle.tell("staging", staged=1)
-    assert handle.progress.staging_waits == (windows < 20)
-    assert ("staging waits for the disk" in caplog.text) == (windows < 20)
+    state = {f"t{n}": torch.full((1024,), float(n)) for n in range(100)}
+    where = held()
+    where.release.set()
+    handle = sk.async_save(state, where, options=replace(OPTIONS, staging_bytes=room))
+    told = handle.progress.staging_waits
+    handle.result(PATIENCE_S)
+    assert told == handle.progress.staging_waits == waits
+    assert (f"save to {where.url}: 0.00 GB are staged through" in caplog.text) == waits
+    assert ("staging waits for the disk" in caplog.text) == waits

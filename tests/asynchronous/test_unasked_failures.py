@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from tests.asynchronous.scene import PATIENCE_S, BrokenStore, broken, full, says
+from tests.asynchronous.scene import PATIENCE_S, BrokenStore, HeldStore, broken, full, says
 
 HASTY = sk.Options(timeout_s=4)
 """Half of it is how long rank 0 stays for a rank that has left as well."""
@@ -108,9 +108,10 @@ def test_several_failures_are_told_together():
     """
     With three saves in flight that fail, one error tells of the first and counts the others.
     """
-    stores = [broken() for _ in range(3)]
+    stores = [HeldStore(broken()) for _ in range(3)]
     handles = [sk.async_save(full(n), store, max_in_flight=9) for n, store in enumerate(stores)]
-    for handle in handles:
+    for handle, store in zip(handles, stores, strict=True):
+        store.release.set()  # only now: a save that has failed would be told by the next call
         handle.wait_for_end()
     with pytest.raises(sk.EarlierSaveFailed, match=r"and 2 more"):
         sk.finish_saves()
@@ -133,7 +134,8 @@ def told_by(call):
     try:
         call()
     except sk.CheckpointError as error:
-        return type(error).__name__, type(error.__cause__).__name__, "rank 1" in str(error)
+        text = "".join(traceback.format_exception(error))
+        return type(error).__name__, type(error.__cause__).__name__, list(error.by_rank), text
     return "ok"
 
 
@@ -165,11 +167,13 @@ def rank_1_fails(folder, asking, then):
 @pytest.mark.parametrize("then", NEXT)
 def test_every_rank_is_told(rank_pool, tmp_path, then):
     """
-    A failure of one rank is raised by the next call on both, and the save after that works.
+    A failure of one rank is raised by the next call on both, with the lines it came from, and the save after that works.
     """
     told = rank_pool.run(2, rank_1_fails, str(tmp_path), (), then)
-    assert [kind for kind, *_ in told] == ["EarlierSaveFailed"] * 2
-    assert told[0][1] == "StorageError"
+    for rank, (kind, cause, ranks, text) in enumerate(told):
+        assert (kind, cause, ranks) == ("EarlierSaveFailed", "StorageError", [1])
+        assert text.count("raise self.broken(verb, name)") == 1, "once, also where it did not happen"
+        assert ("TraceElsewhere: on rank 1:" in text) == (rank == 0)
 
 
 @pytest.mark.parametrize("asking", [0, 1])

@@ -2,8 +2,12 @@
 
 import random
 
-from shardkeep.stage.buffers import BufferPool, ordinary_buffer
+import pytest
+
+import shardkeep as sk
+from shardkeep.stage.buffers import Arenas, BufferPool, ordinary_buffer
 from shardkeep.stage.pinned import staging_memory
+from shardkeep.stage.windows import windows_for
 
 SIZE = 1 << 16
 
@@ -56,3 +60,57 @@ def test_other_buffers_come_back_last_first_and_closed_pools_forget_theirs():
     pool.give(first)
     pool.give(second)
     assert len(pool._ages) == len(pool._free) == pool.nbytes // SIZE == 1
+
+
+def test_what_nobody_uses_can_be_freed():
+    """Buffers in use stay, and come back; no more is freed than has to be."""
+    pool = BufferPool(ordinary_buffer, SIZE, 4 * SIZE, oldest_first=True)
+    taken = [pool.take() for _ in range(4)]
+    for buffer in taken[1:]:
+        pool.give(buffer)
+    pool.shrink(3 * SIZE)
+    assert pool.nbytes == 3 * SIZE
+    pool.shrink(0)
+    assert pool.nbytes == SIZE
+    pool.give(taken[0])
+    assert pool.take() is taken[0]
+    assert len(pool._ages) == 1
+
+
+TOO_MUCH = 1 << 48
+"""More than any process can map: addresses have 47 bits."""
+
+
+def test_memory_that_cannot_be_had():
+    """A pool and a writer say what they wanted and what to do; nothing is counted that was not made."""
+    pool = BufferPool(ordinary_buffer, TOO_MUCH, TOO_MUCH)
+    with pytest.raises(
+        sk.CheckpointError, match=r"no memory for buffer number 1 of .* MiB at most: .*(?s:.*)staging_bytes"
+    ):
+        pool.take()
+    assert pool.nbytes == 0
+    with windows_for([], TOO_MUCH, 1) as lend, pytest.raises(sk.CheckpointError, match="no memory for a window"):
+        lend()
+
+
+def test_an_arena_that_cannot_be_made_is_not_counted():
+    """What was free is freed for it, and the next one is made as ever."""
+    arenas = Arenas()
+    arenas.give(arenas.take(1000))
+    with pytest.raises(OSError, match="memory"):
+        arenas.take(TOO_MUCH)
+    assert (arenas.nbytes, arenas.nbytes_in_use) == (0, 0)
+    arena = arenas.take(500)
+    assert (arenas.nbytes, arenas.nbytes_in_use) == (500, 500)
+    arenas.give(arena)
+    assert (arenas.nbytes, arenas.nbytes_in_use) == (500, 0)
+
+
+def test_a_kept_arena_above_the_limit_is_freed():
+    """Memory that is kept from a time with more room is used where it is allowed, and else given up for less."""
+    arenas = Arenas()
+    kept = arenas.take(8000)
+    arenas.give(kept)
+    assert arenas.take(1000, 8000) is kept
+    arenas.give(kept)
+    assert arenas.take(1000, 7999).view.nbytes == arenas.nbytes == 1000

@@ -5,6 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from shardkeep.stage import pieces
 from shardkeep.stage.buffers import Arenas, Buffer, ordinary_buffer
@@ -13,7 +16,9 @@ from tests.engine.samples import all_dtypes, bits, random_tensor
 
 
 def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> Pieces:
-    return take_pieces(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
+    found = take_pieces(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
+    found.copy_on_host(1 << 30)
+    return found
 
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
@@ -91,6 +96,43 @@ def test_whoever_empties_the_list_lets_go_of_all():
 
     assert found.tensors == []
     assert found.found == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 900), min_size=1, max_size=12),
+    room=st.integers(0, 4000),
+    guarded=st.sets(st.integers(0, 11)),
+    again=st.lists(st.integers(0, 11), max_size=3),
+)
+def test_what_finds_no_room_is_lent(sizes, room, guarded, again):
+    """
+    Each tensor is copied or lent, and no copy takes more than there is room for; what an optimizer guards is lent first,
+    and the call has to wait only where something else is lent.
+    """
+    sources = [torch.randint(0, 255, (size,), dtype=torch.uint8).float() for size in sizes]
+    behind = [nn.Parameter(source) for at, source in enumerate(sources) if at in guarded]
+    optimizers = [torch.optim.SGD(behind)] if behind else []
+    sources += [sources[at] for at in again if at < len(sizes)]
+    before = [bits(source) for source in sources]
+    found = take_pieces(sources, arenas := Arenas(), staging="overlap", optimizers=optimizers, threads=2)
+
+    found.copy_on_host(room)
+
+    assert arenas.nbytes == found.copied_nbytes <= room
+    lent = {tensor.data_ptr() for tensor in found.lent}
+    kept = {tensor.data_ptr() for tensor in behind}
+    loose = [each for each in sources if each.data_ptr() not in kept]
+    assert found.live_nbytes == sum(tensor.nbytes for tensor in found.lent)
+    assert found.guarded == lent.isdisjoint(each.data_ptr() for each in loose)
+    if not found.guarded:  # the smallest that was left is larger than what was free before guarded ones came
+        smallest = min(each.nbytes for each in loose if each.data_ptr() in lent)
+        copied = {each.data_ptr(): -(-each.nbytes // 64) * 64 for each in loose if each.data_ptr() not in lent}
+        assert sum(copied.values()) + smallest > room - 64
+    for source in sources:
+        if source.data_ptr() not in lent:
+            source.fill_(-1)
+    assert [bits(each) for each in found.tensors] == before
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from shardkeep.compat.in_use import Turn, stand_in_line
 from shardkeep.errors import EarlierSaveFailed
 from shardkeep.protocol.gatherings import _DistWrapper
+from shardkeep.run.exit_code import exit_code, tell_at_exit
 from shardkeep.run.in_flight import let_go
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Lane:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
         # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
-        threading._register_atexit(self._thread.shutdown)  # type: ignore[attr-defined]  # there is no public way
+        threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
+        self._process_id = os.getpid()
         self._number: int | None = None
         self._order = threading.Lock()
         self._failed: list[SaveFuture[Any]] = []
@@ -80,6 +82,7 @@ class Lane:
 
     def submit(self, work: Callable[[], T], what: str, *uses: object) -> SaveFuture[T]:
         """Run a save after those before it, of this lane and of those that use the same objects."""
+        exit_code().watch()
         future: SaveFuture[T] = SaveFuture(what, self._failed)
         with self._order:  # the same in all lines
             turn = stand_in_line(*uses, what=what, thread=lambda: self._number)
@@ -103,6 +106,11 @@ class Lane:
         )
         earlier.__cause__ = errors[0]
         return earlier
+
+    def _at_exit(self) -> None:
+        self._thread.shutdown()
+        if os.getpid() == self._process_id and (earlier := self.take_unasked()) is not None:
+            tell_at_exit(earlier)
 
     def _carry_out(self, box: list[Callable[[], T]], turn: Turn, future: SaveFuture[T]) -> None:
         self._number = threading.get_ident()

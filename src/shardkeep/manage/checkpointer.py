@@ -194,6 +194,7 @@ class Checkpointer(Ending):
             takeover=takeover,
             max_in_flight=max_in_flight,
             asynchronous=asynchronous,
+            raises=self._failures.raises,
             how={
                 "allow_pickle": allow_pickle,
                 "options": self._options,

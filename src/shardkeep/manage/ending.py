@@ -65,7 +65,8 @@ class Ending(Resuming):
         errors: list[BaseException] = []
         try:
             errors = self._saves.wait()
-            errors += self._saves.promotions.finish(timeout_s, newest=newest)
+            with self._failures.keeping(errors):
+                errors += self._saves.promotions.finish(timeout_s, newest=newest)
         except BaseException:  # who cannot wait for saves does not wait for these
             self.cancel_promotions()
             raise

@@ -21,7 +21,9 @@ class Ends(Protocol):
 class Pending:
     """They have numbers, the same on all ranks. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, raises: bool = False) -> None:
+        """Take none yet; `raises`: whether failures are raised, so that one that never was is an error of the process."""
+        self._raises = raises
         self._handles: dict[int, Ends] = {}
         self.count = 0
         """Of all saves that were begun."""
@@ -29,7 +31,7 @@ class Pending:
     def add(self, handle: Ends) -> None:
         """Take a save that was begun; its failure is told by its Checkpointer, and by nobody else."""
         if isinstance(handle, SaveHandle):
-            handle.asked = True
+            handle.asked, handle.told_later = True, self._raises
         self._handles[self.count] = handle
         self.count += 1
 
@@ -40,7 +42,7 @@ class Pending:
     def failed(self) -> list[int]:
         """Number those that have failed by now, on this rank; forget those that ended well."""
         ended = [number for number, handle in self._handles.items() if handle.done()]
-        failed = [number for number in ended if self._handles[number].exception() is not None]
+        failed = [number for number in ended if _error_of(self._handles[number]) is not None]
         for number in set(ended) - set(failed):
             del self._handles[number]
         return failed
@@ -56,8 +58,15 @@ class Pending:
             handle = self._handles.get(number)
             if handle is None:  # it ended well here, or its call has raised
                 continue
-            error = handle.exception()
+            error = _error_of(handle)
             del self._handles[number]
+            if isinstance(handle, SaveHandle):
+                handle.told_later = False
             if error is not None:
                 errors.append(error)
         return errors
+
+
+def _error_of(handle: Ends) -> BaseException | None:
+    """Wait, and return what went wrong; that is told by whoever asks here, and not by having asked."""
+    return handle.outcome() if isinstance(handle, SaveHandle) else handle.exception()

@@ -66,6 +66,7 @@ class Saves:
         takeover: bool,
         max_in_flight: int,
         asynchronous: bool,
+        raises: bool,
         how: Mapping[str, Any],
         how_asynchronous: Mapping[str, Any],
     ) -> None:
@@ -84,11 +85,12 @@ class Saves:
             takeover: take the root from another job.
             max_in_flight: how many saves may be under way.
             asynchronous: save while training goes on.
+            raises: failures are raised, sooner or later.
             how: arguments of all saves.
             how_asynchronous: more arguments of asynchronous ones.
 
         """
-        self.pending = Pending()
+        self.pending = Pending(raises=raises)
         self._last: tuple[int, Saved | None] | None = None
         """What was restored or saved last, and the save."""
         self._highest: int | None = None
@@ -185,7 +187,7 @@ class Saves:
         if self._last is None or self._last[0] != step:
             return False
         saved = self._last[1]
-        return not isinstance(saved, SaveHandle) or saved.exception() is None
+        return not isinstance(saved, SaveHandle) or saved.outcome() is None
 
     def begin(self, step: int) -> None:
         """
@@ -303,7 +305,7 @@ class Saves:
 
 def _ended_well(saved: Saved, step: int, timeline: Timeline) -> bool:
     """Wait for a save, and say whether it is committed."""
-    error = saved.exception() if isinstance(saved, SaveHandle) else None
+    error = saved.outcome() if isinstance(saved, SaveHandle) else None
     if error is None:
         timeline.saved.add(step)
     elif isinstance(saved, SaveHandle):  # said now, as nobody may ask before the next save

@@ -23,6 +23,14 @@ MOST_LINE_CHARS = 1_000
 """Longest line of such a traceback."""
 
 
+class TraceElsewhere(Exception):
+    """
+    The traceback of another rank, as text.
+
+    It is the cause of an error that did not begin on this rank, so that Python prints it there; it is never raised.
+    """
+
+
 class Group(msgspec.Struct, frozen=True):
     """Ranks on which the same thing went wrong."""
 
@@ -65,6 +73,19 @@ def describe(error: BaseException) -> Failure:
         _plain_text(failure.hint),
         _plain_details(failure.details),
     )
+
+
+def show_trace(error: BaseException) -> None:
+    """Let whoever prints an error that began on other ranks see where: by the traceback of the first that has one."""
+    origin, seen = error, {id(error)}
+    while origin.__cause__ is not None and id(origin.__cause__) not in seen:
+        origin = origin.__cause__
+        seen.add(id(origin))
+    # What began on this rank has causes and frames of its own, and knows nothing of ranks.
+    told = origin.by_rank if isinstance(origin, CheckpointError) else {}
+    if (first := next((failure for failure in told.values() if failure.trace), None)) is not None:
+        ranks = [rank for rank, failure in told.items() if failure == first]
+        origin.__cause__ = TraceElsewhere(f"on {name_ranks(ranks)}:\n{first.trace}")
 
 
 def judge_failures(failures: dict[int, Failure], *, phase: str, title: str) -> Verdict:

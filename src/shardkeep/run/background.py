@@ -4,6 +4,8 @@ The part of an asynchronous save that goes on after its call has returned.
     plan -> stage, and write what is staged -> commit
 
 Staging lets go of the state as early as it can: that is what the next step of an optimizer waits for, and the caller.
+What lies in host memory is copied here before the call returns, as far as there is room; writers read the rest from the
+caller's memory.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardkeep.format.columns import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, cores, local_ranks
 from shardkeep.run.coding import FileCoding
@@ -28,9 +31,11 @@ from shardkeep.run.telling import SaveTelling
 from shardkeep.run.workers import divide_for
 from shardkeep.run.write import FileJob, Hashing, Sink, Window, windows_in_turn, write_files
 from shardkeep.run.writer_hold import Outside
+from shardkeep.stage.buffers import Buffer
 from shardkeep.stage.pieces import Pieces
 from shardkeep.stage.pinned import WINDOW_NBYTES, StagingMemory
 from shardkeep.stage.step_gates import Gate
+from shardkeep.store.aligned import address_of
 from shardkeep.store.giving_up import Hope
 from shardkeep.store.process import free_memory
 from shardkeep.store.protocol import BlobWriter
@@ -40,6 +45,12 @@ log = logging.getLogger("shardkeep")
 _FIRST_RING_NBYTES = 512 << 20
 _FAIR_PART = 0.8
 """Of the memory that a machine has free, for all its ranks together."""
+_FEWEST_WINDOWS = 2
+"""One is filled while another is written, however little memory there is."""
+_FOR_SMALL_TENSORS = 1 / 16
+"""Of the limit, though windows take all of it: a call must not wait for the state of a generator of random numbers."""
+_WORTH_NOTING_NBYTES = 16 << 20
+"""A copy of less takes no time that a report would show."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class Background:
         outside: Outside | None = None,
     ) -> None:
         """
-        Begin nothing yet.
+        Copy what lies in host memory and fits; begin nothing else yet.
 
         Args:
             call: the save so far.
@@ -86,6 +97,14 @@ class Background:
             outside: the process that hashes and writes; by default the threads that call do.
 
         """
+        self._handle = handle
+        self._memory = memory
+        self._options = options
+        self._outside = outside
+        self._telling = telling
+        self._limit_nbytes = self._limit()
+        self._pieces = pieces
+        self._copy_on_host()
         self.gate = Gate()
         """Before the next step of the optimizers in the state."""
         self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
@@ -94,12 +113,6 @@ class Background:
         """From the call until the state might be changed; 0: at its return."""
         self._call = call
         self._draft = draft
-        self._pieces = pieces
-        self._handle = handle
-        self._memory = memory
-        self._options = options
-        self._outside = outside
-        self._telling = telling
         self._staged_told = not pieces.live_nbytes
         self._copied_s = 0.0
         self._written = 0
@@ -107,6 +120,31 @@ class Background:
         self._lock = threading.Lock()
         if not pieces.live_nbytes:
             handle.end_staging()
+
+    def _limit(self) -> int:
+        """Say how much host memory this save may copy to, beside what others have copied to."""
+        arenas, pool = self._memory.arenas, self._memory.windows
+        if self._options.staging_bytes:
+            return self._options.staging_bytes - arenas.nbytes_in_use
+        kept = arenas.nbytes - arenas.nbytes_in_use + pool.nbytes
+        return int(_FAIR_PART * free_memory() / local_ranks()) + kept
+
+    def _copy_on_host(self) -> None:
+        pieces, phases = self._pieces, self._telling.phases
+        windows = _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes if self._outside or pieces.events else 0
+        began_s = phases.now()
+        limit = max(0, self._limit_nbytes)
+        pieces.copy_on_host(max(limit - windows, int(limit * _FOR_SMALL_TENSORS)))
+        copied = pieces.copied_nbytes
+        taken = pieces.arena.view.nbytes if pieces.arena else 0  # more, where it was kept from an earlier save
+        self._limit_nbytes = 0 if pieces.refused else limit - taken
+        if self._options.staging_bytes:  # windows are kept from earlier saves, which may have had more room
+            self._memory.windows.shrink(max(windows, self._limit_nbytes))
+        if copied >= _WORTH_NOTING_NBYTES:
+            phases.add("stage", began_s, phases.now(), copied)
+        if pieces.lent:
+            through = copied + (windows or self._options.host_budget_bytes)
+            self._tell_that_staging_waits(copied + sum(tensor.nbytes for tensor in pieces.lent), through)
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -146,6 +184,12 @@ class Background:
         threads, window = shares.threads, shares.window_nbytes
         if self._pieces.events and not outside:
             window = WINDOW_NBYTES
+        lent = _Lent(self._pieces.arena) if self._pieces.lent else None
+        if lent:  # the files first that staging waits for
+            jobs.sort(key=lambda job: not lent.among(job.address))
+        ahead = outside.filled_ahead if outside else None
+        if lent and not outside and not self._pieces.events:
+            ahead = _never  # writers have memory of their own
         staging = Staging(
             windows_in_turn(jobs, window, threads),
             ring=self._memory.ring,
@@ -153,7 +197,8 @@ class Background:
             after=self._pieces.events,
             wanted=self._handle.wanted,
             urgent=self._pieces.live_nbytes > 0,
-            ahead=outside.filled_ahead if outside else None,
+            ahead=ahead,
+            live=lent,
         )
         self._set_limits(staging)
         self._total = sum(job.data_nbytes for job in jobs)
@@ -178,7 +223,7 @@ class Background:
         hope = Hope(room=None if outside else shares.room, wanted=self._handle.wanted)
         with hope.held(), staging.running():
             write_files(self._call.store, jobs, threads=threads, window_nbytes=window, sink=_Telling(sink, told))
-        if staging.count:
+        if staging.nbytes:
             self._telling.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._tell_staged()
         self._handle.insist()
@@ -206,23 +251,48 @@ class Background:
         # No less than another save in flight may be counting on.
         now = max(ring.most_nbytes, min(staging.ring_nbytes, max(ring.nbytes, _FIRST_RING_NBYTES)))
         ring.most_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, now))
-        fair = int(_FAIR_PART * free_memory() / local_ranks()) + pool.nbytes
-        limit = self._options.staging_bytes or fair
-        pool.most_nbytes = max(2 * pool.buffer_nbytes, min(limit, max(wanted, pool.most_nbytes)))
-        if wanted > pool.most_nbytes:
-            self._handle.tell_that_staging_waits()
-            log.warning(
-                "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
-                self._handle.where,
-                wanted / 1e9,
-                pool.most_nbytes / 1e9,
-            )
+        least = _FEWEST_WINDOWS * pool.buffer_nbytes
+        pool.most_nbytes = max(least, min(self._limit_nbytes, max(wanted, pool.most_nbytes)))
+        if wanted > pool.most_nbytes and not self._handle.progress.staging_waits:
+            self._tell_that_staging_waits(wanted, pool.most_nbytes)
+
+    def _tell_that_staging_waits(self, nbytes: int, through_nbytes: int) -> None:
+        self._handle.tell_that_staging_waits()
+        log.warning(
+            "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
+            self._handle.where,
+            nbytes / 1e9,
+            through_nbytes / 1e9,
+        )
 
     def _open_gate(self, queued: Future[Any]) -> None:
         self.gate.open({} if queued.exception() else queued.result())
 
     def _note_copied(self, copied: Future[None]) -> None:
         self._copied_s = self._telling.phases.now()
-        if copied.exception() is None and not self._handle.staged.done():
+        if copied.exception() is not None:
+            return  # a writer may still be reading what was lent
+        self._pieces.lent.clear()
+        if not self._handle.staged.done():
             self.staged_s = self._copied_s
             self._handle.end_staging()
+
+
+class _Lent:
+    """Says which windows take bytes from memory of the caller's: all that is not in the arena."""
+
+    def __init__(self, arena: Buffer | None) -> None:
+        self._begin = address_of(arena.view) if arena else 0
+        self._end = self._begin + (arena.view.nbytes if arena else 0)
+
+    def __call__(self, window: Window) -> bool:
+        return self.among(window.job.address[window.rows.start : window.rows.stop])
+
+    def among(self, addresses: IntArray) -> bool:
+        """Say whether something at these addresses is the caller's; what does not lie in order has none."""
+        return bool(((addresses < self._begin) | (addresses >= self._end)).any())
+
+
+def _never(window: Window) -> bool:
+    del window
+    return False

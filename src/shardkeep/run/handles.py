@@ -26,7 +26,7 @@ class SaveProgress:
     phase: str
     """"planning", "staging", "writing", "committing"; in the end "done", "failed" or "cancelled"."""
     bytes_staged: int = 0
-    """What has been copied from accelerators since the call."""
+    """What has been copied since the call."""
     bytes_written: int = 0
     bytes_total: int = 0
     """What this rank writes; 0 until it is known."""
@@ -71,6 +71,8 @@ class SaveHandle(Generic[T]):
         """When the state may be changed."""
         self.asked = False
         """Whether the caller knows how it ended."""
+        self.told_later = False
+        """Whether somebody has taken it on to tell of its failure: no other save does, but the end of the process does."""
         self._future: Future[T] = Future()
         self._process_id = os.getpid()
         self._cancelled = threading.Event()
@@ -96,14 +98,21 @@ class SaveHandle(Generic[T]):
 
         """
         ended = _within(timeout, self._future, "the save is not complete", self._process_id)
-        self.asked = True
+        self._note_asked()
         return ended.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save to end, and return what went wrong, if anything did."""
         ended = _within(timeout, self._future, "the save is not complete", self._process_id)
-        self.asked = True
+        self._note_asked()
         return ended.exception()
+
+    def outcome(self) -> BaseException | None:
+        """Wait, return what went wrong, and leave it to be asked for."""
+        return _within(None, self._future, "the save is not complete", self._process_id).exception()
+
+    def _note_asked(self) -> None:
+        self.asked, self.told_later = True, False
 
     @property
     def progress(self) -> SaveProgress:

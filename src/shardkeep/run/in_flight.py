@@ -2,8 +2,9 @@
 The asynchronous saves of this process that have not ended, and the failures that nobody has asked for.
 
 Each save runs on a thread of its own. So many at a time are allowed as the caller says; the next one waits in its call.
-A failure that nobody asks for is logged, and raised by the next save, by `finish`, or told at exit. The next save is made
-all the same: other ranks may not know of the failure yet, or have asked for it.
+A failure that nobody asks for is logged, and raised by the next save or by `finish`; at exit it is printed, and the process
+ends with a code that is not 0. The next save is made all the same: other ranks may not know of the failure yet, or have
+asked for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, TypeVar
 from shardkeep.errors import CheckpointError, EarlierSaveFailed, SaveCancelled
 from shardkeep.events import say
 from shardkeep.protocol.failures import CheckpointException
+from shardkeep.ranks.verdict import show_trace
+from shardkeep.run.exit_code import exit_code, tell_at_exit
 from shardkeep.run.handles import SaveHandle
 
 log = logging.getLogger("shardkeep")
@@ -49,15 +52,18 @@ class Flights:
 
     def begin(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
         """Carry a save out on a thread; what is to be done is taken out of its box when it begins."""
+        exit_code().watch()
         self._threads.submit(self._carry_out, handle, box)
         # After that: a Ctrl-C in between must not leave one to be waited for that never ends.
         self._under_way.append(handle)
 
-    def earlier_failure(self, than: SaveHandle[Any] | None = None) -> EarlierSaveFailed | None:
+    def earlier_failure(
+        self, than: SaveHandle[Any] | None = None, *, at_exit: bool = False
+    ) -> EarlierSaveFailed | None:
         """Return the failure of a save that has ended and that nobody has asked for, once; not of one just begun."""
         ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves add to them meanwhile
-        failed = [each for each in ended if not each.asked and each is not than]
-        self._failed += [each for each in ended if each is than]
+        failed = [each for each in ended if (each.told_later if at_exit else not each.asked) and each is not than]
+        self._failed += [each for each in ended if each is than or (each.told_later and not at_exit)]
         if not failed:
             return None
         error = failed[0].exception()
@@ -82,6 +88,7 @@ class Flights:
         self.make_room(1)
         self._threads.shutdown()
         self._threads = _threads()
+        exit_code().look_away()
         if (earlier := self.earlier_failure()) is not None:
             raise earlier
 
@@ -102,8 +109,10 @@ class Flights:
             cancelled = isinstance(error, SaveCancelled)  # on whichever rank: somebody wanted it so
             if cancelled:
                 say(logging.INFO, "an asynchronous save, to %s, was cancelled", handle.where)
-            elif not handle.asked:
-                say(logging.ERROR, "an asynchronous save, to %s, failed", handle.where, exc_info=error)
+            else:
+                show_trace(error)
+                if not handle.asked:
+                    say(logging.ERROR, "an asynchronous save, to %s, failed", handle.where, exc_info=error)
             let_go(error)
             if not cancelled:
                 self._failed.append(handle)
@@ -116,11 +125,14 @@ class Flights:
             return
         try:
             self.finish()
-        except CheckpointError as error:  # nobody is left to catch it
-            traceback.print_exception(type(error), error, error.__traceback__)
+            if (earlier := self.earlier_failure(at_exit=True)) is not None:
+                raise earlier
+        except CheckpointError as error:
+            tell_at_exit(error)
         except KeyboardInterrupt:
             places = ", ".join(each.where for each in self._still_under_way())
             log.error("interrupted at exit: given up before they were complete: saves to %s", places)  # noqa: TRY400
+            tell_at_exit()
 
 
 def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:

@@ -4,6 +4,9 @@ Windows of files that are filled ahead of their being written, from memory that 
 What an accelerator holds is copied on a stream of its own into pinned buffers, which several threads empty into
 ordinary windows; writers take these as they come. Windows are filled in the order in which they are written, so that
 a budget smaller than the state makes staging wait for the disk, and never for itself.
+
+What lies in host memory, and was not copied in the call, is read by the writers themselves as they come to it; the state
+is needed until the last of them has.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ _EMPTIERS_PER_CORE = 0.75
 _FEW_EMPTIERS = 4
 """Where nobody waits: training needs the cores."""
 
+_PATIENCE_S = 0.2
+"""How often one who waits for writers looks whether they still write."""
+
 Events = dict["torch.device", "torch.Event"]
 
 
@@ -51,6 +57,7 @@ class Staging:
         wanted: Callable[[], bool],
         urgent: bool = True,
         ahead: Callable[[Window], bool] | None = None,
+        live: Callable[[Window], bool] | None = None,
     ) -> None:
         """
         Fill nothing yet.
@@ -63,6 +70,7 @@ class Staging:
             wanted: says whether the save still goes on.
             urgent: training waits for the state to be copied.
             ahead: says which windows are filled ahead; by default those with something from an accelerator.
+            live: says which of the others take bytes from memory of the caller's; by default none.
 
         """
         self._ring = ring
@@ -73,10 +81,16 @@ class Staging:
         self._ending = False
         self._one_writer = threading.Lock()
         self._lock = threading.Lock()
-        self._queue = list(filter(ahead or _has_scattered, windows))
+        every = list(windows)
+        self._queue = list(filter(ahead or _has_scattered, every))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
         self._last_of = {(w.job.name, w.start): list(_ending_in(w)) for w in self._queue}
         self._noted_nbytes = 0
+        lent = filter(live, every) if live else ()
+        self._unread = {key: w.nbytes for w in lent if (key := (w.job.name, w.start)) not in self._ahead}
+        self._all_read = threading.Event()
+        self.nbytes = sum(w.nbytes for w in self._queue) + sum(self._unread.values())
+        """What is copied after the call."""
         self.count = len(self._queue)
         """How many are filled ahead."""
         self.ring_nbytes = 0
@@ -90,13 +104,15 @@ class Staging:
     def nbytes_copied(self) -> int:
         """How much is no longer needed of the state."""
         if self.copied.done() and self.copied.exception() is None:  # though threads may not have noted it yet
-            return sum(window.nbytes for window in self._queue)
+            return self.nbytes
         return self._noted_nbytes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Fill windows while inside; on the way out, end whatever still goes on."""
-        if not self._queue:
+        if not self._unread:
+            self._all_read.set()
+        if not self._queue and not self._unread:
             self.copied.set_result(None)
             self.queued.set_result({})
             yield
@@ -123,6 +139,7 @@ class Staging:
         ahead = self._ahead.get((window.job.name, window.start))
         if ahead is None:
             gather(window, own[: window.nbytes])
+            self._note_read(window)
             yield own[: window.nbytes]
             return
         buffer = ahead.result()  # before its turn: others may have what it would wait for
@@ -137,7 +154,15 @@ class Staging:
     def _among_writers(self) -> contextlib.AbstractContextManager[Any]:
         """Let one writer work at a time while training waits for copies: they need the same cores, and memory's speed."""
         enough = self.count * self._pool.buffer_nbytes <= self._pool.most_nbytes  # else staging waits for writers
-        return self._one_writer if self._urgent and enough and not self.copied.done() else contextlib.nullcontext()
+        alone = self._urgent and enough and self._all_read.is_set() and not self.copied.done()
+        return self._one_writer if alone else contextlib.nullcontext()
+
+    def _note_read(self, window: Window) -> None:
+        """A writer has its bytes."""
+        with self._lock:
+            self._noted_nbytes += self._unread.pop((window.job.name, window.start), 0)
+            if not self._unread:
+                self._all_read.set()
 
     def insist(self) -> None:
         """Raise if the save is no longer wanted."""
@@ -165,6 +190,7 @@ class Staging:
                         raise
                     last = {device: stream.record_event() for device, stream in streams.items()}
                     threads.submit(self._empty, window, buffer, target, last)
+            self._wait_for_readers()
             self._settle(self.queued, last)
             for event in last.values():
                 event.synchronize()  # before the ring is emptied: what is in it is safe
@@ -174,6 +200,11 @@ class Staging:
             return
         if last:
             self._grow_ring()
+
+    def _wait_for_readers(self) -> None:
+        while not self._all_read.wait(_PATIENCE_S):
+            if not self._goes_on():
+                raise _ended()
 
     def _grow_ring(self) -> None:
         """Pin memory for the next save: it takes long, and nobody waits for it now."""

@@ -110,8 +110,8 @@ def divide_for(store: object, threads: int, budget_nbytes: int, *, coded: bool) 
 
 
 def _codec_nbytes(window: int) -> int:
-    """Say what a thread holds beyond a window while its frames go through codecs: them twice, and some to work in."""
-    return 2 * min(window, BATCH * FRAME_NBYTES) + 2 * FRAME_NBYTES
+    """Say what a thread holds beyond a window while its frames go through two codecs: them thrice, and as much to work in."""
+    return 4 * min(window, BATCH * FRAME_NBYTES) + FRAME_NBYTES
 
 
 class Consequence(CheckpointError):

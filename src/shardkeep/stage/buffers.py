@@ -8,6 +8,7 @@ before `close`. Whoever takes a buffer while all of them are in use waits until 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from bisect import insort
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from itertools import count
 
 import torch
 
+from shardkeep.stage.memory import asking_for_memory
 from shardkeep.state.toolkit.offload import PinningRefused, _register
 from shardkeep.store.aligned import aligned_buffer
 
@@ -105,7 +107,9 @@ class BufferPool:
 
     def _new(self) -> Buffer:
         try:
-            buffer = self._make(self.buffer_nbytes)
+            most = f"{self._made} of {self.buffer_nbytes >> 20} MiB, in {self.most_nbytes >> 20} MiB at most"
+            with asking_for_memory(f"buffer number {most}", "allow less with Options(staging_bytes=...)"):
+                buffer = self._make(self.buffer_nbytes)
         except BaseException:
             with self._changed:
                 self._made -= 1
@@ -113,6 +117,13 @@ class BufferPool:
             raise
         self._ages[buffer] = next(self._age)
         return buffer
+
+    def shrink(self, most_nbytes: int) -> None:
+        """Free what nobody uses, as far as more than so much is held."""
+        with self._changed:
+            while self._free and self._made * self.buffer_nbytes > most_nbytes:
+                self._made -= 1
+                del self._ages[self._free.pop(0)]
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
@@ -160,18 +171,33 @@ class Arenas:
         """How much memory is held."""
         return self._held
 
-    def take(self, nbytes: int) -> Buffer:
-        """Return memory of at least `nbytes`: the least of what is free that is enough; what is not enough is freed."""
+    @property
+    def nbytes_in_use(self) -> int:
+        """How much of it holds a snapshot."""
         with self._lock:
-            fits = sorted(
-                (each for each in self._free if each.view.nbytes >= nbytes), key=lambda each: each.view.nbytes
-            )
+            return self._held - sum(each.view.nbytes for each in self._free)
+
+    def take(self, nbytes: int, most_nbytes: int | None = None) -> Buffer:
+        """
+        Return memory of at least `nbytes`, and at most `most_nbytes` if these are more.
+
+        It is the least of what is free that is enough; if there is none, all that is free is freed, and it is made.
+        """
+        most_nbytes = sys.maxsize if most_nbytes is None else max(nbytes, most_nbytes)
+        with self._lock:
+            fits = [each for each in self._free if nbytes <= each.view.nbytes <= most_nbytes]
             if fits:
-                self._free.remove(fits[0])
-                return fits[0]
+                arena = min(fits, key=lambda each: each.view.nbytes)
+                self._free.remove(arena)
+                return arena
             self._held += nbytes - sum(each.view.nbytes for each in self._free)
             self._free.clear()
-        return self._make(nbytes)
+        try:
+            return self._make(nbytes)
+        except BaseException:
+            with self._lock:
+                self._held -= nbytes
+            raise
 
     def give(self, arena: Buffer) -> None:
         """Take memory back."""

@@ -6,9 +6,12 @@ Nothing here knows tensors, so that files can be verified without importing torc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Protocol
 
+from shardkeep.errors import CheckpointError
 from shardkeep.format.region import Box, Ints
 
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -24,6 +27,21 @@ def view_memory(address: int, nbytes: int) -> memoryview:
     """View raw memory. The caller keeps its owner alive."""
     view: memoryview = _from_memory(address, nbytes, _WRITABLE)
     return view
+
+
+@contextlib.contextmanager
+def asking_for_memory(what: str, hint: str) -> Iterator[None]:
+    """
+    Ask the system for memory inside, which is said to be for this.
+
+    Raises:
+        CheckpointError: there is none.
+
+    """
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"no memory for {what}: {error}", hint=hint) from error
 
 
 class Scattered(Protocol):

@@ -1,18 +1,16 @@
 """
 The pieces of a state that is to be saved while training goes on: which are copied at once, and which later.
 
-What lies in host memory is copied in the call. On an accelerator there are two ways: a copy on the device, queued in
-the call; or none in the call, where something keeps the memory from changing until it has been copied (the step of an
-optimizer waits, or the caller does).
+What lies in host memory is copied in the call, as far as there is room. On an accelerator there are two ways: a copy on
+the device, queued in the call; or none in the call, where something keeps the memory from changing until it has been
+copied (the step of an optimizer waits, or the caller does). What finds no room in host memory goes that second way too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,23 +20,14 @@ from torch.optim import Optimizer
 from shardkeep.format.region import strides_of
 from shardkeep.stage.aliases import memory_keys
 from shardkeep.stage.buffers import Arenas, Buffer
-from shardkeep.stage.memory import copy_memory
-from shardkeep.stage.tensors import as_raw, scattered
-from shardkeep.state.toolkit.recognise import is_dtensor
-from shardkeep.store.aligned import address_of
+from shardkeep.stage.guards import unguarded
+from shardkeep.stage.host_copies import ALIGNMENT, OnHost, Place
+from shardkeep.stage.tensors import as_raw
 
 log = logging.getLogger("shardkeep")
 
-_ALIGNMENT = 64
-_SMALL_NBYTES = 64 << 10
-"""Up to here a copy keeps the interpreter's lock: who lets go of it for each of a thousand may wait as often for it."""
-_PART_NBYTES = 16 << 20
-"""Larger copies are shared out between threads in parts of this size."""
 _ROOM = 0.5
 """How much of the free memory of a device a copy on it may take."""
-
-_signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
 
 @dataclass
@@ -55,8 +44,35 @@ class Pieces:
     """Whether the caller or an optimizer keeps that from changing; else the call must wait until it is copied."""
     arena: Buffer | None = None
     """The host memory that copies lie in."""
-    in_arena: list[tuple[int, int, torch.dtype, torch.Size]] = field(default_factory=list)
+    in_arena: list[Place] = field(default_factory=list)
     """Which of the pieces do, and where, as what they were at the call."""
+    copied_nbytes: int = 0
+    """How much of it they take."""
+    lent: list[torch.Tensor] = field(default_factory=list)
+    """Those in host memory that were not copied. What reads them by address needs this list until it has done so."""
+    refused: bool = False
+    """Whether that is for want of memory, rather than for a limit."""
+    on_host: OnHost | None = None
+    """What `copy_on_host` is to copy."""
+
+    def copy_on_host(self, most_nbytes: int) -> None:
+        """
+        Copy what lies in host memory, as far as the copy takes no more than so much; the rest is lent.
+
+        Called once, in the call, after `take_pieces`: what that has queued on devices goes on meanwhile.
+        """
+        if self.on_host is None:
+            return
+        copied = self.on_host.copy(self.found, most_nbytes)
+        self.on_host = None  # it knows optimizers
+        self.arena, self.in_arena, self.copied_nbytes = copied.arena, copied.places, copied.nbytes
+        self.guarded = self.guarded and copied.guarded
+        self.refused = copied.refused
+        for row in copied.left:
+            # A tensor of its own: the caller may give theirs other memory, or another shape, before this one is read.
+            self.found[row] = self.found[row].detach()
+            self.lent.append(self.found[row])
+        self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
 
     @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -77,7 +93,7 @@ class _Views:
     """Tensors over an arena; one for all that are the same."""
 
     def __init__(self, arena: Buffer) -> None:
-        self._whole = arena.tensor[: arena.tensor.numel() // _ALIGNMENT * _ALIGNMENT]
+        self._whole = arena.tensor[: arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
         self._as: dict[torch.dtype, torch.Tensor] = {}
         self._made: dict[int, torch.Tensor] = {}
 
@@ -96,19 +112,21 @@ def take_pieces(
     tensors: Sequence[torch.Tensor], arenas: Arenas, *, staging: str, optimizers: Sequence[Optimizer], threads: int
 ) -> Pieces:
     """
-    Copy what must be copied in the call.
+    Copy what must be copied on devices in the call; what lies in host memory is left to `Pieces.copy_on_host`.
 
     `staging` says what becomes of tensors on accelerators: "device": all are copied there; "host": none; "overlap":
     those that no optimizer guards, if there are optimizers, else none; "auto": all if there is room for it on the
-    device, else those that no optimizer guards if there is room for these, else none.
+    device, else those that no optimizer guards if there is room for these, else none. With "overlap" the steps of optimizers
+    also wait for what finds no room in host memory; otherwise the call does, as what lies there always was copied in it.
     """
     taken = Pieces(list(tensors))
     on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
     if len(on_host) < len(tensors):
         on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
         _copy_on_device(taken, on_device, staging, optimizers)
-    if on_host:  # last: what is queued on a device goes on meanwhile
-        _copy_on_host(taken, on_host, arenas, threads)
+    if on_host:
+        waiting = optimizers if staging == "overlap" else ()
+        taken.on_host = OnHost(on_host, arenas, threads, waiting)
     return taken
 
 
@@ -171,7 +189,7 @@ def _chosen_for_copy(
         if on_device:
             _say_that_nothing_guards()
         return [], True
-    chosen = _unguarded(tensors, on_device, optimizers)
+    chosen = unguarded(tensors, on_device, optimizers)
     if staging == "overlap":
         return chosen, True
     full = _without_room(tensors, chosen)
@@ -194,28 +212,6 @@ def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 
-def _unguarded(tensors: Sequence[torch.Tensor], rows: list[int], optimizers: Iterable[Optimizer]) -> list[int]:
-    """Return those in memory that may change at another time than in the step of one of these optimizers."""
-    guards = list(_guards(optimizers))
-    begins = {guard.data_ptr() for guard in guards}
-    rest = [row for row in rows if tensors[row].data_ptr() not in begins]
-    if rest:  # they may still be other parts of the same storages, which cost more to ask for
-        storages = {guard.untyped_storage().data_ptr() for guard in guards}
-        rest = [row for row in rest if tensors[row].untyped_storage().data_ptr() not in storages]
-    return rest
-
-
-def _guards(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """Give the tensors on accelerators whose memory changes in the step of one of these, and at no other time."""
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
-        for value in (*parameters, *kept):
-            tensor: Any = value._local_tensor if is_dtensor(value) else value
-            if isinstance(tensor, torch.Tensor) and not (tensor.is_cpu or tensor.is_meta):
-                yield tensor
-
-
 def _free_nbytes(device: torch.device) -> int:
     """
     Return what nobody has taken of a device's memory; nothing where it does not say.
@@ -224,45 +220,3 @@ def _free_nbytes(device: torch.device) -> int:
     """
     module: Any = torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
-
-
-def _copy_on_host(taken: Pieces, rows: list[int], arenas: Arenas, threads: int) -> None:
-    """Copy tensors in host memory into one arena; those that are one and the same are copied once."""
-    sources = [taken.found[row] for row in rows]
-    places: dict[Hashable, int] = {}
-    starts: list[int] = []
-    copies: list[tuple[int, int, torch.Tensor]] = []
-    end = 0
-    for source, key in zip(sources, memory_keys(sources), strict=True):
-        start = places.setdefault(key, end)
-        starts.append(start)
-        if start == end:
-            nbytes = source.nbytes
-            copies.append((start, nbytes, source))
-            end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
-    # Now: until somebody asks for tensors, the caller may have given its own another shape.
-    dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
-    taken.in_arena = list(zip(rows, starts, dtypes, shapes, strict=True))
-    taken.arena = arenas.take(end)
-    _copy_all(copies, taken.arena, threads)
-
-
-def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, threads: int) -> None:
-    base = address_of(arena.view)
-    large: list[tuple[int, int, int]] = []
-    for start, nbytes, source in copies:
-        if not source.is_contiguous():
-            scattered(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
-        elif nbytes <= _SMALL_NBYTES:
-            _copy_small(base + start, source.data_ptr(), nbytes)
-        elif nbytes < _PART_NBYTES:
-            copy_memory(base + start, source.data_ptr(), nbytes)
-        else:
-            address, target = source.data_ptr(), base + start
-            large += [
-                (target + at, address + at, min(_PART_NBYTES, nbytes - at)) for at in range(0, nbytes, _PART_NBYTES)
-            ]
-    if large:
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-stage") as pool:
-            for _ in pool.map(lambda copy: copy_memory(*copy), large):
-                pass

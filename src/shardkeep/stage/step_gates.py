@@ -49,6 +49,7 @@ class StepGates:
         self._gates: WeakKeyDictionary[Optimizer, list[Gate]] = WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
+        self._process_id = os.getpid()
 
     def put(self, gate: Gate, optimizers: Iterable[Optimizer]) -> None:
         """Put a gate before the next step of each optimizer."""
@@ -62,6 +63,8 @@ class StepGates:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        if os.getpid() != self._process_id:  # a fork, whose memory is its own: nothing of it is saved
+            return
         with self._lock:
             gates = list(self._gates.get(optimizer, ()))
         for gate in gates:

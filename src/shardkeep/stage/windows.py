@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from shardkeep.options import Options
-from shardkeep.stage.memory import Scattered
+from shardkeep.stage.memory import Scattered, asking_for_memory
 from shardkeep.store.aligned import aligned_buffer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     """
     on_accelerators = [each for each in memory if each.accelerator is not None]
     if not on_accelerators:
-        yield partial(aligned_buffer, nbytes)
+        yield partial(_window, nbytes)
         return
     import torch  # noqa: PLC0415 - loaded, as there are tensors
 
@@ -69,13 +69,18 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
             if pins and not free and (buffer := ring.take(lambda: False)):
                 taken.append(buffer)
                 free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(per_buffer))
-            return free.pop() if free else aligned_buffer(nbytes)
+            return free.pop() if free else _window(nbytes)
 
     try:
         yield lend
     finally:
         for buffer in taken:
             ring.give(buffer)
+
+
+def _window(nbytes: int) -> memoryview:
+    with asking_for_memory(f"a window of {nbytes >> 10} KiB", "allow less with Options(host_budget_bytes=...)"):
+        return aligned_buffer(nbytes)
 
 
 def _events_now(indices: Iterable[int]) -> Events:
