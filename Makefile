@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 READY := $(VENV)/.ready
 CODE := src tests bench examples
+RIVALS := bench-results/rivals
 
 ifdef PY
   READY :=
@@ -43,9 +44,15 @@ soak: $(READY) ## Save, prune, kill and restart jobs for half an hour, and check
 docs: $(READY) ## Build the documentation into site/
 	$(PY) -m mkdocs build --strict
 
-bench: $(READY) ## Measure against the raw disk, torch DCP, torch.save and safetensors
-	$(PY) bench/run.py $(ARGS)
-	$(PY) bench/codecs.py
+bench: $(READY) $(RIVALS) ## Measure against the raw disk, torch DCP, torch.save, safetensors, obstore, boto3 and zipnn
+	BENCH_S3FS=$(RIVALS)/s3fs $(PY) bench/run.py $(ARGS)
+	$(PY) bench/codecs.py --zipnn $(RIVALS)/zipnn
+
+# Each in a folder of its own, as they want other versions of things than ours do. What cannot be had is left out.
+$(RIVALS): | $(READY)
+	mkdir -p $@
+	-$(PY) -m pip install --quiet --target $@/s3fs s3fs
+	-$(PY) -m pip install --quiet --no-deps --target $@/zipnn zipnn
 
 venv: $(READY) ## Make .venv with everything in it
 

@@ -184,7 +184,7 @@ def measure(scratch: str, gb: float, rounds: int) -> dict[str, Any]:
             after.callback(set_for_children, name, os.environ.get(name))
             os.environ[name] = value
         turns = {name: _turn(state, make(state, server), name) for name, make in CONTENDERS.items()}
-        if os.environ.get("BENCH_S3FS") or find_spec("s3fs"):
+        if os.path.isdir(os.path.join(os.environ.get("BENCH_S3FS", ""), "s3fs")) or find_spec("s3fs"):
             child = Child(state.nbytes, server)
             after.callback(child.close)
             turns[TORCH] = lambda where: {op: child.ask(op, server.url(where)) for op in ("save", "load")}

@@ -129,3 +129,18 @@ def test_a_busy_loop_is_measured_beside_asynchronous_saves(tmp_path):
     assert "fails" not in printed
     assert "shardkeep, process: loop's speed" in printed
     assert json.loads(samples.read_text())["shardkeep, thread"]["rounds"][0]["speed"] > 0
+
+
+def test_codecs_are_measured(tmp_path):
+    """
+    Every chain codes every kind of bytes, and gives them back; whole saves are timed for each number of threads.
+    """
+    samples = tmp_path / "samples.json"
+    printed = run("codecs.py", "--mb", 1, "--rounds", 1, "--json", samples)
+    assert "encryption: GB/s a core" in printed
+    results = json.loads(samples.read_text())["results"]
+    assert {"bf16 weights", "fp32 second moments", "int64 counters", "zeros"} <= results.keys()
+    assert all({"float", "zstd", "lz4", "aes", "float, aes"} == contenders.keys() for contenders in results.values())
+    samples.unlink()
+    assert "2 threads: save" in run("codecs.py", "--mb", 1, "--rounds", 1, "--save", tmp_path)
+    assert not [*tmp_path.iterdir()]

@@ -1,22 +1,37 @@
-"""Every command that takes a place takes the URL of one: on a real S3 server, with the words it has for disks."""
+"""Every command that takes a place takes the URL of one: on a real S3 server and in memory, with the words it has for disks."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import obstore
 import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.cli import bench
+from shardkeep.store.uploads import unfinished
 from tests.cli.conftest import state_of
 
 
 @pytest.fixture(scope="module")
-def run_url(s3_server):
-    """A run of three checkpoints in a bucket; the environment says where that is."""
+def bucket_url(s3_server):
+    """A place in a bucket; the environment says where that is."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environment.items():
             patch.setenv(name, value)
-        url = s3_server.url("cli/run")
-        for step in (10, 20, 30):
-            sk.save(state_of(step), f"{url}/step-{step}", step=step, meta={"metrics": {"loss": 3.0 - step / 20}})
-        yield url
+        yield s3_server.url("cli")
+
+
+@pytest.fixture(scope="module", params=["s3", "memory"])
+def run_url(request):
+    """A run of three checkpoints in a bucket, or in the memory of this process."""
+    url = (request.getfixturevalue("bucket_url") if request.param == "s3" else "memory://cli") + "/run"
+    for step in (10, 20, 30):
+        sk.save(state_of(step), f"{url}/step-{step}", step=step, meta={"metrics": {"loss": 3.0 - step / 20}})
+    return url
 
 
 @pytest.mark.parametrize(
@@ -43,7 +58,7 @@ def test_looking(shardkeep, run_url, words, said):
 
 
 def test_what_is_not_there(shardkeep, run_url):
-    """A misspelt place is told with the one that was meant; a checkpoint is no run; a bucket that is not there is said."""
+    """A misspelt place is told with the one that was meant; a checkpoint is no run."""
     answer = shardkeep("ls", f"{run_url}/stepp-30")
     assert answer.code == 2
     assert "step-30" in answer.err
@@ -51,9 +66,15 @@ def test_what_is_not_there(shardkeep, run_url):
     assert answer.code == 2
     assert f"give the place it is in: {run_url}" in answer.err
     assert "nothing is there" in shardkeep("prune", f"{run_url}s", "--keep-last", "1").err
-    answer = shardkeep("ls", "s3://no-such-bucket/run")
+
+
+@pytest.mark.parametrize("command", ["ls", "bench"])
+def test_a_bucket_that_is_not_there(shardkeep, bucket_url, command):
+    """It is named, before anything is done."""
+    answer = shardkeep(command, "s3://no-such-bucket/run")
     assert answer.code == 2
     assert "no-such-bucket" in answer.err
+    assert "measuring" not in answer.err
 
 
 def test_differences(shardkeep, run_url):
@@ -85,3 +106,90 @@ def test_prune(shardkeep, run_url):
     assert [entry.step for entry in sk.Catalog(other).entries()] == [3]
     assert not [*sk.open_place(f"{other}/step-1").list(), *sk.open_place(f"{other}/step-2").list()]
     assert shardkeep("verify", other, "--deep").code == 0
+
+
+def test_rotate(shardkeep, run_url, tmp_path, monkeypatch):
+    """Afterwards the new key alone opens the checkpoint, and no data were written."""
+    place, keys = sk.open_place(f"{run_url}-secret/step-1"), tmp_path / "keys"
+    monkeypatch.setenv("SHARDKEEP_KEY_FILE", str(keys))
+    old, new = sk.new_key(), sk.new_key()
+    keys.write_text(old)
+    sk.save(state_of(1), place, step=1, codecs=["float", "aes"])
+
+    def data():
+        return [info for info in place.list() if info.name.endswith(".skframes")]
+
+    before = data()
+    assert before
+    keys.write_text(f"{new}\n{old}\n")
+    assert "1 checkpoint rotated" in shardkeep("rotate", f"{run_url}-secret").out
+    assert data() == before
+    keys.write_text(new)
+    assert torch.equal(sk.open(place)["model.embed.weight"][:], state_of(1)["model"]["embed.weight"])
+    keys.write_text(old)
+    assert shardkeep("show", f"{run_url}-secret/step-1", "step").code == 2
+
+
+def objects_below(url):
+    """All of them, however deep."""
+    root = sk.open_place(url)
+    return [each["path"] for chunk in obstore.list(root.bucket.client, root.prefix) for each in chunk]
+
+
+def test_bench(shardkeep, bucket_url):
+    """Plain puts and gets are measured, and shardkeep beside them; nothing is left, and it is said that torch is left out."""
+    answer = shardkeep("bench", f"{bucket_url}/bench", "--gb", "0.02", "--rounds", "1")
+    assert answer.code == 0
+    assert "torch DCP is left out" in answer.err
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert [row[:-4] for row in rows[3:]] == [["plain", "put", "and", "get"], ["shardkeep"]]
+    assert rows[2] == ["GB/s", "write", "of-plain", "read", "of-plain"]
+    assert objects_below(f"{bucket_url}/bench") == []
+
+
+def test_bench_that_fails_leaves_nothing(shardkeep, bucket_url, monkeypatch):
+    """Objects and uploads that a contender had begun are removed when it fails; what lies beside them stays."""
+    url = f"{bucket_url}/failing"
+    sk.open_place(url).put("mine", b"x")
+
+    def fail(name, where, nbytes, rounds):
+        place = sk.open_place(f"{where}/round-0")
+        place.put("a", b"x")
+        writer = place.create("b", 17 << 20)
+        writer.write_at(0, memoryview(bytes(16 << 20)))
+        while not unfinished(place):
+            time.sleep(0.02)
+        raise bench.ContenderFailed("injected")
+
+    monkeypatch.setattr(bench, "_measure", fail)
+    monkeypatch.setattr(bench, "_ARRIVES_S", 0.0)
+    answer = shardkeep("bench", url)
+    assert answer.code == 2
+    assert "injected" in answer.err
+    assert [path.rpartition("/")[2] for path in objects_below(url)] == ["mine"]
+    assert unfinished(sk.open_place(url)) == []
+
+
+def test_interrupted_bench_leaves_nothing(bucket_url):
+    """Ctrl-C ends the command and its contender, and what they had put is removed."""
+    url = f"{bucket_url}/interrupted"
+    words = [sys.executable, "-m", "shardkeep.cli.main", "bench", url, "--gb", "0.1", "--rounds", "1000"]
+    job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while not objects_below(url):
+            assert job.poll() is None
+            time.sleep(0.02)
+        os.killpg(job.pid, signal.SIGINT)
+        assert job.wait(timeout=60) == 130
+    finally:
+        job.kill()
+        job.wait()
+    assert objects_below(url) == []
+
+
+def test_bench_of_what_belongs_to_one_process(shardkeep):
+    """Memory is refused with what to measure instead."""
+    answer = shardkeep("bench", "memory://here")
+    assert answer.code == 2
+    assert "belongs to one process" in answer.err
+    assert "/dev/shm" in answer.err

@@ -1,8 +1,8 @@
 """
-`shardkeep bench`: how fast checkpoints are saved and loaded here, next to what the disk can do and to torch.
+`shardkeep bench`: how fast checkpoints are saved and loaded here, next to what the disk or the store can do and to torch.
 
-Each contender runs in a process of its own (`cli.bench_job`), one after the other, in a new directory below the one that
-was asked for. That is removed at the end, whatever the end is.
+Each contender runs in a process of its own (`cli.bench_job`), one after the other, in a new place below the one that was
+asked for. That is removed at the end, whatever the end is.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,15 +26,23 @@ from shardkeep.cli.output import Table, print_json, remark, say, shown, size_tex
 from shardkeep.cli.problems import NotUsable
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
+from shardkeep.store.local_root import LocalRoot
+from shardkeep.store.memory import MemoryRoot
+from shardkeep.store.place import open_root
+from shardkeep.store.roots import Root
+from shardkeep.store.uploads import sweep
 
 EXAMPLES = """
   shardkeep bench /scratch
+  shardkeep bench s3://bucket/scratch --gb 1
   shardkeep bench /scratch --gb 16 --rounds 5
   shardkeep bench /scratch --no-torch --json
 """
 _TORCH = "torch.distributed.checkpoint"
 _SPARE_NBYTES = 256 << 20
 """Left free on the disk."""
+_ARRIVES_S = 1.0
+"""After that, what a process that was killed had sent to a service is there, and can be removed."""
 
 
 class ContenderFailed(CheckpointError, RuntimeError):
@@ -62,7 +71,9 @@ class Result:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("dir", metavar="DIR", help="a directory on the disk to measure")
+    parser.add_argument(
+        "path", metavar="PATH", help="a directory on the disk to measure, or the URL of a place in a store"
+    )
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (default: 3)")
     parser.add_argument(
@@ -75,10 +86,15 @@ def run(args: argparse.Namespace) -> int:
     nbytes = int(args.gb * 1e9)
     if nbytes < 1 << 24 or args.rounds < 1:
         raise NotUsable(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
-    _check_room(args.dir, nbytes)
-    names = ["raw", "shardkeep", *([_TORCH] if args.torch else [])]
+    root = open_root(args.path, direct=False)
+    on_disk = isinstance(root, LocalRoot)
+    _check_memory(nbytes)
+    _check_place(args.path, root, nbytes)
+    if args.torch and not on_disk and not args.json:
+        remark("torch DCP is left out: it is measured on disks", "dim")
+    names = ["raw" if on_disk else "plain", "shardkeep", *([_TORCH] if args.torch and on_disk else [])]
     results: list[Result] = []
-    with _own_directory(args.dir) as where:
+    with _own_place(root, root.url if on_disk else args.path) as where:
         for name in names:
             if not args.json:
                 remark(f"measuring {_title(name)} …", "dim")
@@ -87,23 +103,34 @@ def run(args: argparse.Namespace) -> int:
             except ContenderFailed as exc:
                 if name != _TORCH:
                     raise
-                remark(f"{_title(name)}: {exc}", "yellow")
+                remark(str(exc), "yellow")
     if args.json:
-        print_json(_document(args, results))
+        print_json(_document(root.url, args, results))
     else:
-        _print(args, nbytes, results)
+        _print(root.url, args, nbytes, results)
     return 0
 
 
-def _check_room(where: str, nbytes: int) -> None:
-    if not os.path.isdir(where):
-        raise NotUsable(f"{where} is no directory", hint="give a directory on the disk to measure")
-    free = shutil.disk_usage(where).free
+def _check_place(where: str, root: Root, nbytes: int) -> None:
+    if isinstance(root, MemoryRoot):
+        raise NotUsable(
+            f"{where}: what is in memory:// belongs to one process, and each contender is a process of its own",
+            hint="measure a disk that is in memory: /dev/shm",
+        )
+    if not isinstance(root, LocalRoot):
+        next(root.places(), None)  # a bucket that is not there, or keys that are not good, are told of here
+        return
+    if not os.path.isdir(root.url):
+        raise NotUsable(f"{where} is no directory", hint="give a directory on the disk to measure, or a URL")
+    free = shutil.disk_usage(root.url).free
     if free < nbytes + _SPARE_NBYTES:
         raise NotUsable(
             f"{where}: {size_text(free)} are free, and {size_text(nbytes + _SPARE_NBYTES)} are needed",
             hint="measure less: --gb",
         )
+
+
+def _check_memory(nbytes: int) -> None:
     memory = _free_memory()
     if memory is not None and memory < nbytes * 1.2 + 1e9:
         raise NotUsable(
@@ -122,18 +149,27 @@ def _free_memory() -> int | None:
 
 
 @contextmanager
-def _own_directory(where: str) -> Iterator[str]:
-    """Make a directory and remove it, also when the command is interrupted or told to end."""
+def _own_place(root: Root, url: str) -> Iterator[str]:
+    """Name a new place in one that has a URL, and remove it, also when the command is interrupted or told to end."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
-    made = tempfile.mkdtemp(prefix="shardkeep-bench-", dir=where)
+    name = f"shardkeep-bench-{secrets.token_hex(8)}"
     try:
-        yield made
+        yield f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
+    except BaseException:
+        if not isinstance(root, LocalRoot):
+            time.sleep(_ARRIVES_S)
+            with suppress(CheckpointError):  # it is logged
+                sweep(root.place(name), lambda _: True)
+        raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        try:
+            root.remove(name)
+        except CheckpointError as exc:
+            remark(f"{root.url}/{name} could not be removed: {exc}", "yellow")
         signal.signal(signal.SIGTERM, before)
 
 
@@ -155,12 +191,12 @@ def _measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
 
 
 def _title(name: str) -> str:
-    return {"raw": "the disk alone", _TORCH: "torch DCP"}.get(name, name)
+    return {"raw": "the disk alone", "plain": "plain put and get", _TORCH: "torch DCP"}.get(name, name)
 
 
-def _document(args: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
+def _document(where: str, args: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
     return {
-        "dir": args.dir,
+        "path": where,
         "gb": args.gb,
         "rounds": args.rounds,
         "results": [
@@ -177,10 +213,11 @@ def _document(args: argparse.Namespace, results: list[Result]) -> dict[str, Any]
     }
 
 
-def _print(args: argparse.Namespace, nbytes: int, results: list[Result]) -> None:
+def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Result]) -> None:
     raw = results[0]
-    say(f"{shown(os.path.abspath(args.dir))}: a checkpoint of {size_text(nbytes)}, median of {args.rounds}\n")
-    table = Table(["GB/s", "write", "of-disk", "read", "of-disk"], right="write of-disk read")
+    share = "of-disk" if raw.name == "raw" else "of-plain"
+    say(f"{shown(where)}: a checkpoint of {size_text(nbytes)}, median of {args.rounds}\n")
+    table = Table(["GB/s", "write", share, "read", share], right=f"write {share} read")
     for each in results:
         table.add(
             _title(each.name),

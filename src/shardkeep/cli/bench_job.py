@@ -2,11 +2,12 @@
 One contender of `shardkeep bench`, in a process of its own: writes and reads the same state some times, and says how
 long that took, as JSON on stdout.
 
-    python -m shardkeep.cli.bench_job CONTENDER DIRECTORY BYTES ROUNDS THREADS
+    python -m shardkeep.cli.bench_job CONTENDER PLACE BYTES ROUNDS THREADS
 
-A contender is `raw` (the disk alone: large writes and reads past the page cache, on several files at once), `shardkeep`,
-or the name of a module that has `save` and `load` as torch's distributed checkpoint has. Before every read the files are
-taken out of the page cache, and after it the state is compared with what was written.
+A contender is `raw` (the disk alone: large writes and reads past the page cache, on several files at once), `plain` (a
+store alone: puts and gets, as many at once as a save has under way), `shardkeep`, or the name of a module that has `save`
+and `load` as torch's distributed checkpoint has. Before every read files of a disk are taken out of the page cache, and
+after it the state is compared with what was written.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, Protocol
+
+from shardkeep.errors import CheckpointError
+from shardkeep.store.place import open_root, open_store
+from shardkeep.store.protocol import Store, requests_of
 
 _PIECE_NBYTES = 64 << 20
 _REQUEST_NBYTES = 8 << 20
@@ -110,6 +114,38 @@ def _open(path: str, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
 
+class Plain:
+    """A store alone."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self._threads = threads
+        self._data = os.urandom(_REQUEST_NBYTES)
+        self._names = [f"plain-{i}" for i in range(max(1, nbytes // _REQUEST_NBYTES))]
+
+    @property
+    def nbytes(self) -> int:
+        """What is written: a little less than was asked for, in whole requests."""
+        return len(self._names) * _REQUEST_NBYTES
+
+    def write(self, path: str) -> None:
+        self._each(path, lambda store, name: store.put(name, self._data, replace=True))
+
+    def read(self, path: str) -> None:
+        self._each(path, lambda store, name: store.get(name, limit=_REQUEST_NBYTES))
+
+    def digest(self) -> int:
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept but what is put."""
+
+    def _each(self, path: str, work: Callable[[Store, str], object]) -> None:
+        store = open_store(path, direct=False)
+        with ThreadPoolExecutor(requests_of(store, self._threads)) as pool:
+            for done in [pool.submit(work, store, name) for name in self._names]:
+                done.result()
+
+
 class Checkpoints:
     """A state that is saved and loaded."""
 
@@ -186,26 +222,27 @@ def drop_cached(path: str) -> None:
 def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of each write and each read."""
     written, read = [], []
+    root = open_root(where, direct=False)
     for number in range(rounds):
-        path = os.path.join(where, f"round-{number}")
+        path = f"{where}/round-{number}"
         before = contender.digest()
         began = time.perf_counter()
         contender.write(path)
         written.append(time.perf_counter() - began)
-        drop_cached(path)
+        drop_cached(path)  # a URL is no path: nothing is found there
         contender.forget()
         began = time.perf_counter()
         contender.read(path)
         read.append(time.perf_counter() - began)
         if contender.digest() != before:
             raise SystemExit("what was read is not what was written")
-        shutil.rmtree(path)
+        root.remove(f"round-{number}")
     return written, read
 
 
-def _contender(name: str, nbytes: int, threads: int) -> Raw | Ours | Module:
-    if name == "raw":
-        return Raw(nbytes, threads)
+def _contender(name: str, nbytes: int, threads: int) -> Raw | Plain | Ours | Module:
+    if name in {"raw", "plain"}:
+        return (Raw if name == "raw" else Plain)(nbytes, threads)
     return Ours(nbytes) if name == "shardkeep" else Module(nbytes, name)
 
 
@@ -213,9 +250,13 @@ def main(argv: list[str]) -> int:
     """Measure one contender."""
     name, where, nbytes, rounds, threads = argv[0], argv[1], int(argv[2]), int(argv[3]), int(argv[4])
     # What is done once a process, imports above all, is not what is measured.
-    measure(_contender(name, 1 << 20, threads), where, 1)
-    contender = _contender(name, nbytes, threads)
-    written, read = measure(contender, where, rounds)
+    try:
+        measure(_contender(name, 1 << 20, threads), where, 1)
+        contender = _contender(name, nbytes, threads)
+        written, read = measure(contender, where, rounds)
+    except CheckpointError as exc:
+        print(exc.message, file=sys.stderr)
+        return 2
     print(json.dumps({"nbytes": contender.nbytes, "write_s": written, "read_s": read}))
     return 0
 

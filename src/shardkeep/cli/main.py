@@ -44,7 +44,7 @@ GROUPS = {
         "convert": "convert between shardkeep, torch DCP and safetensors",
     },
     "Try": {
-        "bench": "measure this disk against its own limit and torch DCP",
+        "bench": "measure a disk or a store against its own limit",
         "demo": "train on several ranks, kill them, resume on fewer, compare",
         "completion": "print the completion script for your shell",
     },
