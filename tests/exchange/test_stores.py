@@ -1,4 +1,4 @@
-"""Conversions and exports with both ends in stores: S3 for real, and memory where every step can be made to fail."""
+"""Conversions and exports with both ends in stores: S3 for real, fsspec, and memory where every step can be made to fail."""
 
 import io
 import json
@@ -14,6 +14,7 @@ from shardkeep.codec.keys import KeyRing
 from shardkeep.exchange import archive_blob
 from shardkeep.layout.safetensors_folder import NOTE
 from shardkeep.layout.safetensors_publish import begin, prepare, publish
+from shardkeep.store.fsspec_store import FsspecStore
 from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_place
 from shardkeep.store.uploads import unfinished
@@ -26,8 +27,8 @@ INDEX = "model.safetensors.index.json"
 QUICK = {"timeout_s": 5.0, "retries": 2, "retry_s": 3.0}
 
 
-@pytest.fixture(params=["memory", "s3"])
-def root(request, monkeypatch, tmp_path):
+@pytest.fixture(params=["memory", "s3", "fsspec"])
+def root(request, monkeypatch, tmp_path, recwarn):
     """The URL of an empty place; nothing is written to the directory that the test is in."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -36,6 +37,9 @@ def root(request, monkeypatch, tmp_path):
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         yield server.url(f"exchange-{uuid.uuid4().hex}")
+    elif request.param == "fsspec":
+        monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # nobody else is there
+        yield f"local://{tmp_path}/place"
     else:
         yield f"memory://{uuid.uuid4().hex}"
     assert list((tmp_path / "here").iterdir()) == []
@@ -153,6 +157,20 @@ def test_files_for_torch_load(root, monkeypatch):
     assert names_at(f"{root}/out") == ["w.pt"]
     with pytest.raises(sk.CheckpointError, match="no file"):
         sk.export(f"{root}/0", "memory://x", format="torch")
+
+
+@pytest.mark.parametrize("form", ["torch", "hf", "native"])
+def test_a_directory_is_made_where_it_is_missing(tmp_path, form):
+    """
+    Every format of an export makes the directories that its place is in, given as a URL or as a path.
+    """
+    state = {"w": random_tensor((50,), torch.float32, 1)}
+    sk.save(state, tmp_path / "a")
+    for where in (f"file://{tmp_path}/new/one/w.pt", f"{tmp_path}/other/two/w.pt"):
+        sk.export(tmp_path / "a", where, format=form)
+    for where in (tmp_path / "new/one/w.pt", tmp_path / "other/two/w.pt"):
+        found = torch.load(where, weights_only=True) if form == "torch" else sk.open(where).to_dict()
+        assert bits(found) == bits(state)
 
 
 def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_server, monkeypatch):

@@ -14,6 +14,7 @@ import shardkeep as sk
 from shardkeep.dcp import CheckpointException
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from shardkeep.store.fsspec_store import FsspecStore
 from shardkeep.store.memory import MemoryStore
 from shardkeep.store.place import open_place
 from tests.hugging_face.samples import INDEX, full_state, load, same, save, spread_state
@@ -35,6 +36,13 @@ def s3_root(s3_server, monkeypatch):
 def root():
     """The URL of an empty place in memory."""
     return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["memory", "fsspec"])
+def any_root(request, monkeypatch, tmp_path, recwarn):
+    """The URL of an empty place in memory, or of one that fsspec opens."""
+    monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # nobody else is there
+    return f"local://{tmp_path}/place" if request.param == "fsspec" else f"memory://{uuid.uuid4().hex}"
 
 
 def names_at(where):
@@ -87,27 +95,27 @@ def test_ranks_save_shards_and_a_model_to_s3(rank_pool, s3_root, s3_server):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_save_replaces_another(root, shards):
+def test_a_save_replaces_another(any_root, shards):
     """
     A model or shards in the place of others: what is loaded is the new one, and the old files are gone.
     """
     for turn in range(3):
         state = {key: numbered(5, 4) + 10 * turn for key in MAPPING}
         mapping = MAPPING if turn < 2 else None
-        save("ours", state, root, no_dist=True, save_distributed=shards, fqn_to_index_mapping=mapping)
-        assert same(loaded(root, state), state) == []
-        assert same(tensors_at(root), state) == []
-        assert len(names_at(root)) == (3 if turn < 2 else 1) + (not shards)
+        save("ours", state, any_root, no_dist=True, save_distributed=shards, fqn_to_index_mapping=mapping)
+        assert same(loaded(any_root, state), state) == []
+        assert same(tensors_at(any_root), state) == []
+        assert len(names_at(any_root)) == (3 if turn < 2 else 1) + (not shards)
 
 
-def test_shards_beside_a_model_are_refused(root):
+def test_shards_beside_a_model_are_refused(any_root):
     """
     Where a model that no save made is, shards are not put beside it.
     """
-    sk.save({"a": numbered(3)}, f"{root}/native")
-    sk.export(f"{root}/native", f"{root}/exported")
-    open_place(f"{root}/alone").put("model.safetensors", save_safetensors({"a": numbered(3)}))
-    for where, why in ((f"{root}/exported", "with an index file"), (f"{root}/alone", "which no save made")):
+    sk.save({"a": numbered(3)}, f"{any_root}/native")
+    sk.export(f"{any_root}/native", f"{any_root}/exported")
+    open_place(f"{any_root}/alone").put("model.safetensors", save_safetensors({"a": numbered(3)}))
+    for where, why in ((f"{any_root}/exported", "with an index file"), (f"{any_root}/alone", "which no save made")):
         there = names_at(where)
         with pytest.raises(CheckpointException, match=why):
             save("ours", {"a": numbered(3)}, where, no_dist=True, save_distributed=True)
@@ -163,19 +171,19 @@ def strike(patch, verb, calls, after):
     patch.setattr(MemoryStore, verb, step)
 
 
-def test_consolidation_and_quantized_models(root, tmp_path):
+def test_consolidation_and_quantized_models(any_root, tmp_path):
     """
     Shards of a store are made into a model of a directory and the other way round, and the reader of quantized models
     finds its index in a store.
     """
     state = {"a": numbered(6, 4), "b": numbered(5)}
-    save("ours", state, f"{root}/shards", no_dist=True, save_distributed=True)
-    consolidate_safetensors_files(f"{root}/shards", str(tmp_path / "model"), {"a": 1, "b": 2})
+    save("ours", state, f"{any_root}/shards", no_dist=True, save_distributed=True)
+    consolidate_safetensors_files(f"{any_root}/shards", str(tmp_path / "model"), {"a": 1, "b": 2})
     assert same(loaded(tmp_path / "model", state), state) == []
     save("ours", state, tmp_path / "shards", no_dist=True, save_distributed=True)
     for _ in range(2):
-        consolidate_safetensors_files(str(tmp_path / "shards"), f"{root}/model", {"a": 1, "b": 2})
-        assert same(tensors_at(f"{root}/model"), state) == []
-        assert len(names_at(f"{root}/model")) == 3
-    reader = QuantizedHuggingFaceStorageReader(f"{root}/model")
+        consolidate_safetensors_files(str(tmp_path / "shards"), f"{any_root}/model", {"a": 1, "b": 2})
+        assert same(tensors_at(f"{any_root}/model"), state) == []
+        assert len(names_at(f"{any_root}/model")) == 3
+    reader = QuantizedHuggingFaceStorageReader(f"{any_root}/model")
     assert set(quietly(reader.read_metadata).state_dict_metadata) == {"a", "b"}

@@ -1,11 +1,10 @@
-"""Objects: reading while they change, listing past a page, deleting many, roots, and ways to name a place."""
+"""Objects: reading while they change, roots, and ways to name a place."""
 
 import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -57,18 +56,6 @@ def test_the_head_of_a_blob_comes_with_its_opening(s3_place: Opened) -> None:
         assert into == sample(HEAD_BYTES + 100)[50:1050]
     with pytest.raises(StorageError, match="is closed"):
         reader.read_into(0, memoryview(into))
-
-
-def test_listing_past_a_page_and_deleting_many(s3_place: Opened) -> None:
-    """More blobs than a service lists at once are all listed, in order, and deleted in a few requests."""
-    store = s3_place(requests=32)
-    names = [f"blob-{i:05}" for i in range(1100)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: store.put(name, b"x", replace=True), names))
-    assert [info.name for info in store.list()] == names
-    store.delete_all([*names[:-1], "not-there"])
-    assert [info.name for info in store.list()] == names[-1:]
-    store.delete_all([])
 
 
 def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(

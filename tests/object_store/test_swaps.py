@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.store.fsspec_root import FsspecRoot
+from shardkeep.store.fsspec_store import _shared
 from shardkeep.store.local import LocalStore
 from shardkeep.store.object_root import ObjectRoot
 from shardkeep.store.object_swap import SmallObjects
@@ -265,6 +266,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
 
 def test_fsspec_says_what_it_cannot_do(tmp_path: Any) -> None:
     """A file system whose puts look and then put is treated as one without conditions, with a warning."""
+    _shared.cache_clear()  # it is told once
     assert FsspecRoot(MemoryFileSystem(), "/x", "mem://x").keeps_conditions(None)
     root = FsspecRoot(LocalFileSystem(), str(tmp_path), "local://x", settle_s=0.01)
     assert not root.keeps_conditions(None)

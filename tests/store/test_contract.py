@@ -16,6 +16,8 @@ from shardkeep.testing.store_contract import StoreContract
 
 
 class InDirectory(StoreContract):
+    MANY = 20  # a disk lists without pages
+
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self.path = tmp_path / "made" / "when-needed"
@@ -60,6 +62,8 @@ class TestFaultyWithoutFault(StoreContract):
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
 class TestOnTmpfs(StoreContract):
     """Shared memory is a place like any other."""
+
+    MANY = 20
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> Iterator[None]:

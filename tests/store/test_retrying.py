@@ -18,6 +18,8 @@ from shardkeep.testing.store_contract import StoreContract
 
 
 class TestContract(StoreContract):
+    MANY = 20  # a disk lists without pages
+
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self.path = tmp_path / "made" / "when-needed"

@@ -68,9 +68,14 @@ def window_nbytes(budget_nbytes: int | None = None) -> int:
     return wanted // ALIGNMENT * ALIGNMENT
 
 
-def destination(path: str | os.PathLike[str]) -> str:
+def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:
     """
     Return where the file goes: its path, through links, or its URL.
+
+    Args:
+        path: what the user wrote.
+        make_directory: whether its directory may be made when it is written, as that of a checkpoint is; `torch.save`
+            makes none.
 
     Raises:
         NoStorage: (a RuntimeError) its directory does not exist, or it is itself one.
@@ -79,7 +84,7 @@ def destination(path: str | os.PathLike[str]) -> str:
     if isinstance(path, str) and is_blob(path):
         return path
     where = os.path.realpath(local_path(path))
-    if not os.path.isdir(os.path.dirname(where)):
+    if not make_directory and not os.path.isdir(os.path.dirname(where)):
         raise NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
     if os.path.isdir(where):
         raise NoStorage(f"{where} is a directory", hint="give the name of the file to write")

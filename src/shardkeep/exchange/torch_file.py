@@ -40,7 +40,7 @@ def write_torch_file(
         CheckpointExists: something is there.
 
     """
-    path = archive_file.destination(to)
+    path = archive_file.destination(to, make_directory=True)
     if exists(path) and not overwrite:
         raise _taken(to)
     layout, names = _layout(picked, source, options)

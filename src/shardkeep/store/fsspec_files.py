@@ -39,10 +39,16 @@ def without_user(text: str) -> str:
 
 
 @contextmanager
-def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn whatever a file system raises into ours; each raises what its own library does."""
+def fs_errors(
+    action: str, url: str, name: str = "", offset: int | None = None, *, looks: bool = False
+) -> Iterator[None]:
+    """
+    Turn whatever a file system raises into ours; each raises what its own library does.
+
+    `looks`: something is looked for that may not be there. So it is below a file, whatever else is said of that.
+    """
     try:
-        with storage_errors(action, url, name, offset), _numbered():
+        with storage_errors(action, url, name, offset), _numbered(looks=looks):
             yield
     except CheckpointError:
         raise
@@ -53,11 +59,13 @@ def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) 
 
 
 @contextmanager
-def _numbered() -> Iterator[None]:
+def _numbered(*, looks: bool) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
         number = _NUMBERS.get(type(exc)) if exc.errno is None else exc.errno
+        if looks and isinstance(exc, NotADirectoryError):
+            number = errno.ENOENT
         if _is_clean(exc) and number == exc.errno:
             raise
         number = number or errno.EIO
@@ -173,7 +181,7 @@ class FsspecReader:
 
     def __init__(self, fs: Any, path: str, url: str, name: str) -> None:
         self._fs, self._path, self._url, self._name = fs, path, url, name
-        with fs_errors("cannot open", url, name):
+        with fs_errors("cannot open", url, name, looks=True):
             self._nbytes = int(fs.info(path)["size"])
 
     @property

@@ -67,7 +67,7 @@ class FsspecStore:
 
     def version(self, name: str) -> Version | None:
         try:
-            with fs_errors("cannot look at", self.url, name):
+            with fs_errors("cannot look at", self.url, name, looks=True):
                 return Version(blake2b(self._fs.cat_file(self._at(name)), digest_size=16).hexdigest())
         except BlobNotFound:
             return None
@@ -95,7 +95,7 @@ class FsspecStore:
 
     def read(self, name: str, limit: int) -> bytes:
         """Read a whole blob of at most so many bytes."""
-        with fs_errors("cannot get", self.url, name):
+        with fs_errors("cannot get", self.url, name, looks=True):
             nbytes = int(self._fs.info(self._at(name))["size"])
             if nbytes > limit:
                 raise MalformedFile(f"{self.url}/{name}: {nbytes} bytes, expected at most {limit}", name=name)
@@ -122,9 +122,12 @@ class FsspecStore:
         with fs_errors("cannot list", self.url):
             self._fs.invalidate_cache(self._path)
             try:
-                return list(self._fs.ls(self._path, detail=True))
+                level = self._fs.ls(self._path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
+        # A file is listed as being in itself.
+        itself = self._fs._strip_protocol(self._path)
+        return [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
 
 
 def _modified_s(info: dict[str, Any]) -> float:

@@ -1,4 +1,8 @@
-"""Shipped helpers for tests: rank pools, faulty stores, contract suites, and those of torch's `checkpoint_utils`."""
+"""
+Shipped helpers for tests: rank pools, faulty stores, contract suites, and those of torch's `checkpoint_utils`.
+
+Names are loaded when they are asked for: the contract suite needs pytest, which users of the others may not have.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,13 @@ if TYPE_CHECKING:
         with_checkpoint_logging,
         with_temp_dir,
     )
+    from shardkeep.testing.store_contract import StoreContract
 
-__all__ = ["Rot13Example", "get_test_extension_registry", "with_checkpoint_logging", "with_temp_dir"]
+__all__ = ["Rot13Example", "StoreContract", "get_test_extension_registry", "with_checkpoint_logging", "with_temp_dir"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'shardkeep.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module("shardkeep.testing.checkpoint_utils"), name)
+    module = "store_contract" if name == "StoreContract" else "checkpoint_utils"
+    return getattr(importlib.import_module(f"shardkeep.testing.{module}"), name)

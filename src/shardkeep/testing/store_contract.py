@@ -1,6 +1,8 @@
 """
 What every store must do, as a test suite: subclass `StoreContract`, say how to make a store, run pytest.
 
+    from shardkeep.testing import StoreContract
+
     class TestMyStore(StoreContract):
         def make_store(self) -> Store:
             return MyStore(...)
@@ -33,8 +35,15 @@ BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a
 GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
 
 
+LARGE_NBYTES = (17 << 20) + 5
+"""Of a blob that is more than two parts of an upload."""
+
+
 class StoreContract(PutContract):
     """The promises of `shardkeep.store.protocol`, one test each."""
+
+    MANY = 1001
+    """Blobs that are listed and deleted together: more than the service names in one answer. S3 names 1000."""
 
     # -- blobs written in parts
 
@@ -48,17 +57,24 @@ class StoreContract(PutContract):
     def test_parts_in_any_order_from_threads(self) -> None:
         """Parts of odd sizes, shuffled, from several threads, from any memory, make one blob."""
         store, data = self.make_store(), sample(2_500_003)
-        memory = aligned_buffer(len(data))
-        memory[:] = data
-        rng = random.Random(1)  # noqa: S311 -- test data, no secret
-        cuts = sorted({0, len(data), 4096, 8192, 1 << 20, *(rng.randrange(len(data)) for _ in range(20))})
-        parts = list(itertools.pairwise(cuts))
-        rng.shuffle(parts)
-        writer = store.create("a", len(data))
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda part: writer.write_at(part[0], memory[part[0] : part[1]]), parts))
-        writer.finish()
+        _write_shuffled(store, data, {4096, 8192, 1 << 20}, 20)
         same(data, read_blob(store, "a"))
+
+    def test_a_large_blob(self) -> None:
+        """A blob of several parts, as services cut them, is written in shuffled pieces and read in ranges across them."""
+        store, data = self.make_store(), sample(LARGE_NBYTES)
+        _write_shuffled(store, data, {8 << 20, 16 << 20}, 9)
+        step = 3_000_001
+
+        def matches(start: int) -> bool:
+            into = bytearray(min(step, len(data) - start))
+            reader.read_into(start, memoryview(into))
+            return into == data[start : start + step]
+
+        with closing(store.open("a")) as reader, ThreadPoolExecutor(4) as pool:
+            same(LARGE_NBYTES, reader.nbytes)
+            same(True, all(pool.map(matches, range(0, len(data), step))))
+        same([("a", LARGE_NBYTES)], [(blob.name, blob.nbytes) for blob in store.list()])
 
     def test_reads_from_threads(self) -> None:
         """One reader serves several threads at once, at any offset."""
@@ -280,6 +296,16 @@ class StoreContract(PutContract):
         delete_all(store, [])
         same(["b"], [blob.name for blob in store.list()])
 
+    def test_many(self) -> None:
+        """More blobs than are listed or deleted in one request are all listed, in order of name, and deleted."""
+        store, names = self.make_store(), [f"blob-{i:05}" for i in range(self.MANY)]
+        shuffled = random.Random(1).sample(names, len(names))  # noqa: S311 -- test data, no secret
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: store.put(name, b"x", replace=True), shuffled))
+        same(names, [blob.name for blob in store.list()])
+        delete_all(store, [*names[:-1], "nothing-here"])
+        same(names[-1:], [blob.name for blob in store.list()])
+
     @pytest.mark.parametrize("name", BAD_NAMES, ids=[ascii(name[:9]) for name in BAD_NAMES])
     def test_bad_names(self, name: str) -> None:
         """A name that could reach outside the store is refused by every verb."""
@@ -311,6 +337,20 @@ class StoreContract(PutContract):
         with pytest.raises(BlobNotFound) as caught:
             store.open("a")
         same(True, str(caught.value).startswith(store.url))
+
+
+def _write_shuffled(store: Store, data: bytes, cuts: set[int], more: int) -> None:
+    """Write a blob from several threads, cut at these and `more` other places, in no order."""
+    memory = aligned_buffer(len(data))
+    memory[:] = data
+    rng = random.Random(1)  # noqa: S311 -- test data, no secret
+    ends = sorted({0, len(data), *cuts, *(rng.randrange(len(data)) for _ in range(more))})
+    parts = list(itertools.pairwise(ends))
+    rng.shuffle(parts)
+    writer = store.create("a", len(data))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda part: writer.write_at(part[0], memory[part[0] : part[1]]), parts))
+    writer.finish()
 
 
 def _call(store: Store, verb: str, name: str) -> None:
