@@ -52,6 +52,16 @@ def ours(staging: str) -> Contender:
     return Contender(begin, sk.finish_saves)
 
 
+def nobody(steps: int) -> Contender:
+    """Whoever saves nothing, for so many steps of training."""
+
+    def begin(*_: Any) -> Flight:
+        more = iter(range(steps - 2))
+        return Flight(lambda: next(more, None) is None, lambda: Staged(0.0, 0.0))
+
+    return Contender(begin, lambda: None)
+
+
 def torch_thread() -> Contender:
     """torch's default: a copy to pageable memory in the call, then a thread that writes."""
     import torch.distributed.checkpoint as dcp
@@ -99,6 +109,7 @@ def torch_pinned() -> Contender:
 
 
 TORCH, TORCH_PINNED = "torch DCP async_save", "torch DCP, pinned stager"
+NO_SAVE = "no save"
 OVERLAP, DEVICE, HOST = "shardkeep overlap", "shardkeep device", "shardkeep host"
 OURS = {OVERLAP: "overlap", DEVICE: "device", HOST: "host"}
 

@@ -13,7 +13,7 @@ import torch
 
 import async_raw
 import pagecache
-from async_contenders import DEVICE, OURS, OVERLAP, TORCH, Contender
+from async_contenders import DEVICE, NO_SAVE, OURS, OVERLAP, TORCH, Contender, nobody
 from async_training import Training
 from async_vitals import Vitals
 
@@ -74,7 +74,8 @@ def loop(
     Train without saving, with a save in flight, and after it.
 
     The second window begins with a step, then the call (the device is then still busy with that step, as in life), then
-    steps until the save is durable; all of it, the call included, is compared with as many steps without saving.
+    steps until the save is durable; all of it, the call included, is compared with as many steps without saving. As a
+    device that grows warm becomes slower by itself, each round also has three windows without any save.
     """
     results: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
@@ -85,41 +86,52 @@ def loop(
             if not number and name in OURS:  # a first save is measured by `calls`; this is about the others
                 contender.begin(training.state, where).finish()
                 shutil.rmtree(where)
-            before_s = training.seconds_a_step(steps)
-            began = time.perf_counter()
-            training.step()
-            called = time.perf_counter()
-            flight = contender.begin(training.state, where)
-            blocked_s = time.perf_counter() - called
-            during = 2
-            training.step()
-            while not flight.done():
-                training.step()
-                during += 1
-            training.drain()
-            window_s = time.perf_counter() - began
-            flight.finish()
-            after_s = training.seconds_a_step(steps)
-            row = {
-                "before_s": before_s,
-                "after_s": after_s,
-                "during_steps": during,
-                "during_s": window_s / during,
-                "added_s": window_s - during * before_s,
-                "slower": window_s / during / before_s - 1,
-                "slower_after": after_s / before_s - 1,
-                "blocked_s": blocked_s,
-            }
-            results.setdefault(name, []).append(row)
-            print(
-                f"    {name}: a step {before_s:.4f} s; {during} with a save in flight {row['during_s']:.4f} s"
-                f" ({row['slower']:+.1%}, {row['added_s']:+.3f} s); after {after_s:.4f} s ({row['slower_after']:+.1%})",
-                flush=True,
-            )
+            row = _windows(training, contender, where, steps)
+            _keep_row(results, name, row)
             shutil.rmtree(where)
+        _keep_row(results, NO_SAVE, _windows(training, nobody(results[OVERLAP][-1]["during_steps"]), "", steps))
     for name in results:
-        everyone[name].close()
+        if name in everyone:
+            everyone[name].close()
     return results
+
+
+def _windows(training: Training, contender: Contender, where: str, steps: int) -> dict[str, Any]:
+    """Train for three windows: before a save, while it is in flight, after it."""
+    before_s = training.seconds_a_step(steps)
+    began = time.perf_counter()
+    training.step()
+    called = time.perf_counter()
+    flight = contender.begin(training.state, where)
+    blocked_s = time.perf_counter() - called
+    during = 2
+    training.step()
+    while not flight.done():
+        training.step()
+        during += 1
+    training.drain()
+    window_s = time.perf_counter() - began
+    flight.finish()
+    after_s = training.seconds_a_step(steps)
+    return {
+        "before_s": before_s,
+        "after_s": after_s,
+        "during_steps": during,
+        "during_s": window_s / during,
+        "added_s": window_s - during * before_s,
+        "slower": window_s / during / before_s - 1,
+        "slower_after": after_s / before_s - 1,
+        "blocked_s": blocked_s,
+    }
+
+
+def _keep_row(results: dict[str, list[dict[str, Any]]], name: str, row: dict[str, Any]) -> None:
+    results.setdefault(name, []).append(row)
+    print(
+        f"    {name}: a step {row['before_s']:.4f} s; {row['during_steps']} with a save in flight {row['during_s']:.4f} s"
+        f" ({row['slower']:+.1%}, {row['added_s']:+.3f} s); after {row['after_s']:.4f} s ({row['slower_after']:+.1%})",
+        flush=True,
+    )
 
 
 def place(training: Training, everyone: Mapping[str, Contender], folder: str, rounds: int) -> dict[str, Any]:
