@@ -485,7 +485,6 @@ def _model_trip(writes: Any, reads: Any, folder: str, wrap: Any, **options: Any)
     train(model, optimizer, range(1, 2))
     train(other, steps, range(1, 2))
     ended = [[seen(each) for each in quietly(trained.state_dict).values()] for trained in (model, other)]
-    wrappers.forget_meshes()
     return seen_all(into), ended[0] == ended[1], ended[1]
 
 

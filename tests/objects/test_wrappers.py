@@ -13,36 +13,36 @@ import torch
 import shardkeep as sk
 from shardkeep.testing.rank_pool import RankPool
 from tests.engine.samples import bits
-from tests.objects.wrappers import OPTIMIZERS, WORLDS, build, train, trainable
+from tests.objects.wrappers import OPTIMIZERS, WORLDS, build, losses_from_here, mesh_for, train, trainable
 
 
-def state_of(kind, optimizer):
-    model = build(kind)
+def state_of(kind, optimizer, mesh):
+    model = build(kind, mesh)
     return {"model": model, "optim": OPTIMIZERS[optimizer](trainable(model)), "step": 0}
 
 
 def first_part(folder, kind, optimizers):
     """Train two steps, save, and go on without a break."""
-    losses = {}
+    losses, mesh = {}, mesh_for(kind)
     for optimizer in optimizers:
-        state = state_of(kind, optimizer)
+        state = state_of(kind, optimizer, mesh)
         train(kind, state["model"], state["optim"], 2, seed=1)
         state["step"] = 2
         sk.save(state, f"{folder}/{kind}-{optimizer}")
-        losses[optimizer] = train(kind, state["model"], state["optim"], 2, seed=2)
+        losses[optimizer] = losses_from_here(kind, state["model"], state["optim"], seed=2)
     return losses
 
 
 def second_part(folder, kind, sources):
     """Load what others saved, save it again, and go on."""
-    losses = {}
+    losses, mesh = {}, mesh_for(kind)
     for source, optimizer in sources:
-        state = state_of(kind, optimizer)
+        state = state_of(kind, optimizer, mesh)
         report = sk.load(state, f"{folder}/{source}-{optimizer}")
         if report.missing or report.unexpected or state["step"] != 2:
             raise AssertionError((report, state["step"]))
         sk.save(state, f"{folder}/again/{source}-{optimizer}-{kind}")
-        losses[source, optimizer] = train(kind, state["model"], state["optim"], 2, seed=2)
+        losses[source, optimizer] = losses_from_here(kind, state["model"], state["optim"], seed=2)
     return losses
 
 
@@ -101,13 +101,14 @@ def new_ranks():
 
 @pytest.fixture(scope="module")
 def saved(new_ranks, tmp_path_factory):
-    """What every wrapper saved, and how its losses went on."""
+    """What every wrapper saved, where it lies and what is in it, and how its losses went on."""
     folder = tmp_path_factory.mktemp("wrappers")
-    losses = {}
+    losses, firsts = {}, {}
     for kind, world in WORLDS.items():
         optimizers = sorted({optimizer for source, _, optimizer in PAIRS if source == kind})
         losses[kind] = new_ranks.run(world, first_part, str(folder), kind, optimizers, timeout_s=150)[-1]
-    return folder, losses
+        firsts[kind] = {optimizer: contents(folder / f"{kind}-{optimizer}") for optimizer in optimizers}
+    return folder, losses, firsts
 
 
 @pytest.mark.timeout(400)  # the first of these saves with every wrapper
@@ -116,13 +117,12 @@ def test_every_wrapper_loads_what_every_wrapper_saved(target, saved, new_ranks):
     """
     Bit for bit the same state; and the losses go on as they did, exactly under the wrapper that saved them.
     """
-    folder, expected = saved
+    folder, expected, firsts = saved
     sources = [(source, optimizer) for source, kind, optimizer in PAIRS if kind == target]
     losses = new_ranks.run(WORLDS[target], second_part, str(folder), target, sources, timeout_s=150)[-1]
     for source, optimizer in sources:
-        first = contents(folder / f"{source}-{optimizer}")
         again = contents(folder / f"again/{source}-{optimizer}-{target}")
-        assert again == first, f"{source} -> {target}, {optimizer}"
+        assert again == firsts[source][optimizer], f"{source} -> {target}, {optimizer}"
         went_on = expected[source][optimizer]
         if source == target:
             assert losses[source, optimizer] == went_on

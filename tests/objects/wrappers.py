@@ -121,8 +121,18 @@ WORLDS = {
 }
 
 
-def build(kind, device="cpu"):
-    """Wrap the model; called on every rank of a world of `WORLDS[kind]`."""
+def mesh_for(kind):
+    """The mesh that a wrapper needs: made once for all models of a run, as its process groups take long to make."""
+    ranks = dist.get_world_size()
+    if kind == "hsdp":
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "fsdp2 tp":
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (ranks,)) if kind in {"fsdp2", "tp", "checkpointing"} else None
+
+
+def build(kind, mesh):
+    """Wrap the model; called on every rank of a world of `WORLDS[kind]`, with `mesh_for(kind)`."""
     torch.manual_seed(dist.get_world_size())  # another start for each, so that what is equal was loaded
     ranks = dist.get_world_size()
     model = Net(stage(dist.get_rank(), ranks)) if kind == "pipeline" else Net()
@@ -130,21 +140,18 @@ def build(kind, device="cpu"):
         return DistributedDataParallel(model)
     if kind.startswith("fsdp1"):
         return fsdp1(model, use_orig_params=kind != "fsdp1")
-    if kind == "fsdp2":
-        return fsdp2(model, init_device_mesh(device, (ranks,)))
-    if kind == "hsdp":
-        return fsdp2(model, init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+    if kind in {"fsdp2", "hsdp"}:
+        return fsdp2(model, mesh)
     if kind == "tp":
-        return tensor_parallel(model, init_device_mesh(device, (ranks,)))
+        return tensor_parallel(model, mesh)
     if kind == "fsdp2 tp":
-        mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("dp", "tp"))
         return fsdp2(tensor_parallel(model, mesh["tp"]), mesh["dp"])
     if kind == "compile":
         return torch.compile(model, backend="eager")
     if kind == "checkpointing":
         for name, block in model.blocks.items():
             model.blocks[name] = checkpoint_wrapper(block)
-        return fsdp2(model, init_device_mesh(device, (ranks,)))
+        return fsdp2(model, mesh)
     return model
 
 
@@ -157,12 +164,25 @@ def train(kind, model, optimizer, steps, seed):
     data = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
-        x = torch.randn(6, WIDTH, generator=data)
-        optimizer.zero_grad()
-        loss = pipeline_step(model, x) if kind == "pipeline" else one_step(model, x)
+        losses.append(gradients(kind, model, optimizer, data))
         optimizer.step()
-        losses.append(loss)
     return losses
+
+
+def gradients(kind, model, optimizer, data):
+    x = torch.randn(6, WIDTH, generator=data)
+    optimizer.zero_grad()
+    return pipeline_step(model, x) if kind == "pipeline" else one_step(model, x)
+
+
+def losses_from_here(kind, model, optimizer, seed):
+    """A step, and the loss after it: the first is that of the parameters, the second that of the optimizer's state."""
+    data = torch.Generator().manual_seed(seed)
+    first = gradients(kind, model, optimizer, data)
+    optimizer.step()
+    if kind == "pipeline":
+        return [first, gradients(kind, model, optimizer, data)]
+    return [first, model(torch.randn(6, WIDTH, generator=data)).square().mean().item()]
 
 
 def one_step(model, x):
