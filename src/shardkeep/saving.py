@@ -248,6 +248,7 @@ def async_save(
             )
         background = Background(call, draft, pieces, handle, memory, options, telling, outside)
         inside.enter_context(background.ending())
+        background.copy_on_host()
         if pieces.live_nbytes:
             step_gates().put(background.gate, optimizers)
         else:

@@ -21,15 +21,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardkeep.compat.in_use import Turn, stand_in_line
-from shardkeep.errors import EarlierSaveFailed
 from shardkeep.protocol.gatherings import _DistWrapper
 from shardkeep.run.exit_code import exit_code, tell_at_exit
-from shardkeep.run.in_flight import let_go
+from shardkeep.run.in_flight import earlier_error, let_go
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardkeep.compat.saver_handle import SaverProcess
+    from shardkeep.errors import EarlierSaveFailed
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -98,14 +98,11 @@ class Lane:
         failed = [each for each in self._failed if each.done()]
         if not failed:
             return None
-        errors = [each.exception() for each in failed]
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        earlier = EarlierSaveFailed(
-            f"an earlier asynchronous save, to {failed[0].what}, failed{more}: {_text(errors[0])}",
+        return earlier_error(
+            failed[0].what,
+            [each.exception() for each in failed],
             hint="ask each future for its result before the next save; this save has been begun, and goes on",
         )
-        earlier.__cause__ = errors[0]
-        return earlier
 
     def _at_exit(self) -> None:
         self._thread.shutdown()
@@ -125,10 +122,6 @@ class Lane:
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-def _text(error: BaseException | None) -> str:
-    return str(error).strip() or type(error).__name__
 
 
 @functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads

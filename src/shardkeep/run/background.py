@@ -84,7 +84,7 @@ class Background:
         outside: Outside | None = None,
     ) -> None:
         """
-        Copy what lies in host memory and fits; begin nothing else yet.
+        Begin nothing yet.
 
         Args:
             call: the save so far.
@@ -104,22 +104,19 @@ class Background:
         self._telling = telling
         self._limit_nbytes = self._limit()
         self._pieces = pieces
-        self._copy_on_host()
         self.gate = Gate()
         """Before the next step of the optimizers in the state."""
-        self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
+        self.must_wait = False
         """Whether the caller has to wait for staging before it may go on."""
         self.staged_s = 0.0
         """From the call until the state might be changed; 0: at its return."""
         self._call = call
         self._draft = draft
-        self._staged_told = not pieces.live_nbytes
+        self._staged_told = False
         self._copied_s = 0.0
         self._written = 0
         self._total = 0
         self._lock = threading.Lock()
-        if not pieces.live_nbytes:
-            handle.end_staging()
 
     def _limit(self) -> int:
         """Say how much host memory this save may copy to, beside what others have copied to."""
@@ -129,7 +126,19 @@ class Background:
         kept = arenas.nbytes - arenas.nbytes_in_use + pool.nbytes
         return int(_FAIR_PART * free_memory() / local_ranks()) + kept
 
-    def _copy_on_host(self) -> None:
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Whatever happens inside, let go of the state and of memory in the end."""
+        try:
+            yield
+        finally:
+            self.gate.open({})
+            if self._pieces.arena is not None:
+                self._memory.arenas.give(self._pieces.arena)
+            del self._pieces
+
+    def copy_on_host(self) -> None:
+        """Copy what lies in host memory and fits: in the call, after which the caller may change it."""
         pieces, phases = self._pieces, self._telling.phases
         windows = _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes if self._outside or pieces.events else 0
         began_s = phases.now()
@@ -145,17 +154,10 @@ class Background:
         if pieces.lent:
             through = copied + (windows or self._options.host_budget_bytes)
             self._tell_that_staging_waits(copied + sum(tensor.nbytes for tensor in pieces.lent), through)
-
-    @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """Whatever happens inside, let go of the state and of memory in the end."""
-        try:
-            yield
-        finally:
-            self.gate.open({})
-            if self._pieces.arena is not None:
-                self._memory.arenas.give(self._pieces.arena)
-            del self._pieces
+        self.must_wait = pieces.live_nbytes > 0 and not pieces.guarded
+        if not pieces.live_nbytes:
+            self._staged_told = True
+            self._handle.end_staging()
 
     def carry_out(self) -> Outcome:
         """Make the rest of the save."""

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -66,16 +66,13 @@ class Flights:
         self._failed += [each for each in ended if each is than or (each.told_later and not at_exit)]
         if not failed:
             return None
-        error = failed[0].exception()
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        earlier = EarlierSaveFailed(
-            f"an earlier asynchronous save, to {failed[0].where}, failed{more}: {_text(error)}",
-            hint="ask each handle for its result before the next save; what this call saves is not affected",
-        )
-        earlier.__cause__ = error
         for each in failed:
             each.asked = True
-        return earlier
+        return earlier_error(
+            failed[0].where,
+            [each.exception() for each in failed],
+            hint="ask each handle for its result before the next save; what this call saves is not affected",
+        )
 
     def finish(self) -> None:
         """
@@ -166,8 +163,13 @@ def stand_back(niceness: int = _NICENESS) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-def _text(error: BaseException | None) -> str:
-    return str(error).strip() or type(error).__name__
+def earlier_error(where: str, errors: Sequence[BaseException | None], *, hint: str) -> EarlierSaveFailed:
+    """Make the error of saves that failed, the first of them to `where`, and that nobody has asked for."""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    what = str(errors[0]).strip() or type(errors[0]).__name__
+    earlier = EarlierSaveFailed(f"an earlier asynchronous save, to {where}, failed{more}: {what}", hint=hint)
+    earlier.__cause__ = errors[0]
+    return earlier
 
 
 @functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
