@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from shardkeep.testing import forking
 from shardkeep.testing.rank_pool import RankPool
 from shardkeep.testing.s3_server import S3Server
 
@@ -19,6 +21,16 @@ with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/frame
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and Python then never raises KeyboardInterrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Most modules of tests import them, and so do the ranks that run a function of one.
+forking.PRELOADED += ["pytest", "hypothesis"]
+
+
+def pytest_collection_finish() -> None:
+    """All that is there before the first test stays: no later collection has to go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

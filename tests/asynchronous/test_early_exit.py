@@ -15,7 +15,7 @@ from tests.faults.forks import Fork
 from tests.faults.scene import files_of_checkpoint, names_in
 
 BEGINNING = """
-import atexit, ctypes, multiprocessing, os, sys, threading, time, torch
+import atexit, ctypes, gc, multiprocessing, os, sys, threading, time, torch
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import BrokenStore, full, held
@@ -108,6 +108,7 @@ ENDINGS = {
         sk.save(full(1), sk.MemoryStore())  # loads what all of them need
         ways = [lambda: on_rank(0), lambda: on_rank(1), fail, leave, fork]
         ways += [lambda: keep("raise"), lambda: keep("warn"), keep_and_ask, keep_and_close, like_torch, like_torch_and_ask]
+        gc.freeze()  # else each of them goes through all of torch when it ends
         pids = []
         for number, way in enumerate(ways):
             pids.append(os.fork())

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint.staging import AsyncStager as TheirStager
 
 from shardkeep.compat.async_save import AsyncCheckpointerType, AsyncSaveResponse, async_save
-from shardkeep.compat.lanes import EarlierSaveFailed, lane_of
+from shardkeep.compat.lanes import lane_of
 from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
 from shardkeep.dcp.api import CheckpointException
@@ -24,6 +24,7 @@ from shardkeep.dcp.metadata import Metadata
 from shardkeep.dcp.staging import AsyncStager, DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save, save_state_dict
+from shardkeep.errors import EarlierSaveFailed
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
 from tests.warm.python import warm_python

@@ -6,14 +6,14 @@ What they run is in `doomed`, which that process has imported too.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.faults.warm", "pytest"])
+from shardkeep.testing import forking
+
+forking.PRELOADED.insert(0, "tests.faults.warm")
 
 
 class Fork:
@@ -21,8 +21,9 @@ class Fork:
 
     def __init__(self, fn: Any, *args: Any) -> None:
         self.pipe: Connection
-        self.pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=fn, args=(theirs, *args), daemon=True)
+        context = forking.fork_context()
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=fn, args=(theirs, *args), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -9,6 +9,7 @@ does: `atexit`, threads that are waited for, the exit code.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any
 
 # What all this is for. None of them imports torch.distributed.checkpoint, which tests put ours in the place of.
 import torch
+import torch._dynamo  # which comes with the first optimizer
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
@@ -83,6 +85,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], fds: list[int]) -> N
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else each fork goes through all of torch, and so copies it, when it collects and when it ends
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
         become(asked[0]["words"], asked[0]["cwd"], asked[0]["env"], asked[1])

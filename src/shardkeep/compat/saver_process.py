@@ -63,6 +63,7 @@ def serve(pipe: Connection, world: Place | None) -> None:
     try:
         if world is not None:
             _take_place(world)
+        gc.freeze()  # modules stay: to go through all of torch takes a fifth of a second, before and after every save
         _answer(pipe, Answer())
         while True:
             _answer(pipe, _tried(receive(pipe), served))

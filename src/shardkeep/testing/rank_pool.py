@@ -2,7 +2,7 @@
 Ranks for tests: processes that stay alive between tests and form a fresh process group for each run.
 
 In comes a top-level function; out comes what it returned or raised on each rank. Importing torch takes seconds, so a
-single process does it, of which the ranks are forks (Python's forkserver); a rank is started when it is first needed
+single process does it, of which the ranks are forks (`forking`); a rank is started when it is first needed
 and used again by later runs, and one that died or hung is replaced. What a run leaves behind in its processes
 (modules, seeds, environment) is still there in the next one.
 """
@@ -10,7 +10,6 @@ and used again by later runs, and one that died or hung is replaced. What a run 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -19,10 +18,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_any
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from shardkeep.testing.forking import fork_context
 from shardkeep.testing.rank_process import Finished, Job, StoreAt, rank_process
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ START_S = 120.0
 """How long a process may take to import torch."""
 LOG_LINES = 60
 """How much of a rank's output an error message shows."""
-PRELOADED = [
-    "shardkeep.testing.rank_process", "shardkeep.saving", "shardkeep.loading", "shardkeep.opening",
-    "torch.distributed.fsdp", "torch.distributed.tensor",
-]  # fmt: skip
-"""What every rank has imported when it starts."""
 
 
 class RankPoolError(Exception):
@@ -169,8 +163,6 @@ class RankPool:
     def _ready(self, world_size: int) -> list[_Process]:
         if world_size > self._size:
             raise ValueError(f"a pool of {self._size} cannot run {world_size} ranks")
-        if not self._processes:
-            _start_forkserver()
         for number in range(world_size):
             if number == len(self._processes):
                 self._processes.append(_Process(self._folder))
@@ -217,19 +209,6 @@ class RankPool:
         return "\n".join(lines)
 
 
-def _start_forkserver() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    # The one process that forks must have a single thread, and none of its forks needs more on a small machine.
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in single}
-    os.environ.update(single)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 def _outcome(rank: int, process: _Process) -> Outcome[Any]:
     if process.finished is None:
         return Outcome(rank, died=process.death())
@@ -246,7 +225,7 @@ class _Process:
     """One process of the pool, seen from the caller."""
 
     def __init__(self, folder: str) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = fork_context()
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         handle, self._log_path = tempfile.mkstemp(suffix=".log", dir=folder)

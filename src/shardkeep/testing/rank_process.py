@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -19,6 +17,8 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from shardkeep.testing.forking import caches_of_torch_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,8 +97,10 @@ class _Meshes:
     """
 
     def __init__(self) -> None:
-        self._caches: list[Any] = []
         self._modules = 0
+        inherited = sys.modules.get("shardkeep.testing.inherited")
+        self._inherited: list[Any] = inherited.CACHES if inherited else []
+        self._caches: list[Any] = []
 
     def forget(self) -> None:
         """Empty those caches; they are looked for again when modules were imported since."""
@@ -106,11 +108,7 @@ class _Meshes:
             return
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
-            self._caches = [
-                one
-                for one in gc.get_objects()
-                if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("torch.distributed")
-            ]
+            self._caches = [*self._inherited, *caches_of_torch_distributed()]
         from torch.distributed.tensor import debug  # noqa: PLC0415 - loaded, see above
 
         debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types for it
