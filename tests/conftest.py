@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardkeep.testing import forking
+from shardkeep.testing.forking import preload
 from shardkeep.testing.rank_pool import RankPool
 from shardkeep.testing.s3_server import S3Server
 
@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Most modules of tests import them, and so do the ranks that run a function of one.
-forking.PRELOADED += ["pytest", "hypothesis"]
+preload("pytest", "hypothesis")
 
 
 def pytest_collection_finish() -> None:

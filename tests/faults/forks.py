@@ -11,9 +11,9 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardkeep.testing import forking
+from shardkeep.testing.forking import fork_context, preload
 
-forking.PRELOADED.insert(0, "tests.faults.warm")
+preload("tests.faults.warm")
 
 
 class Fork:
@@ -21,7 +21,7 @@ class Fork:
 
     def __init__(self, fn: Any, *args: Any) -> None:
         self.pipe: Connection
-        context = forking.fork_context()
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=fn, args=(theirs, *args), daemon=True)
         self._process.start()

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from shardkeep.testing import rank_pool
+from shardkeep.testing.forking import preload
 from shardkeep.testing.rank_pool import Outcome, RankPool
 from shardkeep.testing.s3_server import S3Server
 from tests.object_store.proxy import Proxy
@@ -24,9 +24,11 @@ from tests.soak.ledger import Ledger, Made, kept
 from tests.soak.rounds import Round, StoreKind, bucket_round_of, round_of
 from tests.soak.scene import Scene
 
+# Ranks are killed all the time, and new ones should not have to import all this.
+preload("shardkeep.manage.checkpointer", "tests.soak.job", "boto3")
+
 JOB_S, BUCKET_JOB_S = 90.0, 240.0
 """After which a job hangs."""
-_PRELOADED = ("shardkeep.manage.checkpointer", "shardkeep.saving", "shardkeep.loading", "tests.soak.job", "boto3")
 
 Running = Future[list[Outcome[str]]]
 
@@ -74,8 +76,6 @@ class Soak:
         self._died = 0
         self._young = False
         """Whether a job has kept more than others do, because it was young."""
-        # Ranks are killed all the time, and new ones should not have to import all this.
-        rank_pool.PRELOADED.extend(each for each in _PRELOADED if each not in rank_pool.PRELOADED)
         self._pools = [RankPool(4), RankPool(2)]
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="soak")
 

@@ -17,21 +17,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-PRELOADED = [
+_preloaded = [
     "shardkeep.testing.rank_process", "shardkeep.saving", "shardkeep.loading", "shardkeep.opening",
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # comes with the first optimizer
+    "torch.distributed.tensor.debug",  # empties the caches of meshes
 ]  # fmt: skip
-"""
-What every fork has imported when it starts; add to it before the first one.
 
-torch imports the compiler with the first optimizer, and to empty the caches of meshes needs the module of debugging.
-"""
+
+def preload(*modules: str) -> None:
+    """Let every fork have imported these when it starts. Before the first one: later it changes nothing."""
+    _preloaded.extend(each for each in modules if each not in _preloaded)
 
 
 def fork_context() -> ForkServerContext:
     """Return the context that makes such processes, and start the one that they are forks of, if it is not there."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "shardkeep.testing.inherited"])
+    context.set_forkserver_preload([*_preloaded, "shardkeep.testing.inherited"])
     # The one process that forks must have a single thread, and none of its forks needs more on a small machine.
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in single}
