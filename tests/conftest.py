@@ -27,8 +27,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 preload("pytest", "hypothesis")
 
 
+def pytest_collection() -> None:
+    """Modules are no garbage: not while hundreds of them are imported, ..."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """All that is there before the first test stays: no later collection has to go through it."""
+    """... and not later: what is there before the first test stays, and none has to go through it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
