@@ -17,23 +17,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-_preloaded = [
-    "shardkeep.testing.rank_process", "shardkeep.saving", "shardkeep.loading", "shardkeep.opening",
-    "torch.distributed.fsdp",
-    "torch._dynamo",  # comes with the first optimizer
-    "torch.distributed.tensor.debug",  # empties the caches of meshes
-]  # fmt: skip
+
+@functools.cache
+def _preloaded() -> list[str]:
+    return [
+        "shardkeep.testing.rank_process", "shardkeep.saving", "shardkeep.loading", "shardkeep.opening",
+        "torch.distributed.fsdp",
+        "torch._dynamo",  # comes with the first optimizer
+        "torch.distributed.tensor.debug",  # empties the caches of meshes
+    ]  # fmt: skip
 
 
 def preload(*modules: str) -> None:
     """Let every fork have imported these when it starts. Before the first one: later it changes nothing."""
-    _preloaded.extend(each for each in modules if each not in _preloaded)
+    _preloaded().extend(each for each in modules if each not in _preloaded())
 
 
 def fork_context() -> ForkServerContext:
     """Return the context that makes such processes, and start the one that they are forks of, if it is not there."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_preloaded, "shardkeep.testing.inherited"])
+    context.set_forkserver_preload([*_preloaded(), "shardkeep.testing.inherited"])
     # The one process that forks must have a single thread, and none of its forks needs more on a small machine.
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in single}
