@@ -15,7 +15,7 @@ from tests.faults.forks import Fork
 from tests.faults.scene import files_of_checkpoint, names_in
 
 BEGINNING = """
-import atexit, ctypes, gc, multiprocessing, os, sys, threading, time, torch
+import atexit, ctypes, gc, logging, multiprocessing, os, signal, sys, threading, time, torch
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import BrokenStore, full, held
@@ -104,10 +104,53 @@ ENDINGS = {
         def like_torch_and_ask():
             like_torch().exception()
 
+        def interrupt_when(due):
+            # Sends a Ctrl-C as soon as something is so, and the end of the program waits for its saves.
+            def send():
+                while not (due() and waits(sys._current_frames()[threading.main_thread().ident])):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            def waits(frame):
+                return frame is not None and (frame.f_code.co_name == "_at_exit" or waits(frame.f_back))
+
+            threading.Thread(target=send, daemon=True).start()
+
+        def interrupted(verb, name):
+            store = FaultyStore(sk.LocalStore(f"{place}-{name}"), "slow", at=0, verbs=[verb], delay_s=1.0)
+            sk.async_save(full(1), store)
+            interrupt_when(lambda: any(each.startswith(verb) for each in store.operations))
+
+        def slowly_like_torch(name):
+            writer = dcp.FileSystemWriter(f"{place}-{name}")
+            writer.write_data = lambda *given: time.sleep(1) or dcp.FileSystemWriter.write_data(writer, *given)
+            dcp.async_save(full(1), storage_writer=writer, no_dist=True)
+
+        def fork_like_torch():
+            slowly_like_torch("fork")
+            if (pid := os.fork()) > 0:
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+        def interrupted_like_torch(name, twice):
+            slowly_like_torch(name)
+            if twice:
+
+                def again(said):
+                    if said.msg.startswith("interrupted at exit: waiting"):
+                        os.kill(os.getpid(), signal.SIGINT)
+                    return True
+
+                logging.getLogger("shardkeep").addFilter(again)
+            interrupt_when(lambda: True)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         import shardkeep.dcp as dcp
         sk.save(full(1), sk.MemoryStore())  # loads what all of them need
         ways = [lambda: on_rank(0), lambda: on_rank(1), fail, leave, fork]
         ways += [lambda: keep("raise"), lambda: keep("warn"), keep_and_ask, keep_and_close, like_torch, like_torch_and_ask]
+        ways += [lambda: interrupted("write_at", "early"), lambda: interrupted("delete", "late")]
+        ways += [lambda: interrupted_like_torch("once", False), lambda: interrupted_like_torch("twice", True)]
+        ways += [fork_like_torch]
         gc.freeze()  # else each of them goes through all of torch when it ends
         pids = []
         for number, way in enumerate(ways):
@@ -164,6 +207,13 @@ def test_a_fork_does_not_wait_for_saves_of_its_parent(ended):
     assert "fork 0" in ended["sys.exit"][2]
 
 
+def test_a_fork_does_not_wait_for_saves_like_torchs(ended):
+    """
+    Nor for those of `dcp.async_save`.
+    """
+    assert ast.literal_eval(ended["forks"][2])[15:] == [0]
+
+
 def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
     """
     It is told that it will never know, instead of waiting for ever.
@@ -210,7 +260,31 @@ def test_the_exit_code_after_a_lost_save_of_a_checkpointer_and_of_dcp(ended):
     One that would have raised it and was never closed, and torch's call: 1 if nobody was told, 0 if somebody was.
     """
     assert ast.literal_eval(ended["forks"][2])[5:9] == [1, 0, 0, 0]
-    assert ast.literal_eval(ended["forks"][2])[9:] == [1, 0]
+    assert ast.literal_eval(ended["forks"][2])[9:11] == [1, 0]
+
+
+def test_ctrl_c_while_the_end_of_a_program_waits(ended):
+    """
+    It cancels the save, which is told of, with code 1; one that is committed by then is none that is lost.
+    """
+    place, _, out, _ = ended["forks"]
+    assert ast.literal_eval(out)[11:13] == [1, 0]
+    assert f"given up before they were complete: saves to {place}-early" in Path(f"{place}.11").read_text()
+    assert names_in(f"{place}-early") == set()
+    assert Path(f"{place}.12").read_text() == ""
+    assert says(f"{place}-late") == {1}
+
+
+def test_ctrl_c_while_the_end_of_a_program_waits_for_dcp(ended):
+    """
+    The first says what is waited for, the second ends it at once, with code 1.
+    """
+    place, _, out, _ = ended["forks"]
+    assert ast.literal_eval(out)[13:15] == [0, 1]
+    assert f"waiting for saves to '{place}-once'" in Path(f"{place}.13").read_text()
+    assert Path(f"{place}-once/.metadata").exists()
+    assert f"given up before they were complete: saves to '{place}-twice'" in Path(f"{place}.14").read_text()
+    assert not Path(f"{place}-twice/.metadata").exists()
 
 
 def test_a_failure_of_one_rank_is_told_at_exit_of_all(ended):

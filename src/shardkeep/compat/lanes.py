@@ -16,13 +16,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardkeep.compat.in_use import Turn, stand_in_line
 from shardkeep.protocol.gatherings import _DistWrapper
-from shardkeep.run.exit_code import exit_code, tell_at_exit
+from shardkeep.run.exit_code import exit_code, give_up_at_exit, tell_at_exit
 from shardkeep.run.in_flight import earlier_error, let_go
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Lane:
         self._process_id = os.getpid()
         self._number: int | None = None
         self._order = threading.Lock()
+        self._begun: list[SaveFuture[Any]] = []
         self._failed: list[SaveFuture[Any]] = []
         self.saver: SaverProcess | None = None
         """The process that writes, once there is one; used by this lane's thread alone."""
@@ -88,6 +89,7 @@ class Lane:
             turn = stand_in_line(*uses, what=what, thread=lambda: self._number)
             try:
                 self._thread.submit(self._carry_out, [work], turn, future)
+                self._begun = [*(each for each in self._begun if not each.done()), future]
             except BaseException:  # no more at this time of the interpreter's life
                 turn.give_up()
                 raise
@@ -105,9 +107,36 @@ class Lane:
         )
 
     def _at_exit(self) -> None:
-        self._thread.shutdown()
-        if os.getpid() == self._process_id and (earlier := self.take_unasked()) is not None:
+        if os.getpid() != self._process_id:  # a fork, in which those saves never end
+            return
+        try:
+            self._wait_for_all()
+        except KeyboardInterrupt:
+            if places := self._still_under_way():
+                give_up_at_exit(places)
+            raise
+        if (earlier := self.take_unasked()) is not None:
             tell_at_exit(earlier)
+
+    def _wait_for_all(self) -> None:
+        """
+        Wait for all saves, which cannot be cancelled: at a first Ctrl-C say so, and go on.
+
+        Not for their thread: one whose `join` was interrupted is taken for ended by Python, though it is not.
+        """
+        try:
+            wait(self._begun)
+        except KeyboardInterrupt:
+            log.warning(
+                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
+                ", ".join(self._still_under_way()),
+            )
+            wait(self._begun)
+        self._thread.shutdown()
+
+    def _still_under_way(self) -> list[str]:
+        self._begun = [each for each in self._begun if not each.done()]
+        return [each.what for each in self._begun]
 
     def _carry_out(self, box: list[Callable[[], T]], turn: Turn, future: SaveFuture[T]) -> None:
         self._number = threading.get_ident()

@@ -16,6 +16,7 @@ import multiprocessing
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from functools import cache
 from typing import NoReturn
 
@@ -93,6 +94,12 @@ def tell_at_exit(error: BaseException | None = None) -> None:
         traceback.print_exception(type(error), error, error.__traceback__)
     if (code := exit_code().fail()) is not None:
         log.error("a save is lost, and nobody had asked for it: this process ends with exit code %d", code)
+
+
+def give_up_at_exit(places: Iterable[str]) -> None:
+    """Say which saves somebody would not wait for, and end with a failure."""
+    tell_at_exit()
+    log.error("interrupted at exit: given up before they were complete: saves to %s", ", ".join(places))
 
 
 def _code_of(status: object) -> int:

@@ -24,7 +24,7 @@ from shardkeep.errors import CheckpointError, EarlierSaveFailed, SaveCancelled
 from shardkeep.events import say
 from shardkeep.protocol.failures import CheckpointException
 from shardkeep.ranks.verdict import show_trace
-from shardkeep.run.exit_code import exit_code, tell_at_exit
+from shardkeep.run.exit_code import exit_code, give_up_at_exit, tell_at_exit
 from shardkeep.run.handles import SaveHandle
 
 log = logging.getLogger("shardkeep")
@@ -121,15 +121,29 @@ class Flights:
         if os.getpid() != self._process_id:  # a fork, which has none of the threads to wait for
             return
         try:
+            try:
+                self.make_room(1)
+            except KeyboardInterrupt:
+                self._give_up_at_exit()
             self.finish()
             if (earlier := self.earlier_failure(at_exit=True)) is not None:
                 raise earlier
         except CheckpointError as error:
             tell_at_exit(error)
-        except KeyboardInterrupt:
-            places = ", ".join(each.where for each in self._still_under_way())
-            log.error("interrupted at exit: given up before they were complete: saves to %s", places)  # noqa: TRY400
-            tell_at_exit()
+        except KeyboardInterrupt:  # the second one: nothing is waited for
+            if places := [each.where for each in self._still_under_way()]:
+                give_up_at_exit(places)
+            raise
+
+    def _give_up_at_exit(self) -> None:
+        """Cancel all saves, and wait for what that takes."""
+        given_up = list(self._still_under_way())
+        for each in given_up:
+            each.cancel()
+        self.make_room(1)
+        # It may have been too late for some, which are committed, or have failed and are told of as others are.
+        if lost := [each.where for each in given_up if isinstance(each.outcome(), SaveCancelled)]:
+            give_up_at_exit(lost)
 
 
 def let_go(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
