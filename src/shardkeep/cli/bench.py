@@ -104,10 +104,11 @@ def run(args: argparse.Namespace) -> int:
                 if name != _TORCH:
                     raise
                 remark(str(exc), "yellow")
+    shown = os.path.abspath(root.url) if on_disk else root.url
     if args.json:
-        print_json(_document(root.url, args, results))
+        print_json(_document(shown, args, results))
     else:
-        _print(root.url, args, nbytes, results)
+        _print(shown, args, nbytes, results)
     return 0
 
 

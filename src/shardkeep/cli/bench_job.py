@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
         contender = _contender(name, nbytes, threads)
         written, read = measure(contender, where, rounds)
     except CheckpointError as exc:
-        print(exc.message, file=sys.stderr)
+        print(" ".join(exc.message.split()), file=sys.stderr)  # whose last line is shown
         return 2
     print(json.dumps({"nbytes": contender.nbytes, "write_s": written, "read_s": read}))
     return 0
