@@ -53,6 +53,25 @@ class SlowStore(FaultyStore):
         return super().begin(verb, name)
 
 
+def test_what_other_saves_stage_through_is_no_room_for_copies():
+    """
+    Windows that a save before this one still has count: both together take no more than there is room for.
+    """
+    sk.finish_saves()
+    windows = staging_memory().windows
+    windows.most_nbytes = windows.buffer_nbytes
+    taken = windows.take()
+    state = {str(n): torch.full((MIB,), n, dtype=torch.uint8) for n in range(12)}
+    try:
+        where = sk.MemoryStore()
+        sk.async_save(state, where, options=options(windows.buffer_nbytes + 5 * MIB)).result(PATIENCE_S)
+        assert 4 * MIB <= staging_memory().arenas.nbytes <= 5 * MIB
+        assert bits(saved_in(where)) == bits(state)
+    finally:
+        windows.give(taken)
+        sk.finish_saves()
+
+
 def test_what_changes_right_after_staged_is_not_saved():
     """
     Forty states of many sizes, with room for none, some or nearly all of each, are saved bit for bit as they were at the

@@ -13,7 +13,14 @@ from tests.faults.scene import files_of_checkpoint, names_in, no_leaks
 from tests.faults.test_interrupt import interrupted, lines_of
 
 # None with a lock: a trace may strike between the end of a `with` block and its release, where no Ctrl-C comes.
-FILES = ("saving.py", "run/save_call.py", "run/in_flight.py", "run/background.py", "stage/pieces.py")
+FILES = (
+    "saving.py",
+    "run/save_call.py",
+    "run/in_flight.py",
+    "run/background.py",
+    "stage/pieces.py",
+    "stage/host_copies.py",
+)
 OPTIONS = sk.Options(io_threads=1, host_budget_bytes=2 << 20)
 
 
@@ -45,6 +52,7 @@ def test_ctrl_c_at_any_line_of_the_call(place):
             assert interrupted(partial(lines_of, files, partial(save, place, 2 * n + 3), stop_at=n))
             gc.collect(1)  # what was made meanwhile
             finish()
+        assert staging_memory().arenas.nbytes == 0, n
         [k] = says(place)
         assert k in {2 * n + 3, latest}, n
         found.add(k == latest)

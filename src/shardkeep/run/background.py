@@ -143,10 +143,11 @@ class Background:
         windows = _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes if self._outside or pieces.events else 0
         began_s = phases.now()
         limit = max(0, self._limit_nbytes)
-        pieces.copy_on_host(max(limit - windows, int(limit * _FOR_SMALL_TENSORS)))
+        taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
+        pieces.copy_on_host(max(limit - taken, int(limit * _FOR_SMALL_TENSORS)))
         copied = pieces.copied_nbytes
-        taken = pieces.arena.view.nbytes if pieces.arena else 0  # more, where it was kept from an earlier save
-        self._limit_nbytes = 0 if pieces.refused else limit - taken
+        arena_nbytes = pieces.arena.view.nbytes if pieces.arena else 0  # more, where it was kept from an earlier save
+        self._limit_nbytes = 0 if pieces.refused else limit - arena_nbytes
         if self._options.staging_bytes:  # windows are kept from earlier saves, which may have had more room
             self._memory.windows.shrink(max(windows, self._limit_nbytes))
         if copied >= _WORTH_NOTING_NBYTES:

@@ -93,6 +93,12 @@ class BufferPool:
         """How much memory is held."""
         return self._made * self.buffer_nbytes
 
+    @property
+    def nbytes_in_use(self) -> int:
+        """How much of it somebody has taken."""
+        with self._changed:
+            return (self._made - len(self._free)) * self.buffer_nbytes
+
     def take(self, wanted: Callable[[], bool] = lambda: True) -> Buffer | None:
         """Return a buffer, when there is one; None as soon as it is no longer wanted."""
         with self._changed:

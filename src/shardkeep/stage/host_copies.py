@@ -91,14 +91,14 @@ class OnHost(NamedTuple):
             return Copied(None, [], 0, self.rows, guarded=not loose, refused=bool(rows))
         try:
             _copy_all(layout.copies, arena, self.threads)
+            # Now: until somebody asks for tensors, the caller may have given its own another shape.
+            dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
+            places = list(zip(rows, layout.starts, dtypes, shapes, strict=True))
+            left = sorted(set(self.rows).difference(rows)) if len(rows) < len(self.rows) else []
+            return Copied(arena, places, layout.nbytes, left, guarded=loose.isdisjoint(left))
         except BaseException:
             self.arenas.give(arena)
             raise
-        # Now: until somebody asks for tensors, the caller may have given its own another shape.
-        dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
-        places = list(zip(rows, layout.starts, dtypes, shapes, strict=True))
-        left = sorted(set(self.rows).difference(rows)) if len(rows) < len(self.rows) else []
-        return Copied(arena, places, layout.nbytes, left, guarded=loose.isdisjoint(left))
 
     def _arena(self, nbytes: int, most_nbytes: int) -> Buffer | None:
         """Take an arena; None where there is no memory for it."""

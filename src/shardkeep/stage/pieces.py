@@ -63,12 +63,13 @@ class Pieces:
         """
         if self.on_host is None:
             return
-        copied = self.on_host.copy(self.found, most_nbytes)
+        # In one statement: an arena that an interrupt keeps from being noted here would never be given back.
+        self.arena, self.in_arena, self.copied_nbytes, left, guarded, self.refused = self.on_host.copy(
+            self.found, most_nbytes
+        )
         self.on_host = None  # it knows optimizers
-        self.arena, self.in_arena, self.copied_nbytes = copied.arena, copied.places, copied.nbytes
-        self.guarded = self.guarded and copied.guarded
-        self.refused = copied.refused
-        for row in copied.left:
+        self.guarded = self.guarded and guarded
+        for row in left:
             # A tensor of its own: the caller may give theirs other memory, or another shape, before this one is read.
             self.found[row] = self.found[row].detach()
             self.lent.append(self.found[row])
