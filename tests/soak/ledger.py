@@ -103,17 +103,23 @@ def kept(made: Iterable[Made]) -> tuple[set[Made], set[Made]]:
     Say which checkpoints a root must keep, of those that it ever had; and which it may keep.
 
     What was gone back from is older than what the newest came from, as far as the records that are still there tell how
-    it came about. Where they no longer do, it is as old as it looks.
+    it came about. Where they no longer do, it is as old as it looks. The best are those of all that ever were: one that
+    was overwritten since may have had another removed before.
     """
+    made = list(made)
     last: dict[int, Made] = {}
     for each in sorted(made, key=lambda each: each.age):
         last[each.step] = each  # one of an older timeline was overwritten
     by_age = sorted(last.values(), key=lambda each: each.age, reverse=True)
     by_descent = _newest_first(by_age)
-    by_loss = sorted(by_age, key=lambda each: loss(each.job, each.step))
-    always = {*by_loss[:KEEP_BEST], *(each for each in by_age if each.step % KEEP_EVERY == 0)}
+    always = {each for each in by_age if each in best_of(made) or each.step % KEEP_EVERY == 0}
     newest, nearest = set(by_age[:KEEP_LAST]), set(by_descent[:KEEP_LAST])
     return always | (newest & nearest), always | newest | nearest
+
+
+def best_of(made: Iterable[Made]) -> set[Made]:
+    """Say which of these have the least loss."""
+    return set(sorted(set(made), key=lambda each: loss(each.job, each.step))[:KEEP_BEST])
 
 
 def _newest_first(by_age: list[Made]) -> list[Made]:
