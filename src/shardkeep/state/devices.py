@@ -12,11 +12,10 @@ def settle(tensors: Iterable[torch.Tensor]) -> None:
     Wait until all work queued on the accelerators that hold these tensors is done.
 
     Streams belong to threads: a copy made by another thread is not ordered after what the caller has queued, nor
-    before what it queues next.
+    before what it queues next. Where all lie in host memory, no accelerator is asked for anything: torch refuses CUDA to
+    processes that are forked after that.
     """
-    if not torch.accelerator.is_available():
-        return
-    kind = torch.accelerator.current_accelerator()
-    for device in {tensor.device for tensor in tensors}:
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        kind = torch.accelerator.current_accelerator()
         if kind is not None and device.type == kind.type:
             torch.accelerator.synchronize(device)
