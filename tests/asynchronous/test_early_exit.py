@@ -110,37 +110,53 @@ ENDINGS = {
                 while not (due() and waits(sys._current_frames()[threading.main_thread().ident])):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGINT)
+                sent.set()
 
             def waits(frame):
                 return frame is not None and (frame.f_code.co_name == "_at_exit" or waits(frame.f_back))
 
+            sent = threading.Event()
             threading.Thread(target=send, daemon=True).start()
+            return sent
+
+        class Waiting(FaultyStore):
+            # Stands still at its first such operation until something has happened.
+            verb, reached, until = "", False, None
+
+            def begin(self, verb, name):
+                if verb == self.verb and not self.reached:
+                    self.reached = True
+                    while not (self.until and self.until()):
+                        time.sleep(0.01)
+                return super().begin(verb, name)
 
         def interrupted(verb, name):
-            store = FaultyStore(sk.LocalStore(f"{place}-{name}"), "slow", at=0, verbs=[verb], delay_s=1.0)
-            sk.async_save(full(1), store)
-            interrupt_when(lambda: any(each.startswith(verb) for each in store.operations))
+            store = Waiting(sk.LocalStore(f"{place}-{name}"))
+            store.verb = verb
+            handle = sk.async_save(full(1), store)
+            sent = interrupt_when(lambda: store.reached)
+            store.until = sent.is_set if name == "late" else lambda: not handle.wanted()
 
-        def slowly_like_torch(name):
+        def slowly_like_torch(name, go_on):
             writer = dcp.FileSystemWriter(f"{place}-{name}")
-            writer.write_data = lambda *given: time.sleep(1) or dcp.FileSystemWriter.write_data(writer, *given)
+            writer.write_data = lambda *given: go_on.wait(60) and dcp.FileSystemWriter.write_data(writer, *given)
             dcp.async_save(full(1), storage_writer=writer, no_dist=True)
 
         def fork_like_torch():
-            slowly_like_torch("fork")
+            slowly_like_torch("fork", threading.Event())
             if (pid := os.fork()) > 0:
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-        def interrupted_like_torch(name, twice):
-            slowly_like_torch(name)
-            if twice:
+        def interrupted_like_torch(name):
+            go_on = threading.Event()
 
-                def again(said):
-                    if said.msg.startswith("interrupted at exit: waiting"):
-                        os.kill(os.getpid(), signal.SIGINT)
-                    return True
+            def hear(said):
+                if said.msg.startswith("interrupted at exit: waiting"):
+                    go_on.set() if name == "once" else os.kill(os.getpid(), signal.SIGINT)
+                return True
 
-                logging.getLogger("shardkeep").addFilter(again)
+            slowly_like_torch(name, go_on)
+            logging.getLogger("shardkeep").addFilter(hear)
             interrupt_when(lambda: True)
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -149,7 +165,7 @@ ENDINGS = {
         ways = [lambda: on_rank(0), lambda: on_rank(1), fail, leave, fork]
         ways += [lambda: keep("raise"), lambda: keep("warn"), keep_and_ask, keep_and_close, like_torch, like_torch_and_ask]
         ways += [lambda: interrupted("write_at", "early"), lambda: interrupted("delete", "late")]
-        ways += [lambda: interrupted_like_torch("once", False), lambda: interrupted_like_torch("twice", True)]
+        ways += [lambda: interrupted_like_torch("once"), lambda: interrupted_like_torch("twice")]
         ways += [fork_like_torch]
         gc.freeze()  # else each of them goes through all of torch when it ends
         pids = []

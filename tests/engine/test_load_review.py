@@ -347,7 +347,6 @@ def test_each_accelerator_is_waited_for_once(monkeypatch):
             self.device = torch.device(device)
 
     waited = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     devices.settle(map(Fake, ["cpu", "cuda:0", "meta", "cuda:1", "cuda:0"]))

@@ -11,11 +11,12 @@ from shardkeep.manage.signals import Handlers
 def test_a_forked_child_can_be_terminated() -> None:
     """As it could without handlers: they are of the process that set them, which goes on to be told."""
     # In an interpreter of its own, as pytest's may have threads, beside which nobody should fork. The child says when it
-    # runs: Python forgets signals that come to any handler of its own in the very moment of a fork.
+    # runs: Python forgets signals that come to any handler of its own in the very moment of a fork. And it sleeps little
+    # at a time: of one that comes just before a sleep Python takes notice after it.
     script = (
         "import multiprocessing, os, signal, time; from shardkeep.manage.signals import Handlers\n"
         "told = []; handlers = Handlers([signal.SIGTERM], lambda: told.append(1)); read, write = os.pipe()\n"
-        "def run(): os.write(write, b'x'); time.sleep(60)\n"
+        "def run(): os.write(write, b'x'); [time.sleep(0.1) for _ in range(600)]\n"
         "child = multiprocessing.get_context('fork').Process(target=run, daemon=True); child.start()\n"
         "os.read(read, 1); child.terminate(); child.join(30); print(child.exitcode, told)\n"
         "child.kill(); signal.raise_signal(signal.SIGTERM); print(told)"

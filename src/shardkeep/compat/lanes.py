@@ -111,12 +111,13 @@ class Lane:
             return
         try:
             self._wait_for_all()
+            if (earlier := self.take_unasked()) is not None:
+                tell_at_exit(earlier)
         except KeyboardInterrupt:
-            if places := self._still_under_way():
+            if places := self._still_under_way():  # the second one: nothing is waited for
                 give_up_at_exit(places)
-            raise
-        if (earlier := self.take_unasked()) is not None:
-            tell_at_exit(earlier)
+                raise
+            self._at_exit()  # perhaps something is still to be told
 
     def _wait_for_all(self) -> None:
         """

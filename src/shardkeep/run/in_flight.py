@@ -130,10 +130,11 @@ class Flights:
                 raise earlier
         except CheckpointError as error:
             tell_at_exit(error)
-        except KeyboardInterrupt:  # the second one: nothing is waited for
-            if places := [each.where for each in self._still_under_way()]:
+        except KeyboardInterrupt:
+            if places := [each.where for each in self._still_under_way()]:  # the second one: nothing is waited for
                 give_up_at_exit(places)
-            raise
+                raise
+            self._at_exit()  # perhaps something is still to be told
 
     def _give_up_at_exit(self) -> None:
         """Cancel all saves, and wait for what that takes."""

@@ -15,7 +15,7 @@ def settle(tensors: Iterable[torch.Tensor]) -> None:
     before what it queues next. Where all lie in host memory, no accelerator is asked for anything: torch refuses CUDA to
     processes that are forked after that.
     """
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator()  # of this build of torch, whether one is there or not
+    for device in {tensor.device for tensor in tensors}:
         if kind is not None and device.type == kind.type:
             torch.accelerator.synchronize(device)
