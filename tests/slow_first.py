@@ -11,26 +11,28 @@ from __future__ import annotations
 import pytest
 
 SLOW = (
-    "training/test_against_torch.py",
+    "object_store/test_faults_network.py",
     "objects/test_wrappers.py",
-    "dcp/test_install.py",
+    "training/test_against_torch.py",
     "dcp/test_same_scripts.py",
     "test_docs.py",
-    "dcp/test_async_process.py",
-    "soak/test_soak.py",
-    "asynchronous/test_process_mode.py",
+    "dcp/test_install.py",
     "faults/test_save_faults.py",
-    "faults/test_kill.py",
-    "manage/test_mishaps.py",
-    "test_bench.py",
-    "manage/test_model.py",
+    "dcp/test_async_process.py",
     "manage/test_signals.py",
-    "cli/test_demo.py",
-    "dcp/test_file_faults.py",
+    "faults/test_kill.py",
+    "asynchronous/test_process_mode.py",
+    "test_bench.py",
     "faults/test_system_calls.py",
-    "objects/test_spread.py",
+    "asynchronous/test_faults.py",
+    "cli/test_demo.py",
+    "soak/test_soak.py",
+    "object_store/test_process_s3.py",
+    "reports/test_lines.py",
+    "manage/test_model.py",
+    "faults/test_concurrent.py",
 )
-"""More than a quarter of a minute each, by the clock or in CPU time; the longest first."""
+"""More than a quarter of a minute each, beside two others; the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
