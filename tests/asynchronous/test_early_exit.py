@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -190,9 +191,13 @@ def ended(tmp_path_factory):
         program = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + textwrap.dedent(ending), place]
         processes[name] = place, subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     found = {}
-    for name, (place, process) in processes.items():
-        out, err = process.communicate(timeout=PATIENCE_S)
-        found[name] = place, process.returncode, out, err
+    with ExitStack() as inside:
+        for _, process in processes.values():
+            inside.enter_context(process)
+            inside.callback(process.kill)
+        for name, (place, process) in processes.items():
+            out, err = process.communicate(timeout=PATIENCE_S)
+            found[name] = place, process.returncode, out, err
     return found
 
 

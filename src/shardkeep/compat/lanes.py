@@ -16,13 +16,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardkeep.compat.in_use import Turn, stand_in_line
 from shardkeep.protocol.gatherings import _DistWrapper
 from shardkeep.run.exit_code import exit_code, give_up_at_exit, tell_at_exit
+from shardkeep.run.handles import wait_for_ends
 from shardkeep.run.in_flight import earlier_error, let_go
 
 if TYPE_CHECKING:
@@ -126,13 +127,13 @@ class Lane:
         Not for their thread: one whose `join` was interrupted is taken for ended by Python, though it is not.
         """
         try:
-            wait(self._begun)
+            wait_for_ends(self._begun)
         except KeyboardInterrupt:
             log.warning(
                 "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
                 ", ".join(self._still_under_way()),
             )
-            wait(self._begun)
+            wait_for_ends(self._begun)
         self._thread.shutdown()
 
     def _still_under_way(self) -> list[str]:

@@ -7,16 +7,19 @@ import os
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from typing_extensions import Self
 
 from shardkeep.errors import CheckpointError, SaveCancelled
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import TracebackType
 
 T = TypeVar("T")
+
+_NOTICE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class SaveHandle(Generic[T]):
 
     def wait_for_end(self) -> None:
         """Wait, and leave its result to be asked for."""
-        self._future.exception()
+        wait_for_ends([self._future])
 
     def wanted(self) -> bool:
         """Say whether nobody has cancelled it."""
@@ -194,6 +197,12 @@ class SaveHandle(Generic[T]):
             else:
                 self._progress = replace(self._progress, phase="cancelled" if cancelled else "failed")
                 self._future.set_exception(error)
+
+
+def wait_for_ends(futures: Collection[Future[Any]]) -> None:
+    """Wait for all. Not for long at a time: a Ctrl-C that comes just as Python begins to wait is noticed when it ends."""
+    while wait(futures, _NOTICE_S).not_done:
+        pass
 
 
 def _within(timeout: float | None, future: Future[T], what: str, process_id: int) -> Future[T]:

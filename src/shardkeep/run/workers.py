@@ -146,6 +146,7 @@ def run_workers(
     lock = threading.Lock()
     stop = stop or threading.Event()
     failed: list[BaseException] = []
+    changed, at_work = threading.Condition(), 0
     surplus = max(0, threads - max(1, cores() // local_ranks()))
 
     def next_task() -> Iterator[T]:
@@ -164,7 +165,10 @@ def run_workers(
             return surplus >= 0
 
     def worker() -> None:
+        nonlocal at_work
         buffer: memoryview | None = None
+        with changed:
+            at_work += 1
         try:
             for task in next_task():
                 if buffer is None:
@@ -175,6 +179,10 @@ def run_workers(
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             failed.append(exc)
             give_up()
+        finally:
+            with changed:
+                at_work -= 1
+                changed.notify_all()
 
     def give_up() -> None:
         stop.set()
@@ -192,6 +200,9 @@ def run_workers(
                     give_up()
         except BaseException:
             give_up()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
+            # Not left to the pool: it does not know of a thread in whose start it was interrupted.
+            with changed:
+                changed.wait_for(lambda: not at_work)
             raise
         finally:
             stop.set()
