@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -376,6 +377,30 @@ def test_workers_stop_if_one_cannot_be_started(monkeypatch):
     with pytest.raises(RuntimeError, match="can't start"):
         workers.run_workers(range(200), work, threads=2, buffer_nbytes=4096)
     assert len(done) < 100
+
+
+def test_an_interrupt_while_threads_are_started_waits_for_those_that_are(monkeypatch):
+    """
+    A pool does not know of a thread in whose start it was interrupted; it has ended all the same when the caller goes on.
+    """
+    begun, ended = threading.Event(), []
+
+    def work(task, buffer):
+        begun.set()
+        time.sleep(0.1)
+        ended.append(task)
+        return True
+
+    def start(thread):
+        before(thread)
+        begun.wait()
+        raise KeyboardInterrupt
+
+    before = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_workers(range(200), work, threads=2, buffer_nbytes=4096)
+    assert ended == [0]
 
 
 def test_a_failed_write_removes_its_finished_files():
