@@ -101,9 +101,7 @@ def interrupted(work):
 def _old_objects_aside():
     """Whoever collects garbage looks at what is made from here on, and not at all of torch each time."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good, as conftest has done with what was there before
 
 
 @pytest.mark.usefixtures("_old_objects_aside")
