@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.codec.codecs import FRAME_NBYTES, FramePlace
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.keys import KeyRing, new_key
-from shardkeep.layout.frame_writer import BATCH
+from shardkeep.codecs.base import FRAME_NBYTES, FramePlace
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.coded_store import BATCH
+from shardkeep.codecs.keys import KeyRing, new_key
 
 CHAINS = (["float"], ["zstd"], ["lz4"], ["aes"], ["float", "aes"])
 CORES = len(os.sched_getaffinity(0))
@@ -69,7 +69,7 @@ class Ours:
     """A chain of codecs, frame by frame, on some threads; what is stored goes to memory that is there, as in a save."""
 
     def __init__(self, codecs: list[str], data: np.ndarray) -> None:
-        self.chain = Chain.begin(codecs, keys=KeyRing.from_text(new_key()))
+        self.chain = CodecChain.begin(codecs, keys=KeyRing.from_text(new_key()))
         starts = range(0, data.nbytes, FRAME_NBYTES)
         sizes = [min(FRAME_NBYTES, data.nbytes - start) for start in starts]
         self.places = [FramePlace("bench", n, start, sizes[n]) for n, start in enumerate(starts)]

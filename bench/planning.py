@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.format.columns import Boxes
+from shardkeep.engine.rank_plan import make_manifest, merge_rank_trees, merge_rank_values, split_by_rank
+from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.plan.draft import decode_draft, encode
-from shardkeep.plan.saves import plan_save
-from shardkeep.run.drafting import make_draft, merge_skeletons, merge_values
-from shardkeep.run.orders import cut_orders
+from shardkeep.plan.manifest import decode_manifest, encode
+from shardkeep.plan.save_plan import plan_save
 from shardkeep.state.describe import describe
-from shardkeep.state.kinds import ShardedBox
+from shardkeep.state.leaves import ShardedBox
 
 
 def rank_state(rank: int, ranks: int, tensors: int, replicas: int) -> dict[str, object]:
@@ -38,7 +37,7 @@ def drafts_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], flo
     for rank in (0, 1, ranks - 1):
         state = rank_state(rank, ranks, tensors, replicas)
         began = time.perf_counter()
-        first = make_draft(describe(state, rank=rank), allow_pickle=False, check_replicas=False)
+        first = make_manifest(describe(state, rank=rank), allow_pickle=False, check_replicas=False)
         best = min(best, time.perf_counter() - began)
     payloads = []
     base = describe(rank_state(0, ranks, tensors, replicas), rank=0)
@@ -53,10 +52,10 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     """Seconds rank 0 spends from what it gathered to what it sends, and to the encoded index."""
     payloads, describe_s = drafts_of(ranks, tensors, replicas)
     began = time.perf_counter()
-    drafts = [decode_draft(payload) for payload in payloads]
+    drafts = [decode_manifest(payload) for payload in payloads]
     plan = plan_save(drafts)
-    values, tree = merge_values(drafts, plan.keys), merge_skeletons(drafts)
-    replies = [encode(orders) for orders in cut_orders(plan, "0" * 20, ranks)]
+    values, tree = merge_rank_values(drafts, plan.keys), merge_rank_trees(drafts)
+    replies = [encode(orders) for orders in split_by_rank(plan, "0" * 20, ranks)]
     planned = time.perf_counter()
     pieces = plan.pieces_by_tensor()
     index = encode_index(

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.rank_pool import RankPool
 from torch import distributed as dist
-
-from shardkeep.testing.rank_pool import RankPool
 
 SAVERS, LOADERS = 4, 2
 ROW_NBYTES = 8 << 10

@@ -25,12 +25,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from tests.support.s3_server import BUCKET, S3Server
 
 import shardkeep as sk
 from report import Verdict
 from shardkeep.options import set_for_children
-from shardkeep.store.object_client import Manners
-from shardkeep.testing.s3_server import BUCKET, S3Server
+from shardkeep.storage.object_client import RequestPolicy
 
 TENSOR_BYTES = 16 << 20
 OBSTORE, OURS, DROP_IN, TORCH = "obstore put / get", "shardkeep", "shardkeep.dcp", "torch DCP, s3fs"
@@ -70,7 +70,7 @@ def _obstore(state: State, server: S3Server) -> Contender:
     from obstore.store import S3Store
 
     client = S3Store(BUCKET, client_options={"allow_http": True}, **server.options)
-    part = Manners().part_bytes
+    part = RequestPolicy().part_bytes
     buffer = memoryview(state.memory.numpy())
 
     def load(name: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardkeep.testing.forking import preload
-from shardkeep.testing.rank_pool import RankPool
-from shardkeep.testing.s3_server import S3Server
+from tests.support.forking import preload
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/frameworks has none
     from hypothesis import settings

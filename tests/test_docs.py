@@ -14,7 +14,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep import errors
-from shardkeep.format.dtypes import TABLE
+from shardkeep.format.dtypes import DTYPES
 from tests.docs.fences import commands_of, fences_of
 from tests.docs.masks import masked
 from tests.docs.running import Reader, on_ranks
@@ -140,9 +140,9 @@ def test_the_format_page_has_every_dtype_code():
     page = (DOCS / "format.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d+) \| (\w+) \|$", page, re.MULTILINE)
     assert [(int(code), name, int(size)) for code, name, size, _ in rows] == [
-        (r.code, r.name, r.itemsize) for r in TABLE
+        (r.code, r.name, r.itemsize) for r in DTYPES
     ]
-    assert [kind for *_, kind in rows] == [row.safetensors or "U8" for row in TABLE]
+    assert [kind for *_, kind in rows] == [row.safetensors or "U8" for row in DTYPES]
 
 
 def test_the_architecture_page_has_the_layers():

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from shardkeep._version import __version__
 
 if TYPE_CHECKING:
-    from shardkeep.codec.codecs import CodecConfig
-    from shardkeep.codec.keys import KeyRing, KeySource, new_key
-    from shardkeep.codec.known import register_codec
-    from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
+    from shardkeep.codecs.base import CodecConfig
+    from shardkeep.codecs.keys import KeyRing, KeySource, new_key
+    from shardkeep.codecs.registry import register_codec
+    from shardkeep.convert.api import ConvertReport, ExportReport, convert, export
+    from shardkeep.convert.rotate import rotate_keys
+    from shardkeep.engine.queue import SaveHandle, SaveProgress
+    from shardkeep.engine.report import LoadReport, SaveReport
     from shardkeep.errors import (
         BlobNotFound,
         CheckpointError,
@@ -33,11 +36,16 @@ if TYPE_CHECKING:
         Failure,
         InvalidShards,
         KeyCollision,
+        KeyMissing,
+        LeaseLost,
         MalformedFile,
+        NotAuthentic,
+        NotPromoted,
         PickleRefused,
         RanksDisagree,
         RanksSilent,
         ReplicasDiffer,
+        RootInUse,
         SaveCancelled,
         StateError,
         StateMismatch,
@@ -46,35 +54,33 @@ if TYPE_CHECKING:
         UnsupportedLeaf,
         UnsupportedVersion,
         WriterDied,
+        WrongKey,
         WrongSize,
     )
     from shardkeep.events import on_event
-    from shardkeep.exchange.converting import ConvertReport, convert
-    from shardkeep.exchange.exporting import ExportReport, export
-    from shardkeep.exchange.rotating import rotate_keys
     from shardkeep.loading import load
     from shardkeep.manage.catalog import Catalog
     from shardkeep.manage.checkpointer import Checkpointer
-    from shardkeep.manage.problems import LeaseLost, NotPromoted, RootInUse
     from shardkeep.manage.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger
     from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open, verify_stored  # noqa: A004 - sk.open
     from shardkeep.options import Options
     from shardkeep.reports.progress import show_progress
     from shardkeep.reports.trace import trace
-    from shardkeep.run.handles import SaveHandle, SaveProgress
-    from shardkeep.run.reports import LoadReport, SaveReport
     from shardkeep.saving import async_save, finish_saves, save
-    from shardkeep.state.kinds import PerRank, ShardedBox
-    from shardkeep.state.objects.rng import RNG
-    from shardkeep.store.local import LocalStore
-    from shardkeep.store.memory import MemoryStore
-    from shardkeep.store.place import open_place
+    from shardkeep.state.leaves import PerRank, ShardedBox
+    from shardkeep.state.stored import RNG
+    from shardkeep.storage.local import LocalStore
+    from shardkeep.storage.memory import MemoryStore
+    from shardkeep.storage.resolve import open_place
 
 _HOMES = {
-    "codec.codecs": ("CodecConfig",),
-    "codec.keys": ("KeyRing", "KeySource", "new_key"),
-    "codec.known": ("register_codec",),
-    "codec.problems": ("KeyMissing", "NotAuthentic", "WrongKey"),
+    "codecs.base": ("CodecConfig",),
+    "codecs.keys": ("KeyRing", "KeySource", "new_key"),
+    "codecs.registry": ("register_codec",),
+    "convert.api": ("ConvertReport", "ExportReport", "convert", "export"),
+    "convert.rotate": ("rotate_keys",),
+    "engine.queue": ("SaveHandle", "SaveProgress"),
+    "engine.report": ("LoadReport", "SaveReport"),
     "errors": (
         "BlobNotFound",
         "CheckpointError",
@@ -86,11 +92,16 @@ _HOMES = {
         "Failure",
         "InvalidShards",
         "KeyCollision",
+        "KeyMissing",
+        "LeaseLost",
         "MalformedFile",
+        "NotAuthentic",
+        "NotPromoted",
         "PickleRefused",
         "RanksDisagree",
         "RanksSilent",
         "ReplicasDiffer",
+        "RootInUse",
         "SaveCancelled",
         "StateError",
         "StateMismatch",
@@ -99,29 +110,24 @@ _HOMES = {
         "UnsupportedLeaf",
         "UnsupportedVersion",
         "WriterDied",
+        "WrongKey",
         "WrongSize",
     ),
     "events": ("on_event",),
-    "exchange.converting": ("ConvertReport", "convert"),
-    "exchange.exporting": ("ExportReport", "export"),
-    "exchange.rotating": ("rotate_keys",),
     "loading": ("load",),
     "manage.catalog": ("Catalog",),
     "manage.checkpointer": ("Checkpointer",),
-    "manage.problems": ("LeaseLost", "NotPromoted", "RootInUse"),
     "manage.retention": ("KeepAll", "KeepBest", "KeepEvery", "KeepLast", "KeepYounger"),
     "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open", "verify_stored"),
     "options": ("Options",),
     "reports.progress": ("show_progress",),
     "reports.trace": ("trace",),
-    "run.handles": ("SaveHandle", "SaveProgress"),
-    "run.reports": ("LoadReport", "SaveReport"),
     "saving": ("async_save", "finish_saves", "save"),
-    "state.kinds": ("PerRank", "ShardedBox"),
-    "state.objects.rng": ("RNG",),
-    "store.local": ("LocalStore",),
-    "store.memory": ("MemoryStore",),
-    "store.place": ("open_place",),
+    "state.leaves": ("PerRank", "ShardedBox"),
+    "state.stored": ("RNG",),
+    "storage.local": ("LocalStore",),
+    "storage.memory": ("MemoryStore",),
+    "storage.resolve": ("open_place",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

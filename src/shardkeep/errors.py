@@ -34,8 +34,13 @@ its class name, text and details alone, so nothing but plain data is ever kept i
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
+
+from shardkeep.events import Event
 
 
 @dataclass(frozen=True)
@@ -210,3 +215,239 @@ def error_class(kind: str) -> type[CheckpointError]:
     for cls in known:  # grows while it is gone through
         known += [below for below in cls.__subclasses__() if below.__module__.startswith("shardkeep.")]
     return next((cls for cls in known if cls.__name__ == kind), CheckpointError)
+
+
+# What can go wrong before there is anything to report.
+
+
+class PackageMissing(CheckpointError, ImportError):
+    """A report needs a package that is not installed."""
+
+
+def import_optional(module: str, *, package: str, wanted_by: str) -> Any:
+    """
+    Import a module of a package that shardkeep does not depend on.
+
+    Raises:
+        PackageMissing: it cannot be imported; says what to install.
+
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise PackageMissing(
+            f"{wanted_by} needs the package {package}: {exc}", hint=f"pip install {package}", package=package
+        ) from exc
+
+
+# Errors of the protocol: each is one of ours, and of the builtin type that callers of torch's checkpoint expect
+# there.
+
+
+class BrokenProtocol(StateError, AssertionError, RuntimeError):
+    """A planner, a storage or a caller did not do what the protocol asks of it."""
+
+
+class NoMetadata(CheckpointError, AssertionError):
+    """Neither the checkpoint's metadata nor that of this rank could be read."""
+
+
+class MissingKeys(StateError, RuntimeError):
+    """The state asks for keys that the checkpoint does not have."""
+
+
+class NoSuchValue(StateError, ValueError):
+    """A plan asks for a value, or a shard of one, that the state does not have."""
+
+
+class NotSavable(UnsupportedLeaf, RuntimeError):
+    """A value of the state that would be lost, or could not be read again."""
+
+
+class NoStorage(CheckpointError, RuntimeError):
+    """No storage was given, and none could be chosen."""
+
+
+# What went wrong on which rank, as callers of torch's checkpoint expect to be told.
+#
+# Exceptions cross ranks as they are, pickled; one that cannot be pickled crosses as its text.
+
+WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
+
+
+def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
+    frames = traceback.extract_tb(exc.__traceback__)
+    # Made anew: what a frame remembers besides (code objects, since Python 3.13) cannot be pickled.
+    summary = traceback.StackSummary.from_list([(f.filename, f.lineno or 0, f.name, f.line) for f in frames])
+    return exc, summary
+
+
+def _is_wrapped_exception(obj: Any) -> bool:
+    return (
+        isinstance(obj, tuple)
+        and len(obj) == 2
+        and isinstance(obj[0], BaseException)
+        and isinstance(obj[1], traceback.StackSummary)
+    )
+
+
+def _get_failure_dict(results: list[Any]) -> dict[int, WRAPPED_EXCEPTION]:
+    return {rank: result for rank, result in enumerate(results) if _is_wrapped_exception(result)}
+
+
+class CheckpointException(BaseException):
+    """
+    One or more ranks failed in a step of a save or a load; raised on all of them.
+
+    A BaseException, as torch's is: `except Exception` does not catch it.
+    """
+
+    def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
+        super().__init__(msg, failures)
+        self._failures = failures
+
+    @property
+    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
+        """The exception of each rank that failed, and where it was raised."""
+        return self._failures
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, sorted(self._failures)))
+        lines = [f"CheckpointException ranks: {ranks} (step {self.args[0]!r})\n"]
+        for rank, (error, stack) in sorted(self._failures.items()):
+            lines.append(f"Traceback (most recent call last): (RANK {rank})\n")
+            lines += traceback.format_list(stack or [])
+            lines += traceback.format_exception_only(type(error), error)
+        return "".join(lines)
+
+
+def picklable_failure(wrapped: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
+    """Return a failure that another rank can read: the same, or one with its text where it cannot be pickled."""
+    error, stack = wrapped
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - a foreign class may raise anything when it is pickled or rebuilt
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return CheckpointError(f"{text} (an exception that cannot be sent between ranks)"), stack
+    return wrapped
+
+
+# What goes wrong between jobs that share a root, and events of a root that engines know nothing of.
+
+
+class RootInUse(CheckpointError, RuntimeError):
+    """Another job saves to this root; says which."""
+
+
+class LeaseLost(CheckpointError, RuntimeError):
+    """Another job has taken this root over: this one saves and deletes no more."""
+
+
+class NotPromoted(EarlierSaveFailed):
+    """
+    A checkpoint could not be copied to the far root. It is as safe as before in the near one, and is tried again.
+
+    What went wrong is the cause.
+    """
+
+
+class NearCopyDamaged(DamagedCheckpoint):
+    """A checkpoint that was to be promoted is not what was saved: it is left alone, and not promoted."""
+
+
+class PruneFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint, or what is left of one, could not be removed; it is tried again after the next save."""
+
+    kind: str
+    message: str
+
+
+# Errors of this package that are also the builtin which torch's helpers raise in the same place.
+#
+# Code written for torch catches `RuntimeError` or `ValueError`; code written for shardkeep catches `CheckpointError`.
+
+
+class UnknownName(StateError, AttributeError):
+    """A name leads to nothing in the module."""
+
+
+class BadOptions(StateError, ValueError):
+    """Options that exclude each other, or that do not fit what they are used on."""
+
+
+class BadState(StateError, RuntimeError):
+    """A state dict that is empty, incomplete, or does not belong to the model or optimizer it is set to."""
+
+
+class MissingKey(BadState, KeyError):
+    """A state dict lacks a key that is needed."""
+
+
+class UnsupportedValue(StateError, NotImplementedError):
+    """A value that the chosen form of a state dict cannot hold."""
+
+
+# Errors of stream extensions, codecs and keys.
+#
+# Those of extensions are also the ValueError that callers of torch's checkpoint expect.
+#
+#     UnknownExtension        (ValueError)    a stored descriptor names an extension that is not known here
+#     ExtensionUnavailable    (ValueError)    an extension needs a module that is not installed
+#     UnknownCodec            (ValueError)    no codec of this name, or none of this version, is known here
+#     InvalidCodec            (ValueError)    a codec was asked for in a way that makes no sense
+#     CodecUnavailable        (ImportError)   a codec needs a package that is not installed
+#     CodecFailed             (RuntimeError)  a codec broke its contract, or failed, while writing
+#     DamagedFrame            (DamagedCheckpoint)  a stored frame cannot be turned back into what was written
+#     ├── NotAuthentic        an encrypted frame, or what was recorded with it, was changed, moved or exchanged
+#     └── OversizedFrame      a frame that would become larger than what was written: a bomb, or damage
+#     KeyMissing              (LookupError)   it is encrypted, and no key was given
+#     WrongKey                (ValueError)    it is encrypted, and none of the keys given opens it
+#     InvalidKey              (ValueError)    what was given as a key is none
+
+
+class UnknownExtension(CheckpointError, ValueError):
+    """A stored descriptor names an extension, or a version of one, that is not known here."""
+
+
+class ExtensionUnavailable(CheckpointError, ValueError):
+    """An extension needs a module that is not installed."""
+
+
+class UnknownCodec(CheckpointError, ValueError):
+    """No codec of this name, or none of this version, is known here."""
+
+
+class InvalidCodec(CheckpointError, ValueError):
+    """A codec was asked for in a way that makes no sense, or its class cannot be one."""
+
+
+class CodecUnavailable(CheckpointError, ImportError):
+    """A codec needs a package that is not installed."""
+
+
+class CodecFailed(CheckpointError, RuntimeError):
+    """A codec failed while writing, or gave more than it said it would."""
+
+
+class DamagedFrame(DamagedCheckpoint):
+    """A stored frame cannot be turned back into what was written."""
+
+
+class NotAuthentic(DamagedFrame):
+    """What is encrypted, or was recorded with it, was changed, cut, moved or exchanged."""
+
+
+class OversizedFrame(DamagedFrame):
+    """A stored frame stands for more bytes than were written."""
+
+
+class KeyMissing(CheckpointError, LookupError):
+    """It is encrypted, or is to be, and no key was given."""
+
+
+class WrongKey(CheckpointError, ValueError):
+    """It is encrypted, and none of the keys that were given opens it."""
+
+
+class InvalidKey(CheckpointError, ValueError):
+    """What was given as a key is none."""

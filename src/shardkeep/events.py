@@ -251,7 +251,7 @@ class StepSkipped(Event, frozen=True, kw_only=True):
 Callback = Callable[[Event], object]
 
 
-def say(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
+def log_safely(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
     """Log a line; a handler that fails, as of a log server that is gone, must not end what the line is about."""
     with contextlib.suppress(Exception):
         log.log(level, message, *args, exc_info=exc_info)
@@ -291,7 +291,7 @@ class Listening:
         except BaseException as error:  # noqa: BLE001 - a checkpoint is worth more than a report of it
             if not self._failed:
                 self._failed = True
-                say(
+                log_safely(
                     logging.WARNING,
                     "%r failed at %s; later failures of it are not logged",
                     self._callback,
@@ -352,12 +352,12 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
     return _listeners().add(callback, None if kinds is None else tuple(kinds))
 
 
-def heard(kind: type[Event]) -> bool:
+def has_listeners(kind: type[Event]) -> bool:
     """Say whether somebody wants to be told of such events."""
     return bool(_listeners().of(kind))
 
 
-def tell(kind: type[Event], make: Callable[[], Event]) -> None:
+def emit(kind: type[Event], make: Callable[[], Event]) -> None:
     """Make an event of a kind and tell it to those who listen; where nobody does, nothing is made."""
     if listening := _listeners().of(kind):
         event = make()

@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World, current_world
+from shardkeep.engine.access import open_on_all_ranks
+from shardkeep.engine.load_session import LoadSession
+from shardkeep.engine.match import LoadFilter, MatchResult
+from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, SentPhases, find_slowest
 from shardkeep.options import Options
-from shardkeep.ranks.agree import meet
-from shardkeep.ranks.world import World, current_world
-from shardkeep.run.filling import Filling
-from shardkeep.run.match import Verdict, Wishes
-from shardkeep.run.opened import opened
-from shardkeep.run.phases import WORK_OF_LOADS, Phases, Sent, find_slowest
-from shardkeep.run.reports import LoadReport
-from shardkeep.run.telling import LoadTelling
-from shardkeep.state.names import Patterns, Renames
-from shardkeep.store.protocol import Store
+from shardkeep.state.patterns import Patterns, Renames
+from shardkeep.storage.base import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,11 +83,11 @@ def load(
     phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
-    store = opened(where, world, options, doing="load from")
-    wishes = Wishes(include, exclude, rename, cast)
-    telling = LoadTelling(phases, rank=world.rank, where=store.url)
-    with telling.made(), meet(world, f"load from {store.url}") as meeting:
-        filling = Filling(store, wishes, world, options, group, allow_pickle=allow_pickle)
+    store = open_on_all_ranks(where, world, options, doing="load from")
+    wishes = LoadFilter(include, exclude, rename, cast)
+    telling = LoadEvents(phases, rank=world.rank, where=store.url)
+    with telling.made(), rendezvous(world, f"load from {store.url}") as meeting:
+        filling = LoadSession(store, wishes, world, options, group, allow_pickle=allow_pickle)
 
         def match() -> bytes:
             with phases.phase("plan"):
@@ -119,7 +117,7 @@ def load(
             return msgspec.msgpack.encode(phases.sent())
 
         def end(payloads: list[bytes]) -> list[bytes]:
-            phases.collect([msgspec.msgpack.decode(payload, type=Sent) for payload in payloads])
+            phases.collect([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads])
             return [b""] * len(payloads)
 
         with phases.phase("open"):
@@ -128,7 +126,7 @@ def load(
                 meeting.agree("prepare", filling.prepare, lambda done: done)
         judged = meeting.agree("match", match, lambda found: filling.judge(found, strict=strict, where=store.url))
         phases.meet()
-        verdict = msgspec.msgpack.decode(judged, type=Verdict)
+        verdict = msgspec.msgpack.decode(judged, type=MatchResult)
         if filling.shares:
             filling.orders = meeting.agree("share", filling.offer, filling.share_out)
         meeting.agree("read", read, end)
@@ -150,7 +148,7 @@ def load(
         seconds=phases.now(),
         phases=phases.spans,
         ranks=ranks,
-        slowest=find_slowest(ranks, WORK_OF_LOADS),
+        slowest=find_slowest(ranks, LOAD_WORK),
     )
     telling.finished(report)
     return report

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardkeep.engine.reader import DigestCache, Source, explain_missing
+from shardkeep.engine.safetensors_source import SafetensorsSource
+from shardkeep.engine.sources import find
+from shardkeep.engine.verify import damage_of_file, stored_damage
+from shardkeep.engine.workers import window_for
 from shardkeep.errors import (
     BlobNotFound,
     CheckpointError,
@@ -26,22 +31,15 @@ from shardkeep.errors import (
     UnsupportedLeaf,
     WrongSize,
 )
-from shardkeep.format.columns import IntArray
+from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.picks import Item, Pick, parse_index
 from shardkeep.format.record import Record
-from shardkeep.format.region import Box
 from shardkeep.format.tree import Node, decode_tree, leaf_keys, unflatten
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.run.read import Headers, Source, explain_missing
-from shardkeep.run.safetensors_open import SafetensorsSource
-from shardkeep.run.sources import find
-from shardkeep.run.verifying import damage_of_file, stored_damage
-from shardkeep.run.workers import window_for
-from shardkeep.store.place import open_store
-from shardkeep.store.protocol import Store, requests_of
+from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +112,7 @@ def verify_stored(
 
 
 def _limits(store: Store, options: Options, *, coded: bool) -> tuple[int, int]:
-    return window_for(requests_of(store, options.io_threads), options.host_budget_bytes, coded=coded)
+    return window_for(preferred_requests(store, options.io_threads), options.host_budget_bytes, coded=coded)
 
 
 def _raise_if_any(store: Store, problems: list[str]) -> None:
@@ -133,7 +131,7 @@ class Checkpoint(Mapping[str, Any]):
         self._options = options
         found = find(store)
         try:
-            self.source: Source = found.open(options, Headers())
+            self.source: Source = found.open(options, DigestCache())
             """What it is read from: for tools that look at files and offsets."""
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
@@ -190,9 +188,9 @@ class Checkpoint(Mapping[str, Any]):
             f" {totals.tensor_bytes / 1e9:.3f} GB, saved {self.record.saved_at} by {self.record.world_size} ranks>"
         )
 
-    def read(self, row: int, picks: tuple[Pick, ...]) -> torch.Tensor:
+    def read(self, row: int, picks: tuple[AxisSlice, ...]) -> torch.Tensor:
         """Read the picked part of a tensor; `StoredTensor` is the friendlier way."""
-        from shardkeep.run.slicing import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
+        from shardkeep.engine.fill import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
         return read_picks(self.source, row, picks, self._options)
 
@@ -212,7 +210,7 @@ class Checkpoint(Mapping[str, Any]):
         rows = self.index.tensor_rows
         if not rows:
             return {}
-        from shardkeep.run.slicing import read_whole  # noqa: PLC0415 - only reading a tensor needs torch
+        from shardkeep.engine.fill import read_whole  # noqa: PLC0415 - only reading a tensor needs torch
 
         owners = self._owners()
         tensors = dict(zip(owners.tolist(), read_whole(self.source, owners, self._options), strict=True))
@@ -361,7 +359,7 @@ class StoredTensor:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
-    def __getitem__(self, item: Item | tuple[Item, ...]) -> torch.Tensor:
+    def __getitem__(self, item: IndexItem | tuple[IndexItem, ...]) -> torch.Tensor:
         """Read a part of it, as a tensor of its own."""
         return self._checkpoint.read(self.row, parse_index(self.key, self.shape, item))
 

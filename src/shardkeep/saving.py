@@ -14,33 +14,27 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardkeep.dist.world import World, current_world
+from shardkeep.engine.access import keys_for, open_on_all_ranks
+from shardkeep.engine.codecs import Codecs
+from shardkeep.engine.coordinator import CommittedSave
+from shardkeep.engine.pools import staging_memory
+from shardkeep.engine.process.client import writer_manager
+from shardkeep.engine.queue import SaveHandle, pending_saves
+from shardkeep.engine.rank_plan import make_file_jobs
+from shardkeep.engine.report import SAVE_WORK, Phases, SaveEvents, SaveReport, find_slowest, report_progress
+from shardkeep.engine.save_session import BackgroundSave, RecordLabels, SaveSession
+from shardkeep.engine.snapshot import take_snapshot
+from shardkeep.engine.step_barrier import step_barriers
+from shardkeep.engine.workers import budget_for_store
+from shardkeep.engine.writer import write_files
 from shardkeep.errors import EarlierSaveFailed, StateError
-from shardkeep.format.collector import collector_paused
+from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
-from shardkeep.ranks.world import World, current_world
-from shardkeep.run.background import Background
-from shardkeep.run.coding import Codecs
-from shardkeep.run.coordinating import Outcome
-from shardkeep.run.counting import counted
-from shardkeep.run.handles import SaveHandle
-from shardkeep.run.in_flight import flights
-from shardkeep.run.key_choice import keys_for
-from shardkeep.run.opened import opened
-from shardkeep.run.orders import make_jobs
-from shardkeep.run.phases import WORK_OF_SAVES, Phases, find_slowest
-from shardkeep.run.reports import SaveReport
-from shardkeep.run.save_call import Label, SaveCall
-from shardkeep.run.telling import SaveTelling
-from shardkeep.run.workers import divide_for
-from shardkeep.run.write import write_files
-from shardkeep.run.writer_hold import writer_hold
-from shardkeep.stage.pieces import take_pieces
-from shardkeep.stage.pinned import staging_memory
-from shardkeep.stage.step_gates import step_gates
-from shardkeep.state.devices import settle
-from shardkeep.store.giving_up import Hope
-from shardkeep.store.protocol import Store
+from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage.base import Store
+from shardkeep.storage.cancel import CancelScope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,10 +100,10 @@ def save(
     phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
-    call = SaveCall(
-        opened(where, world, options, doing="save to"),
+    call = SaveSession(
+        open_on_all_ranks(where, world, options, doing="save to"),
         world,
-        Label(step, meta),
+        RecordLabels(step, meta),
         phases,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
@@ -117,16 +111,16 @@ def save(
         codecs=codecs,
         keys=keys_for(options),
     )
-    telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
+    telling = SaveEvents(phases, rank=world.rank, where=call.store.url, step=step)
 
     def write() -> list[FileEntry]:
-        settle(call.description.pieces)
+        synchronize_devices(call.description.pieces)
         coding = call.coding(orders)
-        jobs = make_jobs(call.description, orders)
-        shares = divide_for(call.store, options.io_threads, options.host_budget_bytes, coded=bool(coding.chains))
+        jobs = make_file_jobs(call.description, orders)
+        shares = budget_for_store(call.store, options.io_threads, options.host_budget_bytes, coded=bool(coding.chains))
         nbytes = sum(job.nbytes for job in jobs)
-        store = counted(coding.over(call.store), telling, nbytes)
-        with Hope(room=shares.room).held():
+        store = report_progress(coding.over(call.store), telling, nbytes)
+        with CancelScope(room=shares.room).held():
             write_files(store, jobs, threads=shares.threads, window_nbytes=shares.window_nbytes)
         telling.written(nbytes)
         return [coding.entry_of(job) for job in jobs]
@@ -210,10 +204,10 @@ def async_save(
         )
     options = options or Options()
     world = _apart(current_world(group, timeout_s=options.timeout_s))
-    call = SaveCall(
-        opened(where, world, options, doing="save to"),
+    call = SaveSession(
+        open_on_all_ranks(where, world, options, doing="save to"),
         world,
-        Label(step, meta),
+        RecordLabels(step, meta),
         phases,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
@@ -222,9 +216,9 @@ def async_save(
         keys=keys_for(options),
     )
     handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
-    telling = SaveTelling(phases, rank=world.rank, where=call.store.url, step=step)
+    telling = SaveEvents(phases, rank=world.rank, where=call.store.url, step=step)
     with phases.phase("queue"):
-        flights().make_room(max_in_flight)
+        pending_saves().make_room(max_in_flight)
     with ExitStack() as inside:
         inside.enter_context(telling.made(background=True))
         inside.enter_context(call.made())
@@ -232,25 +226,27 @@ def async_save(
         outside = None
         if writer == "process":
             outside = inside.enter_context(
-                writer_hold().writing(call.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s)
+                writer_manager().writing(
+                    call.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s
+                )
             )
         with collector_paused():
             draft = call.describer(state)()
         memory = outside.memory if outside else staging_memory()
         optimizers = call.objects.optimizers
         with phases.phase("stage"):
-            pieces = take_pieces(
+            pieces = take_snapshot(
                 call.description.pieces,
                 memory.arenas,
                 staging=staging,
                 optimizers=optimizers,
                 threads=options.io_threads,
             )
-        background = Background(call, draft, pieces, handle, memory, options, telling, outside)
+        background = BackgroundSave(call, draft, pieces, handle, memory, options, telling, outside)
         inside.enter_context(background.ending())
         background.copy_on_host()
         if pieces.live_nbytes:
-            step_gates().put(background.gate, optimizers)
+            step_barriers().put(background.gate, optimizers)
         else:
             telling.staged(phases.now())
         made = inside.pop_all()
@@ -268,7 +264,7 @@ def async_save(
 
     box = [carry_out]
     try:
-        flights().begin(handle, box)
+        pending_saves().begin(handle, box)
         del state, pieces, carry_out
         if background.must_wait:
             handle.staged.wait_either_way()
@@ -292,13 +288,13 @@ def finish_saves() -> None:
     """
     failed: EarlierSaveFailed | None = None
     try:
-        flights().finish()
+        pending_saves().finish()
     except EarlierSaveFailed as error:
         failed = error
     # Not where it was interrupted: a save that goes on needs all of these.
-    step_gates().remove()
+    step_barriers().remove()
     staging_memory().release()
-    writer_hold().end()
+    writer_manager().end()
     if failed is not None:
         raise failed
 
@@ -310,7 +306,7 @@ def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:
     At the end of a call: other ranks may not know of it yet, or have asked, and must not miss this rank's part.
     """
     than = made if isinstance(made, SaveHandle) else None
-    if (earlier := flights().earlier_failure(than)) is not None:
+    if (earlier := pending_saves().earlier_failure(than)) is not None:
         earlier.response = made
         raise earlier
 
@@ -324,7 +320,9 @@ def _apart(world: World) -> World:
     return replace(world, store=PrefixStore("asynchronous-saves", world.store))
 
 
-def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
+def _report(
+    call: SaveSession, outcome: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float
+) -> SaveReport:
     ranks = call.phases.all_ranks()
     return SaveReport(
         where=call.store.url,
@@ -340,5 +338,5 @@ def _report(call: SaveCall, outcome: Outcome, *, seconds: float, blocked_s: floa
         written_s=call.written_s,
         phases=call.phases.spans,
         ranks=ranks,
-        slowest=find_slowest(ranks, WORK_OF_SAVES),
+        slowest=find_slowest(ranks, SAVE_WORK),
     )

@@ -13,10 +13,10 @@ from unittest import mock
 import numpy as np
 from typing_extensions import Self
 
-from shardkeep.run import staging
-from shardkeep.run.write import FileJob
-from shardkeep.stage.buffers import Buffer, BufferPool, ordinary_buffer
-from shardkeep.store.aligned import address_of
+from shardkeep.engine import staging
+from shardkeep.engine.pools import Buffer, BufferPool, ordinary_buffer
+from shardkeep.engine.writer import FileJob
+from shardkeep.storage.buffers import address_of
 
 BLOCK = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shardkeep as sk
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 from tests.engine.samples import bits
 

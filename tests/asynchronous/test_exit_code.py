@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from shardkeep.run.exit_code import ExitCode
+from shardkeep.engine.queue import ExitCode
 
 PROGRAM = """
 import sys, threading
-from shardkeep.run.exit_code import ExitCode
+from shardkeep.engine.queue import ExitCode
 code = ExitCode()
 threading._register_atexit(lambda: print(code.fail()))
 code.watch()

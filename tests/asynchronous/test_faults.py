@@ -7,13 +7,13 @@ import pytest
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.ranks.world import World
-from shardkeep.store.local import LocalStore
+from shardkeep.dist.world import World
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
-from shardkeep.testing.rank_pool import RankPool
 from tests.asynchronous.scene import PATIENCE_S, broken
 from tests.faults import doomed
 from tests.faults.scene import IN_ORDER, checkpoint_at, files_of_checkpoint, names_in, state_of
+from tests.support.rank_pool import RankPool
 
 
 def save(where, k, **options):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.stage.pinned import staging_memory
+from shardkeep.engine.pools import staging_memory
 from tests.asynchronous.scene import PATIENCE_S, broken, held, says
 
 

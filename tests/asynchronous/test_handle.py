@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.run.handles import SaveHandle
+from shardkeep.engine.queue import SaveHandle
 from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, broken, full, held, says
 
 WHERE = "somewhere"

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import shardkeep as sk
-from shardkeep.run.writer_hold import writer_hold
-from shardkeep.stage.pinned import staging_memory
+from shardkeep.engine.pools import staging_memory
+from shardkeep.engine.process.client import writer_manager
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.asynchronous.scene import PATIENCE_S, HeldStore, saved_in
@@ -107,7 +107,7 @@ def test_the_process_that_writes_gets_the_rest_through_windows(room, place):
     for tensor in state.values():
         tensor.fill_(1)
     handle.result(PATIENCE_S)
-    memory = writer_hold()._memory
+    memory = writer_manager()._memory
     assert 80_000 <= memory.arenas.nbytes <= max(room, windows // 16)  # small tensors always have some
     assert memory.windows.nbytes <= windows
     assert handle.progress.staging_waits

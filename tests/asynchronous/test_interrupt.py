@@ -7,7 +7,7 @@ from functools import partial
 
 import shardkeep
 import shardkeep as sk
-from shardkeep.stage.pinned import staging_memory
+from shardkeep.engine.pools import staging_memory
 from tests.asynchronous.scene import full, says
 from tests.faults.scene import files_of_checkpoint, names_in, no_leaks
 from tests.faults.test_interrupt import interrupted, lines_of
@@ -15,11 +15,11 @@ from tests.faults.test_interrupt import interrupted, lines_of
 # None with a lock: a trace may strike between the end of a `with` block and its release, where no Ctrl-C comes.
 FILES = (
     "saving.py",
-    "run/save_call.py",
-    "run/in_flight.py",
-    "run/background.py",
-    "stage/pieces.py",
-    "stage/host_copies.py",
+    "engine/save_session.py",
+    "engine/queue.py",
+    "engine/save_session.py",
+    "engine/snapshot.py",
+    "engine/snapshot.py",
 )
 OPTIONS = sk.Options(io_threads=1, host_budget_bytes=2 << 20)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardkeep as sk
-from shardkeep.stage.pinned import WINDOW_NBYTES, staging_memory
+from shardkeep.engine.pools import WINDOW_NBYTES, staging_memory
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import PATIENCE_S, HeldStore, broken, held, saved_in
 from tests.engine.samples import all_dtypes, bits, random_tensor

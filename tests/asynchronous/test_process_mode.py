@@ -13,16 +13,13 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.engine.process import client as writer_process
+from shardkeep.engine.process import server as writer_pipe
+from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
+from shardkeep.engine.process.server import CreateFile, LocalStoreSpec, ReplyDeadline, WaitPolicy, WriteBytes, WriteRuns
 from shardkeep.errors import WriterDied
-from shardkeep.run import writer_pipe, writer_process
-from shardkeep.run.writer_hold import writer_hold
-from shardkeep.run.writer_memory import SharedMemory
-from shardkeep.run.writer_pipe import Patience, Waiting
-from shardkeep.run.writer_places import LocalPlace
-from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_wire import Create, WriteBytes, WriteRuns
-from shardkeep.store.aligned import address_of
-from shardkeep.store.process import started
+from shardkeep.storage.buffers import address_of
+from shardkeep.storage.system import process_start
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
 from tests.engine.samples import random_tensor
 from tests.warm.python import warm_python
@@ -69,7 +66,7 @@ def tensors_of(state):
 def started_child(folder):
     """The child, once it has made a save."""
     save(full(0), os.path.join(folder, "first")).result(PATIENCE_S)
-    return writer_hold().pid
+    return writer_manager().pid
 
 
 def until(happened):
@@ -81,7 +78,7 @@ def until(happened):
 
 def until_asked(handle):
     """Wait until a save has asked the process for something."""
-    process = writer_hold()._process
+    process = writer_manager()._process
     until(lambda: handle.done() or process._free.qsize() < len(process._pipes))
     assert not handle.done()
 
@@ -168,7 +165,7 @@ def test_the_process_is_small_patient_and_hard_to_disturb(place):
         os.kill(pid, number)
     save(full(5), f"{place}-5").result(PATIENCE_S)
     assert says(f"{place}-5") == {5}
-    assert writer_hold().pid == pid
+    assert writer_manager().pid == pid
 
 
 def test_signals_before_it_is_ready_do_not_end_it(place):
@@ -177,7 +174,7 @@ def test_signals_before_it_is_ready_do_not_end_it(place):
     """
     handle = save(full(1), place)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(writer_hold().pid, number)
+        os.kill(writer_manager().pid, number)
     handle.result(PATIENCE_S)
     assert says(place) == {1}
 
@@ -199,7 +196,7 @@ def test_killed_while_a_request_is_under_way(place, number):
     assert names(f"{place}-2") == []
     save(full(3), f"{place}-2").result(PATIENCE_S)
     assert says(f"{place}-2") == {3}
-    assert writer_hold().pid != pid
+    assert writer_manager().pid != pid
 
 
 def test_killed_with_a_file_half_written(place, monkeypatch):
@@ -233,7 +230,7 @@ def test_killed_while_idle(place):
     """
     pid = started_child(place)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not writer_hold()._process.alive())
+    until(lambda: not writer_manager()._process.alive())
     save(full(2), f"{place}-2").result(PATIENCE_S)
     assert says(f"{place}-2") == {2}
 
@@ -268,7 +265,7 @@ def test_an_error_in_the_process_is_raised_here(place):
     assert names(f"{place}-2") == []
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
     save(full(2), f"{place}-2").result(PATIENCE_S)
-    assert writer_hold().pid == pid
+    assert writer_manager().pid == pid
 
 
 def test_a_cancelled_save_leaves_nothing(place):
@@ -295,10 +292,10 @@ def test_one_that_hangs_is_ended_at_the_deadline(place):
         save(full(2), f"{place}-2", options=HASTY).result(PATIENCE_S)
     assert "Options.timeout_s" in raised.value.hint
     assert names(f"{place}-2") == []
-    assert not started(pid)
+    assert not process_start(pid)
     save(full(3), f"{place}-2").result(PATIENCE_S)
     assert says(f"{place}-2") == {3}
-    assert writer_hold().pid != pid
+    assert writer_manager().pid != pid
 
 
 def test_one_that_hangs_is_ended_by_a_cancel(place):
@@ -312,10 +309,10 @@ def test_one_that_hangs_is_ended_by_a_cancel(place):
     assert handle.cancel()
     assert isinstance(handle.exception(PATIENCE_S), sk.SaveCancelled)
     assert names(f"{place}-2") == []
-    assert not started(pid)
+    assert not process_start(pid)
     save(full(3), f"{place}-2").result(PATIENCE_S)
     assert says(f"{place}-2") == {3}
-    assert writer_hold().pid != pid
+    assert writer_manager().pid != pid
 
 
 def test_a_cancel_does_not_end_what_another_save_needs(place):
@@ -333,7 +330,7 @@ def test_a_cancel_does_not_end_what_another_save_needs(place):
     other.result(PATIENCE_S)
     assert names(f"{place}-0") == []
     assert says(f"{place}-1") == {1}
-    assert writer_hold().pid == pid
+    assert writer_manager().pid == pid
 
 
 @pytest.fixture
@@ -347,7 +344,7 @@ def alone():
 
 
 def place_in(folder):
-    return LocalPlace(os.fsencode(folder), direct=False, durable=False)
+    return LocalStoreSpec(os.fsencode(folder), direct=False, durable=False)
 
 
 @pytest.mark.parametrize("broken", ["send", "receive"])
@@ -355,8 +352,8 @@ def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, al
     """
     A request breaks off before its answer was received whole: the process is ended, and nobody asks it again.
     """
-    patience = Patience(PATIENCE_S)
-    assert alone.ask(Create(place_in(tmp_path), "first", 10), patience).file == 1
+    patience = WaitPolicy(PATIENCE_S)
+    assert alone.ask(CreateFile(place_in(tmp_path), "first", 10), patience).file == 1
 
     def breaks_off(pipe, *more):
         if broken == "send":
@@ -367,12 +364,12 @@ def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, al
 
     monkeypatch.setattr(writer_process, broken, breaks_off)
     with pytest.raises(MemoryError):
-        alone.ask(Create(place_in(tmp_path), "second", 10), patience)
+        alone.ask(CreateFile(place_in(tmp_path), "second", 10), patience)
     monkeypatch.undo()
     assert not alone.alive()
-    assert not started(alone.pid)
+    assert not process_start(alone.pid)
     with pytest.raises(WriterDied, match=r"broke off \(MemoryError\)"):
-        alone.ask(Create(place_in(tmp_path), "third", 10), patience)
+        alone.ask(CreateFile(place_in(tmp_path), "third", 10), patience)
 
 
 def test_a_save_that_broke_off_does_not_harm_the_next(place, monkeypatch):
@@ -391,7 +388,7 @@ def test_a_save_that_broke_off_does_not_harm_the_next(place, monkeypatch):
     assert names(f"{place}-2") == []
     save(large(seed=7), f"{place}-2").result(PATIENCE_S)
     assert same(saved_in(f"{place}-2"), large(seed=7))
-    assert writer_hold().pid != pid
+    assert writer_manager().pid != pid
 
 
 def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
@@ -399,20 +396,20 @@ def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
     Such a request arrives whole; a process that hangs takes no more than a part of it, and is ended.
     """
     data = os.urandom(5 * MIB)
-    file = alone.ask(Create(place_in(tmp_path), "blob", len(data)), Patience(PATIENCE_S)).file
-    alone.ask(WriteBytes(file, 0, data), Patience(PATIENCE_S))
+    file = alone.ask(CreateFile(place_in(tmp_path), "blob", len(data)), WaitPolicy(PATIENCE_S)).file
+    alone.ask(WriteBytes(file, 0, data), WaitPolicy(PATIENCE_S))
     assert (tmp_path / "blob").read_bytes() == data
     stop(alone.pid)
     with pytest.raises(WriterDied, match="did not answer"):
-        alone.ask(WriteBytes(file, 0, data), Patience(0.3))
-    assert not started(alone.pid)
+        alone.ask(WriteBytes(file, 0, data), WaitPolicy(0.3))
+    assert not process_start(alone.pid)
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     """
     A job that goes on after hours, with all its processes, ends none of them for not having answered.
     """
-    waiting, now = Waiting(Patience(1.0)), [time.monotonic()]
+    waiting, now = ReplyDeadline(WaitPolicy(1.0)), [time.monotonic()]
     monkeypatch.setattr(writer_pipe.time, "monotonic", lambda: now[0])
     now[0] += 10_000
     waiting.look()
@@ -420,7 +417,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
         now[0] += writer_pipe.SLICE_S
         waiting.look()
     now[0] += 10_000
-    with pytest.raises(writer_pipe.TooLong, match="within 1 s"):
+    with pytest.raises(writer_pipe.NoReply, match="within 1 s"):
         waiting.look()
 
 
@@ -433,7 +430,7 @@ def test_what_cannot_be_written_there_is_refused_in_the_call(place):
     assert 'writer="thread"' in raised.value.hint
     with pytest.raises(sk.StateError, match="writer='fork'"):
         sk.async_save(full(1), place, writer="fork")
-    assert writer_hold().pid is None
+    assert writer_manager().pid is None
 
 
 def test_a_python_that_does_not_start_is_told(place, monkeypatch):
@@ -469,14 +466,14 @@ def test_thirty_saves_take_no_more_than_three(place):
     seen = []
     for n in range(33):
         save(large(seed=n, mib=5), place, overwrite=True).result(PATIENCE_S)
-        hold = writer_hold()
+        hold = writer_manager()
         seen.append((*counts("self")[:2], *counts(hold.pid), os.fstat(hold._shared.fd).st_blocks))
     for column in zip(*seen, strict=True):
         assert max(column[3:]) <= max(column[:3])
-    pid = writer_hold().pid
+    pid = writer_manager().pid
     sk.finish_saves()
-    assert writer_hold().pid is None
-    assert not started(pid)
+    assert writer_manager().pid is None
+    assert not process_start(pid)
     assert counts("self")[0] <= before[0]
 
 
@@ -510,7 +507,7 @@ def test_a_script_that_ends_early_has_its_checkpoint(place):
     ran = run_script(
         """
         import sys, torch, shardkeep as sk
-        from shardkeep.run.writer_hold import writer_hold
+        from shardkeep.engine.process.client import writer_hold
         print("ran")
         state = {"w": torch.full((3_000_000,), 4.0), "few": [torch.full((4,), 4.0)]}
         sk.async_save(state, sys.argv[1], writer="process")
@@ -522,7 +519,7 @@ def test_a_script_that_ends_early_has_its_checkpoint(place):
     once, pid = ran.stdout.split()
     assert once == "ran"
     assert says(place) == {4}
-    until(lambda: not started(int(pid)))
+    until(lambda: not process_start(int(pid)))
 
 
 def test_a_script_ends_though_its_writer_hangs(place):
@@ -532,7 +529,7 @@ def test_a_script_ends_though_its_writer_hangs(place):
     ran = run_script(
         """
         import os, signal, sys, torch, shardkeep as sk
-        from shardkeep.run.writer_hold import writer_hold
+        from shardkeep.engine.process.client import writer_hold
         for n, timeout_s in enumerate((600, 0.5)):
             sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-{n}", writer="process").result()
             pid = writer_hold().pid
@@ -548,7 +545,7 @@ def test_a_script_ends_though_its_writer_hangs(place):
     )
     assert ran.returncode == 1  # the second save is lost
     assert "did not answer within" in ran.stderr
-    assert not any(started(int(pid)) for pid in ran.stdout.split())
+    assert not any(process_start(int(pid)) for pid in ran.stdout.split())
     assert names(f"{place}-late-0") == names(f"{place}-late-1") == []
 
 
@@ -559,7 +556,7 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
     ran = run_script(
         """
         import os, signal, sys, time, torch, shardkeep as sk
-        from shardkeep.run.writer_hold import writer_hold
+        from shardkeep.engine.process.client import writer_hold
         sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
         process = writer_hold()._process
         fork = os.fork()
@@ -583,8 +580,8 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     pid, fork = map(int, ran.stdout.split())
     try:
-        until(lambda: not started(pid))
-        assert started(fork)
+        until(lambda: not process_start(pid))
+        assert process_start(fork)
     finally:
         os.kill(fork, signal.SIGKILL)
     assert any(name.endswith(".safetensors") for name in names(place))
@@ -602,7 +599,7 @@ def test_a_fork_of_the_trainer_harms_nothing(place):
     ran = run_script(
         """
         import os, sys, torch, shardkeep as sk
-        from shardkeep.run.writer_hold import writer_hold
+        from shardkeep.engine.process.client import writer_hold
         hold = writer_hold()
         sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
         buffer = hold._shared.buffer(1 << 20)
@@ -630,7 +627,7 @@ def on_ranks(where, killed):
     rank = dist.get_rank()
     state = {"mine": sk.PerRank(torch.full((3_000_000,), float(rank))), "w": torch.ones(10)}
     save(state, f"{where}-0").result(PATIENCE_S)
-    pid = writer_hold().pid
+    pid = writer_manager().pid
     if rank == killed:
         stop(pid)
     handle = save(state, f"{where}-1")
@@ -639,7 +636,7 @@ def on_ranks(where, killed):
         os.kill(pid, signal.SIGKILL)
     error = handle.exception(PATIENCE_S)
     save(state, f"{where}-2").result(PATIENCE_S)
-    later = writer_hold().pid
+    later = writer_manager().pid
     sk.finish_saves()
     return type(error).__name__, str(error), pid, later
 

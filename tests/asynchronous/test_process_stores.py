@@ -8,10 +8,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardkeep as sk
-from shardkeep.run.writer_hold import writer_hold
-from shardkeep.run.writer_place_of import place_of
-from shardkeep.store.fsspec_root import FsspecRoot
-from shardkeep.store.object_root import ObjectRoot
+from shardkeep.engine.process.client import store_spec, writer_manager
+from shardkeep.storage.fsspec import FsspecRoot
+from shardkeep.storage.object_store import ObjectRoot
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import PATIENCE_S, full, says
 
@@ -91,7 +90,7 @@ def test_what_cannot_be_opened_there_is_refused_in_the_call(opened, said):
         save(full(1), opened())
     assert 'writer="thread"' in raised.value.hint
     assert "hunter2" not in str(raised.value)
-    assert writer_hold().pid is None
+    assert writer_manager().pid is None
 
 
 @pytest.mark.parametrize("opened", [in_bucket, lambda: sk.open_place("local:///a", password="hunter2")])
@@ -99,7 +98,7 @@ def test_the_words_for_a_store_are_not_shown(opened):
     """
     They have the keys in them, which the process needs, and what is printed of them has not.
     """
-    words = place_of(opened())
+    words = store_spec(opened())
     assert "hunter2" in words.options.values()
     assert "hunter2" not in repr(words)
 
@@ -109,9 +108,9 @@ def test_the_process_imports_what_it_needs():
     Before it is asked for a place elsewhere, nothing that only such places need.
     """
     found = subprocess.run(
-        [sys.executable, "-c", "import sys, shardkeep.run.writer_child; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, shardkeep.engine.process.server; print(*sys.modules)"],
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     ).stdout.split()  # fmt: skip
-    assert "shardkeep.store.local" in found
-    others = {"torch", "obstore", "fsspec", "boto3", "shardkeep.store.objects", "shardkeep.store.fsspec_store"}
+    assert "shardkeep.storage.local" in found
+    others = {"torch", "obstore", "fsspec", "boto3", "shardkeep.storage.object_store", "shardkeep.storage.fsspec"}
     assert others.isdisjoint(found)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardkeep as sk
-from shardkeep.stage.pinned import staging_memory
+from shardkeep.engine.pools import staging_memory
 from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, held, same, saved_in
 from tests.engine.samples import all_dtypes, bits, random_tensor, rich_state
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.run.staging import Staging
-from shardkeep.run.write import Hashing, windows_in_turn, write_files
+from shardkeep.engine.staging import Staging
+from shardkeep.engine.writer import HashingSink, windows_in_turn, write_files
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.elsewhere import BLOCK, CountingPool, Stream, make_jobs, pretended
 
@@ -70,7 +70,7 @@ def run(
     error = None
     try:
         with pretended(stream), staging.running():
-            write_files(store, jobs, threads=threads, window_nbytes=window, sink=Hashing(store, staging.take))
+            write_files(store, jobs, threads=threads, window_nbytes=window, sink=HashingSink(store, staging.take))
     except (sk.CheckpointError, RuntimeError) as raised:
         error = raised
     found = {info.name: store.inner.get(info.name, limit=1 << 20) for info in store.inner.list()}
@@ -184,7 +184,7 @@ def test_saves_that_share_memory_do_not_wait_for_each_other():
                 urgent=True,
             )
             with staging.running():
-                write_files(store, jobs, threads=8, window_nbytes=BLOCK, sink=Hashing(store, staging.take))
+                write_files(store, jobs, threads=8, window_nbytes=BLOCK, sink=HashingSink(store, staging.take))
             return all(store.get(name, limit=1 << 20) == data for name, data in wanted.items())
 
         with pretended(stream), ThreadPoolExecutor(2) as threads:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.stage.step_gates import Gate, StepGates, step_gates
+from shardkeep.engine.step_barrier import StepBarrier, StepBarriers, step_barriers
 from tests.asynchronous.scene import PATIENCE_S
 from tests.engine.samples import bits
 
@@ -43,7 +43,7 @@ def test_a_step_waits_for_its_gate():
     """
     The step goes on when the copies are queued, and the next one does not wait again.
     """
-    gates, gate = StepGates(), Gate()
+    gates, gate = StepBarriers(), StepBarrier()
     model, optimizer = trained()
     gates.put(gate, [optimizer])
     before = bits(model.state_dict())
@@ -62,7 +62,7 @@ def test_each_optimizer_has_gates_of_its_own():
     """
     An optimizer that no save has is not held back by one that it has.
     """
-    gates, gate = StepGates(), Gate()
+    gates, gate = StepBarriers(), StepBarrier()
     model, held_back = trained()
     other = trained(torch.optim.SGD)
     gates.put(gate, [held_back])
@@ -75,7 +75,7 @@ def test_several_saves_hold_a_step_back_until_the_last():
     """
     With gates of two saves before it, a step waits for both.
     """
-    gates, first, second = StepGates(), Gate(), Gate()
+    gates, first, second = StepBarriers(), StepBarrier(), StepBarrier()
     model, optimizer = trained()
     gates.put(first, [optimizer])
     gates.put(second, [optimizer])
@@ -93,19 +93,19 @@ def test_the_hook_is_put_once_and_taken_away():
     """
     However many saves there are, there is one hook; when it is taken away nothing holds a step back.
     """
-    gates = StepGates()
+    gates = StepBarriers()
     model, optimizer = trained()
     for _ in range(5):
-        gate = Gate()
+        gate = StepBarrier()
         gates.put(gate, [optimizer])
         gate.open({})
         step(model, optimizer)
         assert hooks_of(optimizer) == 1
-    gates.put(Gate(), [optimizer])
+    gates.put(StepBarrier(), [optimizer])
     gates.remove()
     assert hooks_of(optimizer) == 0
     step(model, optimizer)
-    gate = Gate()
+    gate = StepBarrier()
     gates.put(gate, [optimizer])
     assert hooks_of(optimizer) == 1
     gate.open({})
@@ -117,9 +117,9 @@ def test_finish_saves_takes_hooks_away():
     After `finish_saves` an optimizer is as it was.
     """
     _, optimizer = trained()
-    gate = Gate()
+    gate = StepBarrier()
     gate.open({})
-    step_gates().put(gate, [optimizer])
+    step_barriers().put(gate, [optimizer])
     assert hooks_of(optimizer) == 1
     sk.finish_saves()
     assert hooks_of(optimizer) == 0
@@ -139,7 +139,7 @@ def test_copies_of_an_optimizer_are_free(copied):
     """
     An optimizer with a gate before its step is copied and pickled as ever, and the copy has neither hook nor gate.
     """
-    gates, gate = StepGates(), Gate()
+    gates, gate = StepBarriers(), StepBarrier()
     _, optimizer = trained()
     plain = bits(copied(optimizer).state_dict())
     gates.put(gate, [optimizer])
@@ -158,7 +158,7 @@ def test_closures_scalers_and_schedulers():
     """
     found = []
     for gated in (False, True):
-        gates, gate = StepGates(), Gate()
+        gates, gate = StepBarriers(), StepBarrier()
         model, optimizer = trained(torch.optim.SGD)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         scaler = torch.amp.GradScaler("cpu")
@@ -186,9 +186,9 @@ def test_optimizers_are_not_kept_alive():
     """
     A hook and a gate hold no optimizer.
     """
-    gates = StepGates()
+    gates = StepBarriers()
     model, optimizer = trained()
-    gates.put(Gate(), [optimizer])
+    gates.put(StepBarrier(), [optimizer])
     ref = weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
@@ -200,7 +200,7 @@ def test_a_gate_may_be_opened_before_it_is_put():
     """
     A save that is quicker than its call holds nothing back.
     """
-    gates, gate = StepGates(), Gate()
+    gates, gate = StepBarriers(), StepBarrier()
     gate.open({})
     gate.open({})
     model, optimizer = trained()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardkeep.cli import bench
-from shardkeep.cli.bench_job import Ours, Raw, measure
+from shardkeep.cli.bench import RawDisk, ShardkeepContender, measure
 
 
 def test_all_contenders_are_measured(shardkeep, tmp_path):
@@ -51,12 +51,12 @@ def test_a_contender_that_reads_something_else_is_not_measured(tmp_path):
     What was read is compared with what was written, so that no speed is printed for wrong bytes.
     """
 
-    class Wrong(Ours):
+    class Wrong(ShardkeepContender):
         def read(self, path):
             super().read(path)
             self.state["model"]["layer0.weight"][3] += 1
 
-    assert len(measure(Raw(1 << 24, 2), str(tmp_path), 2)[0]) == 2
+    assert len(measure(RawDisk(1 << 24, 2), str(tmp_path), 2)[0]) == 2
     with pytest.raises(SystemExit, match="not what was written"):
         measure(Wrong(1 << 20), str(tmp_path), 1)
 

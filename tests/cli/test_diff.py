@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardkeep as sk
-from shardkeep.cli import diff, diff_values
-from shardkeep.cli.blocks import blocks_of
+from shardkeep.cli import diff
+from shardkeep.cli import tensors as diff_values
+from shardkeep.cli.tensors import iter_blocks
 from tests.cli.conftest import data_file, flip, state_of
 from tests.engine.samples import all_dtypes, random_tensor
 
@@ -32,7 +33,7 @@ def small_blocks(request, monkeypatch):
     monkeypatch.setattr(diff_values, "PIECE_ELEMENTS", 7)
     if request.param == "in blocks":
         monkeypatch.setattr(diff, "_SMALL_NBYTES", 0)
-        monkeypatch.setattr(diff_values, "blocks_of", partial(blocks_of, block_elements=10))
+        monkeypatch.setattr(diff_values, "iter_blocks", partial(iter_blocks, block_elements=10))
 
 
 def test_a_copy_is_equal_without_reading(shardkeep, run_dir, checkpoint):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardkeep.cli.export import parse_rename, parse_size
-from shardkeep.cli.problems import NotUsable
+from shardkeep.cli.output import UsageError
 from tests.cli.conftest import data_file, flip, state_of
 from tests.engine.samples import bits
 
@@ -81,7 +81,7 @@ def test_what_is_no_size_is_refused(text):
     """
     Anything else is refused with an example.
     """
-    with pytest.raises(NotUsable, match="no size"):
+    with pytest.raises(UsageError, match="no size"):
         parse_size(text)
 
 
@@ -100,5 +100,5 @@ def test_what_is_no_rename_is_refused(text):
     """
     What sed would not take, or means otherwise there, is refused.
     """
-    with pytest.raises(NotUsable, match="rename"):
+    with pytest.raises(UsageError, match="rename"):
         parse_rename(text)

@@ -16,8 +16,7 @@ import torch
 import shardkeep as sk
 from shardkeep.cli import main as frame
 from shardkeep.cli.main import COMMANDS
-from shardkeep.cli.output import Table, shortened, shown, size_text, span_text
-from shardkeep.cli.problems import did_you_mean
+from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten_middle
 
 SHARDKEEP = [sys.executable, "-m", "shardkeep"]
 
@@ -231,7 +230,7 @@ def test_a_bar_is_drawn_for_who_waits(checkpoint):
     """
     Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout.
     """
-    impatient = "import sys, shardkeep.cli.progress as p; p._PATIENCE_S = 0; from shardkeep.cli.main import main; "
+    impatient = "import sys, shardkeep.cli.output as p; p._PATIENCE_S = 0; from shardkeep.cli.main import main; "
     command = [sys.executable, "-c", impatient + "sys.exit(main())"]
     code, seen = in_terminal(["verify", checkpoint, "--deep"], {}, command)
     assert code == 0
@@ -273,11 +272,18 @@ def test_small_texts():
     """
     Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal.
     """
-    sizes = [size_text(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
+    sizes = [format_size(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
     assert sizes == ["0 B", "999 B", "1.00 kB", "10.0 kB", "12.3 kB", "999 kB", "1.00 MB", "1.50 TB"]
-    assert [span_text(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == ["0 s", "5 s", "1 min", "1 h", "24 h", "2 d"]
-    assert shown("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
-    assert shortened("model.layers.0.weight", 11) == "model…eight"
+    assert [format_duration(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == [
+        "0 s",
+        "5 s",
+        "1 min",
+        "1 h",
+        "24 h",
+        "2 d",
+    ]
+    assert printable("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
+    assert shorten_middle("model.layers.0.weight", 11) == "model…eight"
     assert did_you_mean("modle", ["model", "optim"]) == "did you mean model?"
     assert did_you_mean("x", ["model"], otherwise="no idea") == "no idea"
     many = [f"model.layers.{n}.weight" for n in range(5000)]

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardkeep as sk
-from shardkeep.cli.roots import template_of
+from shardkeep.cli.runs import guess_template
 from tests.cli.conftest import state_of
 
 
@@ -171,7 +171,7 @@ def test_names_of_other_trainers_are_recognised(names, template):
     """
     What the checkpoints of a run are called is found out from their names.
     """
-    assert template_of(names) == template
+    assert guess_template(names) == template
 
 
 def test_other_names_are_listed(shardkeep, run_dir):
@@ -231,7 +231,7 @@ def test_long_values_do_not_crop_keys(checkpoint, tmp_path, monkeypatch, shardke
     """
     key = "training.schedule.of.the.learning.rate.in.words"
     sk.save({"w": torch.ones(3), key: "warm up, then decay " * 9}, tmp_path / "ck")
-    monkeypatch.setattr("shardkeep.cli.output.line_width", lambda: 80)
+    monkeypatch.setattr("shardkeep.cli.output.terminal_width", lambda: 80)
     answer = shardkeep("ls", tmp_path / "ck")
     assert key in answer.out
     assert "warm" in answer.out

@@ -12,7 +12,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli import bench
-from shardkeep.store.uploads import unfinished
+from shardkeep.storage.uploads import unfinished
 from tests.cli.conftest import state_of
 
 

@@ -9,11 +9,11 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli import prune
-from shardkeep.layout import native
-from shardkeep.layout.leftovers import Claim, claiming, make_claim
-from shardkeep.layout.native import claim_name, new_save_id
-from shardkeep.manage.pins import pin
-from shardkeep.store.process import host
+from shardkeep.layouts import native
+from shardkeep.layouts.native import claim_name, new_save_id
+from shardkeep.layouts.orphans import Claim, holding_claim, make_claim
+from shardkeep.manage.catalog import pin
+from shardkeep.storage.system import host_identity
 from tests.cli.conftest import data_file
 
 
@@ -123,7 +123,7 @@ def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
     """
     Files of a writer that is gone go, in places of their own and beside a checkpoint, which stays whole.
     """
-    dead = Claim(host=host(), pid=2**22 + 1, started="1")
+    dead = Claim(host=host_identity(), pid=2**22 + 1, started="1")
     leave(run_dir / "step-40", dead)
     leave(run_dir / "step-30", dead)
     answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes", "--json")
@@ -142,7 +142,7 @@ def test_what_the_living_write_is_never_touched(shardkeep, run_dir):
     leave(run_dir / "step-50", Claim(host="elsewhere", pid=1, started="1"))
     leave(run_dir / "step-60", None)
     before = sorted(file.name for file in run_dir.rglob("*"))
-    with claiming(save_id):
+    with holding_claim(save_id):
         make_claim(sk.Catalog(run_dir).root.place("step-40"), save_id)
         answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes")
     assert answer.code == 0
@@ -157,7 +157,7 @@ def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
     save_id = leave(run_dir / "step-10", None)
     leave(run_dir / "step-20", Claim(host="elsewhere", pid=1, started="1"))
     before = sorted(file.name for file in run_dir.rglob("*"))
-    with claiming(save_id):
+    with holding_claim(save_id):
         make_claim(sk.Catalog(run_dir).root.place("step-10"), save_id)
         answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
     assert answer.code == 0
@@ -175,7 +175,7 @@ def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monk
     place = sk.Catalog(run_dir).root.place("step-10")
     monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: make_claim(place, save_id) or "y")
-    with claiming(save_id):
+    with holding_claim(save_id):
         answer = shardkeep("prune", run_dir, "--keep-last", "1")
     assert (answer.code, steps(run_dir)) == (2, [10, 30])
     assert "somebody is saving there" in answer.err

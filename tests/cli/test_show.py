@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.cli import statistics
-from shardkeep.cli.blocks import blocks_of
-from shardkeep.cli.drawing import bar_text
-from shardkeep.cli.problems import NotUsable
-from shardkeep.cli.show import parse_slice
+from shardkeep.cli import tensors as statistics
+from shardkeep.cli.output import UsageError
+from shardkeep.cli.show import bar_text, parse_slice
+from shardkeep.cli.tensors import iter_blocks
 from tests.cli.conftest import state_of
 from tests.engine.samples import all_dtypes, random_tensor
 
@@ -46,7 +45,7 @@ def test_statistics_are_numpys(shardkeep, tmp_path, monkeypatch, dtype):
     """
     tensor = random_tensor((7, 11), dtype)
     sk.save({"t": tensor}, tmp_path / "ck")
-    monkeypatch.setattr(statistics, "blocks_of", partial(blocks_of, block_elements=10))
+    monkeypatch.setattr(statistics, "iter_blocks", partial(iter_blocks, block_elements=10))
     document = shardkeep("show", tmp_path / "ck", "t", "--json").json
     found = document["statistics"]
     assert shardkeep("show", tmp_path / "ck", "t").code == 0
@@ -134,7 +133,7 @@ def test_an_index_too_many_is_no_index():
     """
     A trailing comma is a mistake of the writer, not an empty index.
     """
-    with pytest.raises(NotUsable):
+    with pytest.raises(UsageError):
         parse_slice("1,")
 
 

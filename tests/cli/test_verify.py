@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardkeep.cli.watching import watched
+from shardkeep.cli.verify import open_counting
 from tests.cli.conftest import data_file, flip
 
 
@@ -34,7 +34,7 @@ def test_deep_reads_every_byte(shardkeep, checkpoint):
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     from shardkeep import open as open_checkpoint
 
-    open_checkpoint(watched(str(checkpoint), told.append)).verify()
+    open_checkpoint(open_counting(str(checkpoint), told.append)).verify()
     assert sum(told) >= stored
     assert shardkeep("verify", checkpoint, "--deep", "--json").json["checkpoints"][0]["nbytes"] >= stored
 

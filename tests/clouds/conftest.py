@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.testing.azure_server import AzureServer, azurite
-from shardkeep.testing.google_server import GoogleServer
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from tests.support.azure_server import AzureServer, azurite
+from tests.support.google_server import GoogleServer
 
 _numbers = itertools.count()
 Cloud = AzureServer | GoogleServer

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import pytest
 
-from shardkeep.store.place import open_place
-from shardkeep.store.protocol import Store
-from shardkeep.testing.azure_server import AzureServer
-from shardkeep.testing.google_server import GoogleServer
+from shardkeep.storage.base import Store
+from shardkeep.storage.resolve import open_place
 from shardkeep.testing.store_contract import StoreContract
+from tests.support.azure_server import AzureServer
+from tests.support.google_server import GoogleServer
 
 
 class TestAzure(StoreContract):

@@ -11,12 +11,12 @@ import torch
 import shardkeep as sk
 from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store import uploads
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.testing.contract_helpers import read_blob, sample
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.storage import uploads
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.testing.store_contract import read_blob, sample
 from tests.clouds.conftest import Cloud
 from tests.object_store.jobs import load_by_url, race, save_by_url
+from tests.support.rank_pool import RankPool
 
 PART = 5 << 20
 Opens = Callable[..., ObjectRoot]

@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.testing.azure_server import CONTAINER, AzureServer
-from shardkeep.testing.google_server import GoogleServer
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
 from tests.clouds.conftest import Cloud
+from tests.support.azure_server import CONTAINER, AzureServer
+from tests.support.google_server import GoogleServer
 
 WRONG = base64.b64encode(b"never-to-be-seen").decode()
 """A key that fits nothing."""

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from shardkeep.errors import CheckpointError, StorageError
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.object_settings import READ
-from shardkeep.store.place import open_place
+from shardkeep.storage.object_config import ENVIRONMENT_VARIABLES
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
 from tests.clouds.conftest import serving
 
 KEY = base64.b64encode(b"others").decode()
@@ -206,7 +206,7 @@ def test_every_variable_opens_a_bucket_anew(url: str, monkeypatch: pytest.Monkey
         return place.bucket
 
     for name in ("AWS_TOKEN", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_CONFIG_FILE", "AZURE_STORAGE_CLIENT_SECRET"):
-        assert name in READ["s3"] + READ["az"]
+        assert name in ENVIRONMENT_VARIABLES["s3"] + ENVIRONMENT_VARIABLES["az"]
     secret = {"s3": "AWS_TOKEN", "gs": "GOOGLE_BEARER_TOKEN", "az": "AZURE_STORAGE_CLIENT_SECRET"}[url[:2]]
     before = opened()
     monkeypatch.setenv(secret, SECRET)

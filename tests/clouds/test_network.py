@@ -11,9 +11,9 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.testing.contract_helpers import read_blob, sample
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from shardkeep.testing.store_contract import read_blob, sample
 from tests.clouds.conftest import Cloud
 from tests.object_store.proxy import Fault, Proxy, Rule
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from shardkeep.convert.api import check_different_place
 from shardkeep.errors import CheckpointError
-from shardkeep.exchange.replacing import check_apart, same_place
-from shardkeep.store.place import open_place, open_root
+from shardkeep.storage.resolve import open_place, open_root
+from shardkeep.storage.same_place import same_place
 
 AT = "http://127.0.0.1:9000"
 KEY = "a2V5"
@@ -53,9 +54,9 @@ def test_by_environment_and_by_option(
     assert not same_place(by_environment.place("a"), by_option.place("b"))
     if same:
         with pytest.raises(CheckpointError, match="its own place"):
-            check_apart(by_environment.place("a"), by_option.place("a"))
+            check_different_place(by_environment.place("a"), by_option.place("a"))
     else:
-        check_apart(by_environment.place("a"), by_option.place("a"))
+        check_different_place(by_environment.place("a"), by_option.place("a"))
 
 
 def test_an_account_in_the_url() -> None:

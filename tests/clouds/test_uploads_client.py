@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shardkeep.errors import CheckpointError, StorageError
-from shardkeep.layout import leftovers
-from shardkeep.store import uploads
-from shardkeep.store.place import open_place
-from shardkeep.store.uploads_client import _proxies
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.storage import uploads
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.uploads import _proxies
 from tests.clouds.conftest import serving
 
 _NONE = b"""<?xml version="1.0"?><ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"""

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from shardkeep.codec.codecs import CodecConfig, FramePlace
-from shardkeep.codec.keys import KeyRing
+from shardkeep.codecs.base import CodecConfig, FramePlace
+from shardkeep.codecs.keys import KeyRing
 
 KEYS = KeyRing([bytes(range(32))])
 OTHER_KEYS = KeyRing([bytes(range(1, 33))])

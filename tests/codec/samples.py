@@ -3,9 +3,7 @@
 import io
 import random
 
-from shardkeep.codec.extensions import StreamTransformExtension
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.codec.zstd import ZStandard
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, StreamTransformExtension, ZStandard
 
 NOISE = random.Random(4).randbytes(3 << 20)
 DATA = {

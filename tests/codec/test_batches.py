@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codec.codecs import FramePlace
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.problems import CodecFailed
+from shardkeep.codecs.base import FramePlace
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.errors import CodecFailed
 from tests.codec.frames import KEYS, KINDS, NAMES, decoded, numbers
 
 
@@ -28,7 +28,7 @@ def test_a_batch_is_what_its_frames_are(batch, codecs):
     Whatever stands beside it, a frame is coded the same, but for encryption; and all of a batch is there in the end.
     """
     frames, begin = batch
-    chain = Chain.begin(codecs, keys=KEYS)
+    chain = CodecChain.begin(codecs, keys=KEYS)
     places = [FramePlace("f", number, 1000 + number, len(frame)) for number, frame in enumerate(frames)]
     data = memoryview(bytes(begin) + b"".join(frames))[begin:]
     room = np.full(len(frames) * chain.room_nbytes(len(frames[0])), 0xA5, np.uint8)
@@ -45,7 +45,7 @@ def test_a_short_frame_that_repeats_a_word(kind):
     Zeros behind longer frames: their number is their own.
     """
     frames = [numbers(kind, 4096)[:4096], bytes(100)]
-    chain = Chain.begin(["float"])
+    chain = CodecChain.begin(["float"])
     places = [FramePlace("f", number, 0, len(frame)) for number, frame in enumerate(frames)]
     room = bytearray(2 * chain.room_nbytes(4096))
     for frame, place, stored in zip(
@@ -60,7 +60,7 @@ def test_frames_that_are_not_those_of_the_data(codec, sizes):
     """
     Other bytes than the places have, frames larger than the first, and empty ones are refused.
     """
-    chain = Chain.begin([codec])
+    chain = CodecChain.begin([codec])
     places = [FramePlace("f", number, 0, size) for number, size in enumerate(sizes)]
     given = 20 if sizes in ([10, 9], [10, 10, 10]) else sum(sizes) or bool(sizes)
     if not sizes:
@@ -88,8 +88,8 @@ def test_a_codec_behind_that_makes_more():
     What the second codec makes of a frame, however much, leaves what the first made of the next ones as it was.
     """
     frames = [numbers("bf16", 10_000, seed=seed) for seed in range(4)]
-    alone = Chain.begin(["float"])
-    both = Chain([*alone.recorded, {"name": "doubles"}], [*alone._codecs, Doubles()])
+    alone = CodecChain.begin(["float"])
+    both = CodecChain([*alone.recorded, {"name": "doubles"}], [*alone._codecs, Doubles()])
     places = [FramePlace("f", number, 0, len(frame)) for number, frame in enumerate(frames)]
     room = bytearray(4 * both.room_nbytes(len(frames[0])))
     stored = both.encode_all(memoryview(b"".join(frames)), places, memoryview(room))
@@ -106,7 +106,7 @@ def test_parts_behind_parts_of_other_lengths():
     words = rng.integers(0, 1 << 32, (4, 5000), dtype=np.uint32)
     for row, most in zip(words, (2, 20, 60, 90), strict=True):
         row[:] = row & 0xFFFFFF00 | rng.integers(0, most, row.size, dtype=np.uint32)
-    chain = Chain.begin(["float"])
+    chain = CodecChain.begin(["float"])
     places = [FramePlace("f", number, 0, row.nbytes) for number, row in enumerate(words)]
     room = np.empty(4 * chain.room_nbytes(words[0].nbytes), np.uint8)
     stored = chain.encode_all(memoryview(words.tobytes()), places, room.data)
@@ -161,7 +161,7 @@ def test_a_failure_names_its_frame(codec, what):
     """
     What fails in the middle of a batch is said of the frame it failed on.
     """
-    chain = Chain([{"name": "breaks"}], [codec])
+    chain = CodecChain([{"name": "breaks"}], [codec])
     places = [FramePlace("f", number, 4 * number, 4) for number in range(3)]
     with pytest.raises(CodecFailed, match=rf"the codec 'breaks' failed on frame {what}"):
         chain.encode_all(memoryview(bytes(12)), places, memoryview(bytearray(1000)))

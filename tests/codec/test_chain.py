@@ -6,9 +6,13 @@ import itertools
 
 import pytest
 
-from shardkeep.codec.chain import transformed_input, transformed_output
-from shardkeep.codec.transforms import _StorageReaderTransforms, _StorageWriterTransforms
-from shardkeep.codec.zstd import ZStandard
+from shardkeep.codecs.stream_extensions import (
+    ZStandard,
+    _StorageReaderTransforms,
+    _StorageWriterTransforms,
+    transformed_input,
+    transformed_output,
+)
 from tests.codec.samples import DATA, KINDS, NOISE, Cascade, Raw, Tail, Xor, registry
 
 CHAINS = [chain for length in range(4) for chain in itertools.permutations(KINDS, length)]
@@ -150,7 +154,7 @@ def test_items_one_after_another_in_one_file():
     """
     Each item's stream ends before the next begins, and each is read from its own part of the file.
     """
-    from shardkeep.protocol.file_view import _create_file_view
+    from shardkeep.dcp._impl.filesystem import _create_file_view
 
     raw, places = Raw(), []
     for data in DATA.values():

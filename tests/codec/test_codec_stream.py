@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from shardkeep import dcp
-from shardkeep.codec.chain import transformed_input, transformed_output
-from shardkeep.codec.codec_stream import CodecStream
-from shardkeep.codec.codecs import FRAME_NBYTES
-from shardkeep.codec.problems import DamagedFrame, KeyMissing, UnknownExtension, WrongKey
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.codec.zstd import ZStandard
+from shardkeep.codecs.base import FRAME_NBYTES
+from shardkeep.codecs.stream_extensions import (
+    CodecStream,
+    ExtensionRegistry,
+    ZStandard,
+    transformed_input,
+    transformed_output,
+)
+from shardkeep.errors import DamagedFrame, KeyMissing, UnknownExtension, WrongKey
 from tests.codec.frames import KEYS, OTHER_KEYS, numbers
 from tests.codec.samples import Raw
 

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codec.codecs import FRAME_NBYTES
-from shardkeep.codec.float_look import looks
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.planes import WIDTHS, merge, split, turned, type_of
+from shardkeep.codecs.base import FRAME_NBYTES
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.float import WIDTHS, analyze, merge, split, turned, type_of
 from tests.codec.frames import coded, decoded, numbers
 
 
@@ -34,10 +33,10 @@ def test_sizes(kind, width, turn, most):
     data = numbers(kind, FRAME_NBYTES)
     begin = (len(data) - FRAME_NBYTES) // 2
     data = data[begin : begin + FRAME_NBYTES]
-    [found] = looks([memoryview(data)])
+    [found] = analyze([memoryview(data)])
     assert found.width == width
     assert turn is None or found.turn == turn
-    assert len(coded(Chain.begin(["float"]), data)) <= most * len(data)
+    assert len(coded(CodecChain.begin(["float"]), data)) <= most * len(data)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_one_word_repeated_is_next_to_nothing(word, most, size):
     """
     Zeros, ones or any word of up to eight bytes, also where the frame ends within a word; one byte less alike is seen.
     """
-    chain = Chain.begin(["float"])
+    chain = CodecChain.begin(["float"])
     data = (word * size)[:size]
     stored = coded(chain, data)
     assert len(stored) == most
@@ -64,7 +63,7 @@ def test_what_looks_random_is_left_alone():
     """
     Random bytes take one byte more, whatever their number; also those of which only a few kilobytes are random.
     """
-    chain = Chain.begin(["float"])
+    chain = CodecChain.begin(["float"])
     rng = np.random.default_rng(1)
     for size in (0, 1, 63, 100, 8191, 100_001, FRAME_NBYTES):
         data = rng.bytes(size)

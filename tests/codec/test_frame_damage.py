@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codec.codecs import without_keys
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.problems import (
+from shardkeep.codecs.base import without_keys
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.errors import (
+    DamagedCheckpoint,
     DamagedFrame,
     InvalidCodec,
     KeyMissing,
@@ -21,7 +22,6 @@ from shardkeep.codec.problems import (
     UnknownCodec,
     WrongKey,
 )
-from shardkeep.errors import DamagedCheckpoint
 from tests.codec.frames import KEYS, NAMES, OTHER_KEYS, coded, decoded, numbers
 
 DATA = numbers("bf16", 3000)
@@ -29,7 +29,7 @@ CHAINS = [["zstd"], ["lz4"], ["float"], ["aes"], ["float", "aes"], ["zstd", "lz4
 
 
 def chain_of(codecs):
-    return Chain.begin(codecs, keys=KEYS)
+    return CodecChain.begin(codecs, keys=KEYS)
 
 
 @pytest.mark.parametrize("codecs", CHAINS, ids="-".join)
@@ -81,7 +81,7 @@ def test_a_frame_of_another_checkpoint():
     """
     one, other = chain_of(["aes"]), chain_of(["aes"])
     assert coded(one, DATA) != coded(one, DATA)  # each time with another nonce
-    edited = Chain.opened([{**one.recorded[0], "salt": other.recorded[0]["salt"]}], keys=KEYS)
+    edited = CodecChain.opened([{**one.recorded[0], "salt": other.recorded[0]["salt"]}], keys=KEYS)
     for wrong in (other, edited):
         with pytest.raises(NotAuthentic):
             decoded(wrong, coded(one, DATA), len(DATA))
@@ -107,12 +107,12 @@ def test_wrong_and_missing_keys():
     chain = chain_of(["float", "aes"])
     [key_id] = KEYS.ids
     with pytest.raises(WrongKey, match=f"encrypted with the key {key_id}; given were {OTHER_KEYS.ids[0]}"):
-        Chain.opened(chain.recorded, keys=OTHER_KEYS)
+        CodecChain.opened(chain.recorded, keys=OTHER_KEYS)
     with pytest.raises(KeyMissing, match=f"encrypted with the key {key_id}, and no key was given") as caught:
-        Chain.opened(chain.recorded)
+        CodecChain.opened(chain.recorded)
     assert "SHARDKEEP_KEY_FILE" in caught.value.hint
     with pytest.raises(KeyMissing, match="no key was given"):
-        Chain.begin(["aes"])
+        CodecChain.begin(["aes"])
     for wrapped, kind in [
         ({"key_id": key_id, "key": "00" * 40}, WrongKey),
         ({"key_id": key_id, "key": "00"}, WrongKey),
@@ -121,9 +121,9 @@ def test_wrong_and_missing_keys():
         ("x", InvalidCodec),
     ]:
         with pytest.raises(kind):
-            Chain.opened([{**chain.recorded[1], "wrapped": wrapped}], keys=KEYS)
+            CodecChain.opened([{**chain.recorded[1], "wrapped": wrapped}], keys=KEYS)
     with pytest.raises(InvalidCodec, match="salt"):
-        Chain.opened([{**chain.recorded[1], "salt": 5}], keys=KEYS)
+        CodecChain.opened([{**chain.recorded[1], "salt": 5}], keys=KEYS)
 
 
 def test_unknown_codecs():
@@ -131,14 +131,14 @@ def test_unknown_codecs():
     A codec or a version that is not known here is named, with what to do.
     """
     with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; known are aes,.* float, lz4,") as caught:
-        Chain.begin(["zip"])
+        CodecChain.begin(["zip"])
     assert "register_codec" in caught.value.hint
     with pytest.raises(UnknownCodec, match="no codec named 'zip'"):
-        Chain.opened([{"name": "zip", "version": 1}])
+        CodecChain.opened([{"name": "zip", "version": 1}])
     for name in ("zstd", "lz4", "float", "aes"):
         for version in (2, None, "1"):
             with pytest.raises(UnknownCodec, match=f"{name!r} was written in version {version!r}; known here is 1"):
-                Chain.opened([{"name": name, "version": version}], keys=KEYS)
+                CodecChain.opened([{"name": name, "version": version}], keys=KEYS)
 
 
 def test_macs():
@@ -150,7 +150,7 @@ def test_macs():
     assert not chain_of(["zstd"]).is_secret
     assert one.is_secret
     assert len({one.mac(b"record"), one.mac(b"recorD"), other.mac(b"record")}) == 3
-    assert Chain.opened(one.recorded, keys=KEYS).mac(b"record") == one.mac(b"record")
+    assert CodecChain.opened(one.recorded, keys=KEYS).mac(b"record") == one.mac(b"record")
     assert without_keys(one.recorded) == [one.recorded[0], {**without_keys(one.recorded)[1]}]
     assert "wrapped" not in without_keys(one.recorded)[1]
     assert "salt" in without_keys(one.recorded)[1]
@@ -200,7 +200,7 @@ def test_bombs(bomb, within):
     if within:
         lz4 = chain_of(["lz4"])
         stored = coded(lz4, stored)
-        chain = Chain.opened(chain.recorded + lz4.recorded)
+        chain = CodecChain.opened(chain.recorded + lz4.recorded)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tracemalloc.start()
     with pytest.raises(DamagedFrame):

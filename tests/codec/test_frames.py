@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codec.codecs import FRAME_NBYTES
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.problems import CodecFailed, InvalidCodec
-from shardkeep.codec.zstd_codec import Zstd
+from shardkeep.codecs.base import FRAME_NBYTES
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.zstd import Zstd
+from shardkeep.errors import CodecFailed, InvalidCodec
 from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbers, place_of
 
 
@@ -22,10 +22,10 @@ def test_any_frame_through_any_chain(codecs, data, offset):
     """
     What was coded by one chain is decoded by another that was opened from its record.
     """
-    chain = Chain.begin(codecs, keys=KEYS)
+    chain = CodecChain.begin(codecs, keys=KEYS)
     stored = coded(chain, data, offset=offset)
     assert len(stored) <= chain.bound(len(data))
-    assert decoded(Chain.opened(chain.recorded, keys=KEYS), stored, len(data), offset=offset) == data
+    assert decoded(CodecChain.opened(chain.recorded, keys=KEYS), stored, len(data), offset=offset) == data
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,7 +35,7 @@ def test_whole_frames_of_every_kind_of_number(codec, kind):
     Frames of about the usual size, in memory of every alignment, into memory of every alignment.
     """
     data = numbers(kind, FRAME_NBYTES // 4)[:FRAME_NBYTES]
-    chain = Chain.begin([codec], keys=KEYS)
+    chain = CodecChain.begin([codec], keys=KEYS)
     memory = bytearray(FRAME_NBYTES + 8)
     for begin in (0, 1, 4):
         plain = memoryview(memory)[begin : begin + len(data)]
@@ -51,7 +51,7 @@ def test_the_order_is_that_of_the_list():
     The first codec gets the plain bytes: compressed and then encrypted is small, the other way round is not.
     """
     zeros = bytes(100_000)
-    small, large = (Chain.begin(codecs, keys=KEYS) for codecs in (["zstd", "aes"], ["aes", "zstd"]))
+    small, large = (CodecChain.begin(codecs, keys=KEYS) for codecs in (["zstd", "aes"], ["aes", "zstd"]))
     assert len(coded(small, zeros)) < 200
     assert len(coded(large, zeros)) > 100_000
     assert small.names == ["zstd", "aes"]
@@ -62,7 +62,7 @@ def test_no_codecs_no_copies():
     """
     An empty chain gives back what it was given, and has no secret.
     """
-    chain = Chain.begin([])
+    chain = CodecChain.begin([])
     data = memoryview(b"abc")
     assert chain.encode(data, place_of(data)) is data
     assert (chain.bound(5), chain.recorded, chain.is_secret, chain.mac(b"x")) == (5, [], False, None)
@@ -73,7 +73,7 @@ def test_many_threads_on_one_chain():
     """
     Frames are coded and decoded by many threads at once, out of order, with the result of one thread.
     """
-    chain = Chain.begin(["float", "zstd", "aes"], keys=KEYS)
+    chain = CodecChain.begin(["float", "zstd", "aes"], keys=KEYS)
     plain = [numbers(kind, 20_000 + at, seed=at) for at, kind in enumerate(KINDS * 4)]
 
     def there_and_back(number):
@@ -89,8 +89,8 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
     """
     Names, names with an argument and configs mean the same; the record is JSON with the version and no secret.
     """
-    assert Chain.begin(["zstd:7"]).recorded == Chain.begin([Zstd(level=7)]).recorded
-    assert Chain.begin("zstd").recorded == [{"name": "zstd", "version": 1, "level": 1}]
+    assert CodecChain.begin(["zstd:7"]).recorded == CodecChain.begin([Zstd(level=7)]).recorded
+    assert CodecChain.begin("zstd").recorded == [{"name": "zstd", "version": 1, "level": 1}]
     for wrong, says in [
         (["zstd:x"], "takes a level"),
         (["zstd:99"], "levels"),
@@ -99,20 +99,20 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
         (["lz4"] * 17, "16 are the most"),
     ]:
         with pytest.raises(InvalidCodec, match=says):
-            Chain.begin(wrong)
+            CodecChain.begin(wrong)
     for field, value in [("level", "high"), ("level", 99), ("levels", 1)]:
         with pytest.raises(InvalidCodec, match="makes no sense"):
-            Chain.opened([{"name": "zstd", "version": 1, field: value}])
+            CodecChain.opened([{"name": "zstd", "version": 1, field: value}])
     for senseless in ({}, {"name": 3}, "zstd", None):
         with pytest.raises(InvalidCodec, match="no name"):
-            Chain.opened([senseless])
+            CodecChain.opened([senseless])
 
 
 def test_a_frame_and_its_place_must_agree():
     """
     A caller that gives other bytes than its place says is told so, before anything is coded.
     """
-    chain = Chain.begin(["zstd"])
+    chain = CodecChain.begin(["zstd"])
     with pytest.raises(CodecFailed, match="3 bytes were given"):
         chain.encode(memoryview(b"abc"), place_of(b"abcd"))
     with pytest.raises(CodecFailed, match="3 bytes were given"):
@@ -123,15 +123,15 @@ def test_every_zstd_module_reads_what_every_other_wrote(monkeypatch):
     """
     The stored bytes do not depend on which of the modules for zstd is installed, as far as reading goes.
     """
-    from shardkeep.codec import zstd_codec
-    from shardkeep.codec.zstd_engines import find_engine
+    from shardkeep.codecs import zstd as zstd_codec
+    from shardkeep.codecs.zstd import find_engine
 
     engines = [engine for name in ("backports.zstd", "pyzstd", "zstandard") if (engine := find_engine((name,)))]
     assert len(engines) > 1
     chains = []
     for engine in engines:
         monkeypatch.setattr(zstd_codec, "find_engine", lambda *_, engine=engine: engine)
-        chains.append(Chain.begin(["float", "zstd"]))
+        chains.append(CodecChain.begin(["float", "zstd"]))
         monkeypatch.undo()
     for kind, (writer, reader) in itertools.product(
         ["bf16", "counter", "half zeros"], itertools.product(chains, chains)
@@ -146,7 +146,7 @@ def test_numpy_arrays_and_other_memory_are_taken():
     """
     Whatever has bytes can be coded: read-only memory, arrays of numbers.
     """
-    chain = Chain.begin(["float", "aes"], keys=KEYS)
+    chain = CodecChain.begin(["float", "aes"], keys=KEYS)
     array = np.arange(1000, dtype=np.float32)
     array.setflags(write=False)
     stored = memoryview(chain.encode(memoryview(array), place_of(array)))

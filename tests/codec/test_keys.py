@@ -9,10 +9,10 @@ import traceback
 import pytest
 from cryptography.hazmat.primitives.keywrap import aes_key_unwrap
 
-from shardkeep.codec.codecs import without_keys
-from shardkeep.codec.frame_chain import Chain, rewrapped
-from shardkeep.codec.keys import KeyRing, RememberedKeys, key_source, new_key
-from shardkeep.codec.problems import InvalidKey, KeyMissing, WrongKey
+from shardkeep.codecs.base import without_keys
+from shardkeep.codecs.chain import CodecChain, rewrapped
+from shardkeep.codecs.keys import CachedKeys, KeyRing, key_source, new_key
+from shardkeep.errors import InvalidKey, KeyMissing, WrongKey
 from tests.codec.frames import KEYS, OTHER_KEYS, coded, decoded, numbers
 
 OLD, NEW = bytes(range(32)), bytes(range(100, 132))
@@ -130,8 +130,8 @@ def test_fresh_keys():
     assert len(KeyRing.from_text(f"{new_key()}\n{new_key()}\n").ids) == 2
     unwrapped = set()
     for _ in range(3):
-        remembered = RememberedKeys(KEYS)
-        Chain.begin(["aes"], keys=remembered)
+        remembered = CachedKeys(KEYS)
+        CodecChain.begin(["aes"], keys=remembered)
         unwrapped |= set(remembered.known.values())
     assert len(unwrapped) == 3
 
@@ -158,21 +158,21 @@ def test_a_service_is_asked_as_little_as_can_be():
     Once for a new checkpoint; once by a reader that remembers; never by a process that was handed what is remembered.
     """
     service = Service()
-    chain = Chain.begin(["float", "aes"], keys=service)
+    chain = CodecChain.begin(["float", "aes"], keys=service)
     assert service.asked == ["wrap"]
     stored = coded(chain, b"abc" * 100)
-    remembered = RememberedKeys(service)
+    remembered = CachedKeys(service)
     for _ in range(3):
-        assert decoded(Chain.opened(chain.recorded, keys=remembered), stored, 300) == b"abc" * 100
+        assert decoded(CodecChain.opened(chain.recorded, keys=remembered), stored, 300) == b"abc" * 100
     assert service.asked == ["wrap", "unwrap"]
-    handed = RememberedKeys(None, remembered.known)
-    assert decoded(Chain.opened(chain.recorded, keys=handed), stored, 300) == b"abc" * 100
+    handed = CachedKeys(None, remembered.known)
+    assert decoded(CodecChain.opened(chain.recorded, keys=handed), stored, 300) == b"abc" * 100
     assert service.asked == ["wrap", "unwrap"]
     assert not any(secret in repr(handed) for secret in remembered.known.values())
     with pytest.raises(KeyMissing):
-        Chain.begin(["aes"], keys=handed)
+        CodecChain.begin(["aes"], keys=handed)
     with pytest.raises(KeyMissing):
-        Chain.opened(Chain.begin(["aes"], keys=KEYS).recorded, keys=handed)
+        CodecChain.opened(CodecChain.begin(["aes"], keys=KEYS).recorded, keys=handed)
 
 
 class Short(Service):
@@ -184,9 +184,9 @@ def test_a_service_that_gives_no_data_key():
     """
     A data key of the wrong size is not used.
     """
-    recorded = Chain.begin(["aes"], keys=Service()).recorded
+    recorded = CodecChain.begin(["aes"], keys=Service()).recorded
     with pytest.raises(WrongKey, match="16 bytes"):
-        Chain.opened(recorded, keys=Short())
+        CodecChain.opened(recorded, keys=Short())
 
 
 def test_keys_are_rotated_without_touching_data():
@@ -194,20 +194,20 @@ def test_keys_are_rotated_without_touching_data():
     Wrapped anew, a checkpoint is read with the new key alone; nothing of its record changed but the wrapped key.
     """
     data = numbers("bf16", 5000)
-    chain = Chain.begin(["float", "aes"], keys=KeyRing([OLD]))
+    chain = CodecChain.begin(["float", "aes"], keys=KeyRing([OLD]))
     stored = coded(chain, data)
     before = copy.deepcopy(chain.recorded)
     recorded = rewrapped(chain.recorded, KeyRing([NEW, OLD]))
     assert chain.recorded == before
     assert without_keys(recorded) == without_keys(chain.recorded)
-    turned = Chain.opened(recorded, keys=KeyRing([NEW]))
+    turned = CodecChain.opened(recorded, keys=KeyRing([NEW]))
     assert decoded(turned, stored, len(data)) == data
     assert turned.mac(b"record") == chain.mac(b"record")
     with pytest.raises(WrongKey):
-        Chain.opened(recorded, keys=KeyRing([OLD]))
+        CodecChain.opened(recorded, keys=KeyRing([OLD]))
     with pytest.raises(WrongKey):
         rewrapped(before, OTHER_KEYS)
-    plain = Chain.begin(["zstd"]).recorded
+    plain = CodecChain.begin(["zstd"]).recorded
     assert rewrapped(plain, KEYS) == plain
 
 

@@ -7,11 +7,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from shardkeep.codec import known
-from shardkeep.codec.codecs import CodecConfig
-from shardkeep.codec.frame_chain import Chain
-from shardkeep.codec.known import CodecRegistry, register_codec
-from shardkeep.codec.problems import CodecFailed, CodecUnavailable, DamagedFrame, InvalidCodec, UnknownCodec
+from shardkeep.codecs import registry as known
+from shardkeep.codecs.base import CodecConfig
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.registry import CodecRegistry, register_codec
+from shardkeep.errors import CodecFailed, CodecUnavailable, DamagedFrame, InvalidCodec, UnknownCodec
 from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
 
 
@@ -29,14 +29,14 @@ def test_a_codec_of_a_program(fresh):
     By name, with an argument or as a config, in the middle of a chain; only its parameters are recorded.
     """
     with pytest.raises(UnknownCodec):
-        Chain.begin(["shout"])
+        CodecChain.begin(["shout"])
     assert register_codec(Shout) is Shout
     for way in ("shout:7", Shout(mask=7)):
-        chain = Chain.begin(["zstd", way, "aes"], keys=KEYS)
+        chain = CodecChain.begin(["zstd", way, "aes"], keys=KEYS)
         assert chain.recorded[1] == {"name": "shout", "version": 1, "mask": 7}
-        assert decoded(Chain.opened(chain.recorded, keys=KEYS), coded(chain, b"abc" * 99), 297) == b"abc" * 99
+        assert decoded(CodecChain.opened(chain.recorded, keys=KEYS), coded(chain, b"abc" * 99), 297) == b"abc" * 99
     assert fresh.names() == ["aes", "float", "lz4", "shout", "zstd"]
-    alone = Chain.begin([Shout()])
+    alone = CodecChain.begin([Shout()])
     with pytest.raises(DamagedFrame, match=r"'shout' cannot read frame 4 of save-1/0.* ValueError\('not this frame'\)"):
         decoded(alone, coded(alone, b"abc"), 3, number=4)
 
@@ -68,7 +68,7 @@ def test_a_codec_that_breaks_its_word(fresh):
 
     codec = WrongCodec(0)
     register_codec(Wrong)
-    chain = Chain.begin(["wrong"])
+    chain = CodecChain.begin(["wrong"])
     codec.grows = 1
     with pytest.raises(CodecFailed, match="'wrong' made 4 bytes of 3, and 3 are its bound"):
         coded(chain, b"abc")
@@ -110,12 +110,12 @@ def test_what_cannot_be_registered(fresh):
 
     register_codec(Unfinished)
     with pytest.raises(NotImplementedError, match="Unfinished does not say how"):
-        Chain.begin(["unfinished"])
+        CodecChain.begin(["unfinished"])
 
 
 PACKAGE = """
     import zlib
-    from shardkeep.codec.codecs import CodecConfig
+    from shardkeep.codecs.base import CodecConfig
 
     class Deflate(CodecConfig, frozen=True):
         name = "deflate"
@@ -142,7 +142,7 @@ PACKAGE = """
 
 SCRIPT = """
     import sys
-    from shardkeep.codec.frame_chain import Chain
+    from shardkeep.codecs.chain import Chain
     from tests.codec.frames import coded, decoded
 
     Chain.begin(["zstd"])
@@ -189,7 +189,7 @@ def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
     """
     entry = EntryPoint("zstd", "tests.codec.frames:Shout", known.GROUP)
     monkeypatch.setattr(known, "entry_points", lambda **_: [entry])
-    assert fresh.find("zstd").__module__ == "shardkeep.codec.zstd_codec"
+    assert fresh.find("zstd").__module__ == "shardkeep.codecs.zstd"
 
 
 @pytest.mark.parametrize(
@@ -205,21 +205,21 @@ def test_a_package_that_is_not_installed(codec, hidden, extra, monkeypatch):
     """
     The error says what to install, when a checkpoint is begun and when one is read.
     """
-    from shardkeep.codec.needs import need
-    from shardkeep.codec.zstd_engines import find_engine
+    from shardkeep.codecs.base import require_module
+    from shardkeep.codecs.zstd import find_engine
 
-    chain = Chain.begin([codec], keys=KEYS)
+    chain = CodecChain.begin([codec], keys=KEYS)
     for name in hidden:
         monkeypatch.setitem(sys.modules, name, None)
-    need.cache_clear()
+    require_module.cache_clear()
     find_engine.cache_clear()
     try:
         with pytest.raises(CodecUnavailable) as begun:
-            Chain.begin([codec], keys=KEYS)
+            CodecChain.begin([codec], keys=KEYS)
         with pytest.raises(CodecUnavailable) as opened:
-            decoded(Chain.opened(chain.recorded, keys=KEYS), b"", 0)
+            decoded(CodecChain.opened(chain.recorded, keys=KEYS), b"", 0)
     finally:
-        need.cache_clear()
+        require_module.cache_clear()
         find_engine.cache_clear()
     assert begun.value.hint == opened.value.hint == f"pip install 'shardkeep[{extra}]'"
     assert isinstance(begun.value, ImportError)

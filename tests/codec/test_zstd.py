@@ -7,11 +7,10 @@ import tracemalloc
 
 import pytest
 
-from shardkeep.codec import zstd, zstd_engines
-from shardkeep.codec.problems import ExtensionUnavailable
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.codec.zstd import ZStandard
-from shardkeep.errors import CheckpointError, MalformedFile
+from shardkeep.codecs import stream_extensions as zstd
+from shardkeep.codecs import zstd as zstd_engines
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, ZStandard
+from shardkeep.errors import CheckpointError, ExtensionUnavailable, MalformedFile
 from tests.codec.samples import DATA, NOISE, Raw
 
 HERE = [name for name in zstd_engines.MODULES if zstd_engines.find_engine((name,))]

@@ -6,9 +6,9 @@ import threading
 import torch
 
 import shardkeep as sk
-from shardkeep.codec.codecs import CodecConfig
-from shardkeep.codec.keys import KeyRing
-from shardkeep.store.memory import MemoryStore
+from shardkeep.codecs.base import CodecConfig
+from shardkeep.codecs.keys import KeyRing
+from shardkeep.storage.memory import MemoryStore
 
 KEYS = KeyRing([bytes(range(32))])
 OTHER_KEYS = KeyRing([bytes(range(1, 33))])

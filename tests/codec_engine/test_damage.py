@@ -10,13 +10,19 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli.main import main
-from shardkeep.codec.frame_chain import Chain, rewrapped
-from shardkeep.codec.keys import KeyRing
-from shardkeep.codec.problems import KeyMissing, NotAuthentic, WrongKey
-from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
+from shardkeep.codecs.chain import CodecChain, rewrapped
+from shardkeep.codecs.coded_store import put_coded
+from shardkeep.codecs.keys import KeyRing
+from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
+from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.frames import (
+    FOOTER_NBYTES,
+    FrameTable,
+    decode_table,
+    encode_table,
+    table_nbytes,
+)
 from shardkeep.format.record import RECORD_NAME, FileEntry, decode_record, encode_record
-from shardkeep.layout.coded_store import put_coded
 from shardkeep.opening import verify_stored
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStore, blobs_of
 from tests.engine.samples import bits
@@ -166,7 +172,7 @@ def swap_frames(store, file, *, reseal_record):
     data[-tail:] = forged
     changed(store, file.name, data)
     if reseal_record:
-        entry = msgspec.structs.replace(file, table_checksum=text_of(digest(forged)))
+        entry = msgspec.structs.replace(file, table_checksum=checksum_text(digest(forged)))
         resealed(store, lambda record: with_file(record, file.name, entry))
 
 
@@ -193,7 +199,7 @@ def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
     swap_frames(store, file, reseal_record=True)
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
         load(store)
-    monkeypatch.setattr("shardkeep.run.key_choice.check_signature", lambda *_: None)
+    monkeypatch.setattr("shardkeep.engine.access.check_signature", lambda *_: None)
     with pytest.raises(NotAuthentic, match=file.name):
         load(store)
 
@@ -211,7 +217,7 @@ def test_swapped_files_are_found(monkeypatch):
     resealed(store, lambda record: with_file(record, mine.name, entry))
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
         load(store)
-    monkeypatch.setattr("shardkeep.run.key_choice.check_signature", lambda *_: None)
+    monkeypatch.setattr("shardkeep.engine.access.check_signature", lambda *_: None)
     with pytest.raises(NotAuthentic, match=mine.name):
         load(store)
 
@@ -324,9 +330,9 @@ def test_a_small_file_that_claims_a_large_index_is_not_believed():
     store = saved(["float"])
     record = decode_record(store.get(RECORD_NAME, limit=MIB), "")
     zeros, name = bytes(65 * MIB), "index-bomb.skframes"
-    seal = put_coded(store, name, zeros, Chain.opened(record.chains[0]))
+    seal = put_coded(store, name, zeros, CodecChain.opened(record.chains[0]))
     sizes = {"nbytes": len(zeros), "stored_nbytes": seal.stored_nbytes, "table_checksum": seal.table_checksum}
-    bomb = msgspec.structs.replace(record.index, name=name, checksum=text_of(digest(zeros)), **sizes)
+    bomb = msgspec.structs.replace(record.index, name=name, checksum=checksum_text(digest(zeros)), **sizes)
     changed(store, RECORD_NAME, encode_record(msgspec.structs.replace(record, index=bomb)))
     tracemalloc.start()
     try:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.codec.codecs import CodecConfig
-from shardkeep.codec.known import register_codec
+from shardkeep.codecs.base import CodecConfig
+from shardkeep.codecs.registry import register_codec
 from shardkeep.errors import StorageError
-from shardkeep.store.aligned import ALIGNMENT, address_of
-from shardkeep.store.memory import MemoryStore
+from shardkeep.storage.buffers import ALIGNMENT, address_of
+from shardkeep.storage.memory import MemoryStore
 from tests.codec_engine.scene import MIB, OPTIONS
 from tests.engine.samples import bits, blank_like
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkeep.engine.codecs import closest_patterns
 from shardkeep.format.tree import Container, leaf_keys
-from shardkeep.run.named_parts import closest
 
 PARTS = st.sampled_from(["a", "b", "ab", "a.b", "*", "", "x\ny"])
 NODES = st.recursive(
@@ -39,7 +39,7 @@ def test_the_closest_name_counts(tree, names):
     """
     Of those that fit a leaf, one with the most parts, then with the fewest wildcards, then the first.
     """
-    by_leaf, unfit = closest(names, tree)
+    by_leaf, unfit = closest_patterns(names, tree)
     assert list(by_leaf) == list(dict.fromkeys(leaf_keys(tree)))
     for leaf, number in by_leaf.items():
         fitting = [name for name in names if fits(name, leaf)]
@@ -65,4 +65,4 @@ def test_what_is_empty_may_be_named():
         "opt*.exp_avg",
         "optim.*.x",
     ]
-    assert [[*names, *wrong][number] for number in closest([*names, *wrong], tree)[1]] == wrong
+    assert [[*names, *wrong][number] for number in closest_patterns([*names, *wrong], tree)[1]] == wrong

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.store.place import open_place
+from shardkeep.storage.resolve import open_place
 from tests.codec_engine.scene import MIB, OPTIONS, race
 from tests.engine.samples import bits, blank_like
 

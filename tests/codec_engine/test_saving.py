@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.codec.keys import new_key
-from shardkeep.codec.known import register_codec
-from shardkeep.codec.problems import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
-from shardkeep.codec.zstd_codec import Zstd
+from shardkeep.codecs.keys import new_key
+from shardkeep.codecs.registry import register_codec
+from shardkeep.codecs.zstd import Zstd
+from shardkeep.engine.codecs import plan_codecs
+from shardkeep.errors import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
 from shardkeep.format.tree import Container, decode_tree
-from shardkeep.layout.native import save_id_of
-from shardkeep.run.coding import begin_codecs
+from shardkeep.layouts.native import save_id_of
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of, race
@@ -111,7 +111,7 @@ def test_codecs_of_single_tensors():
     assert bits(loaded(store, state)) == bits(state)
 
     opened = sk.open(store)
-    begun = begin_codecs(codecs, tree=lambda: decode_tree(opened.index.tree), keys=None)
+    begun = plan_codecs(codecs, tree=lambda: decode_tree(opened.index.tree), keys=None)
     names = {None: "", 0: "lz4", 1: "zstd"}
     assert {key: names[number] for key, number in begun.by_leaf.items()} == {
         "model.layers.0.weight": "zstd",
@@ -180,7 +180,7 @@ def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
     """
     What nobody can say the codecs of is refused, not written as it is.
     """
-    begun = begin_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
+    begun = plan_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
     with pytest.raises(sk.StateError, match=r"'a\.w'"):
         begun.chain_of(["a", "a.w"], np.arange(2))
@@ -338,7 +338,7 @@ def test_codecs_need_no_room_for_what_they_save(tmp_path, monkeypatch):
         if nbytes > 100_000:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("shardkeep.store.local.reserve", reserve)
+    monkeypatch.setattr("shardkeep.storage.local.reserve", reserve)
     state = {"m": {"w": torch.zeros(MIB)}}
     with pytest.raises(sk.StorageFull, match="nothing was written"):
         sk.save(state, store)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.index import MAGIC
 from shardkeep.format.record import RECORD_NAME
 from tests.damage.subjects import Blobs, Subject
@@ -102,7 +102,7 @@ class Forgery:
     def blobs(self) -> Blobs:
         """Put it together, with every checksum right."""
         index = self.index if self.index is not None else encode_sections(self.sections, self.header)
-        entry = {"nbytes": len(index), "checksum": text_of(digest(index))}
+        entry = {"nbytes": len(index), "checksum": checksum_text(digest(index))}
         record = {**self.record}
         if isinstance(record.get("index"), dict):
             record["index"] = {**entry, **record["index"]}
@@ -133,7 +133,7 @@ def seal_header(forgery: Forgery, group: str, data: bytes) -> None:
     entry = forgery.file(group)
     forgery.data[entry["name"]] = data
     entry["nbytes"] = len(data)
-    entry["checksum"] = text_of(digest(data[: entry["header_nbytes"]]))
+    entry["checksum"] = checksum_text(digest(data[: entry["header_nbytes"]]))
 
 
 def json_text(record: Any) -> bytes:
@@ -143,7 +143,7 @@ def json_text(record: Any) -> bytes:
 
 def seal_record(text: bytes) -> bytes:
     """End a record's text in its own checksum."""
-    return text + b',\n  "checksum": "' + text_of(digest(text)).encode() + b'"\n}\n'
+    return text + b',\n  "checksum": "' + checksum_text(digest(text)).encode() + b'"\n}\n'
 
 
 def decode_sections(index: bytes) -> dict[str, Section]:

@@ -10,7 +10,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME, Record, decode_record
-from shardkeep.store.memory import MemoryStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.engine.samples import bits
 

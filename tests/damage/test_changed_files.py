@@ -6,7 +6,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from tests.damage import doors
 from tests.damage.subjects import SUBJECTS, one_rank, store_of
 

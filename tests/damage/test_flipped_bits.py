@@ -5,13 +5,21 @@ import random
 import pytest
 
 import shardkeep as sk
-from shardkeep.format.header import MIN_BLOCK_NBYTES
+from shardkeep.engine.reader import open_checked
+from shardkeep.format.data_file import MIN_BLOCK_NBYTES
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.run.read import open_checked
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
-from tests.damage.subjects import QUICK, SUBJECTS, blank_for, flipped, one_rank, store_of, three_ranks
+from tests.damage.subjects import (
+    QUICK,
+    SUBJECTS,
+    blank_for,
+    flipped,
+    one_rank,
+    store_of,
+    three_ranks,
+)
 
 
 @pytest.fixture(params=SUBJECTS, ids=lambda make: make.__name__)

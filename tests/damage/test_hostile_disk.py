@@ -9,7 +9,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from tests.damage import doors
 from tests.damage.bounds import bounded, watched
 from tests.damage.forge import json_text, seal_record, take_apart

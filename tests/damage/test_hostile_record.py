@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import shardkeep as sk
-from shardkeep.format.checksum import digest, text_of
+from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.record import RECORD_NAME
 from tests.damage import doors
 from tests.damage.bounds import bounded
@@ -162,14 +162,14 @@ def a_header_of_negative_size(f):
 def a_header_of_all_the_file(f):
     entry = f.file("model")
     entry["header_nbytes"] = entry["nbytes"]
-    entry["checksum"] = text_of(digest(f.data[entry["name"]]))
+    entry["checksum"] = checksum_text(digest(f.data[entry["name"]]))
 
 
 @case
 def a_header_shorter_than_it_is(f):
     entry = f.file("model")
     entry["header_nbytes"] = 8
-    entry["checksum"] = text_of(digest(f.data[entry["name"]][:8]))
+    entry["checksum"] = checksum_text(digest(f.data[entry["name"]][:8]))
 
 
 @case

@@ -15,17 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 
-from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
-from shardkeep.compat.lanes import lane_of
-from shardkeep.compat.parcels import Parcel, receive
-from shardkeep.compat.saver_handle import SaverDied
 from shardkeep.dcp._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save, save_queue_of
+from shardkeep.dcp._impl.process import SaverDied, TensorMessage, receive_message
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.staging import DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
-from shardkeep.stage.stagers import StateDictStager
+from shardkeep.engine.stagers import StateDictStager
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
 from tests.warm.python import warm_python
@@ -143,9 +141,9 @@ def test_parcels_of_many_storages():
     before = shared_pieces()
     here, there = multiprocessing.Pipe()
     sent = [torch.full((2,), float(index)) for index in range(450)]
-    sending = threading.Thread(target=Parcel([sent, sent[7], torch.empty(0)]).send, args=(here,))
+    sending = threading.Thread(target=TensorMessage([sent, sent[7], torch.empty(0)]).send, args=(here,))
     sending.start()
-    found, again, empty = receive(there)()
+    found, again, empty = receive_message(there)()
     sending.join()
     assert [each.tolist() for each in found] == [each.tolist() for each in sent]
     sent[7].fill_(-1)  # the same memory, and one tensor
@@ -171,7 +169,7 @@ def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
     before = shared_pieces()
     with pytest.raises(CheckpointException, match="cannot be sent to the process that saves"):
         begin(state, tmp_path / "a", planner=Locked()).result(60)
-    lane = lane_of(None, no_dist=True)
+    lane = save_queue_of(None, no_dist=True)
     os.kill(lane.saver.pid, signal.SIGSTOP)  # so that it dies with the state under way
     future = begin(state, tmp_path / "a")
     time.sleep(0.3)
@@ -193,12 +191,12 @@ def test_a_connection_that_breaks_in_a_save_is_its_failure(tmp_path):
     It is told as it was raised, and is no end of the process, which serves on.
     """
     begin({"w": numbered(3)}, tmp_path / "a").result(60)
-    pid = lane_of(None, no_dist=True).saver.pid
+    pid = save_queue_of(None, no_dist=True).saver.pid
     with pytest.raises(CheckpointException, match="the bucket said no") as caught:
         begin({"w": numbered(3)}, tmp_path / "a", Unreachable).result(60)
     assert isinstance(caught.value.failures[0][0], ConnectionResetError)
     begin({"w": numbered(3)}, tmp_path / "b").result(60)
-    assert lane_of(None, no_dist=True).saver.pid == pid
+    assert save_queue_of(None, no_dist=True).saver.pid == pid
 
 
 class Counting(StateDictStager):
@@ -213,9 +211,9 @@ def test_a_state_is_copied_once(tmp_path, monkeypatch):
     """
     With or without a writer that could stage, and with tensors that have no elements.
     """
-    monkeypatch.setattr("shardkeep.stage.stagers.StateDictStager", Counting)
-    monkeypatch.setattr("shardkeep.stage.blocking.StateDictStager", Counting)
-    monkeypatch.setattr("shardkeep.compat.async_process.StateDictStager", Counting)
+    monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
+    monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
+    monkeypatch.setattr("shardkeep.dcp._impl.async_.StateDictStager", Counting)
     monkeypatch.setattr(Counting, "staged", 0)
     state = {"w": numbered(100), "empty": torch.empty(0, 3)}
     begin(state, tmp_path / "a").result(60)
@@ -247,7 +245,7 @@ class Doubling(FileSystemWriter):
 ENDS_EARLY = """
 import sys, warnings
 import torch
-from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save
 
 warnings.simplefilter("ignore")
 
@@ -289,7 +287,7 @@ def test_states_go_in_few_pieces_of_shared_memory(tmp_path, request):
             assert len(future.result(60).state_dict_metadata) == count
     last = loaded(tmp_path / "2", **{str(count - 1): torch.empty(4)})
     assert last[str(count - 1)].tolist() == [float(count - 1)] * 4
-    lane = lane_of(None, no_dist=True)
+    lane = save_queue_of(None, no_dist=True)
     lane.saver.close()
     assert not lane.saver.alive()
     with pytest.raises(SaverDied):
@@ -324,7 +322,7 @@ def save_spread(folder):
         begin({"w": numbered(4)}, f"{folder}/d", Talking).result(60)
     except CheckpointException as error:
         talked = str(error)
-    lane_of(None, no_dist=False).saver.close()
+    save_queue_of(None, no_dist=False).saver.close()
     return same, "SIGKILL in step 'write'" in died, "No backend type" in talked
 
 

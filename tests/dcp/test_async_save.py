@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint.staging import AsyncStager as TheirStager
 
-from shardkeep.compat.async_save import AsyncCheckpointerType, AsyncSaveResponse, async_save
-from shardkeep.compat.lanes import lane_of
 from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, AsyncSaveResponse, async_save, save_queue_of
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
@@ -278,7 +277,7 @@ def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
         time.sleep(0.01)
     gc.collect()
     assert copies[0]() is None
-    lane = lane_of(None, no_dist=True)
+    lane = save_queue_of(None, no_dist=True)
     assert lane._failed == [future]
     assert isinstance(future.exception(), CheckpointException)
     assert lane._failed == []
@@ -332,7 +331,7 @@ def test_a_storage_that_cannot_be_found_fails_the_future():
 LEAVES_EARLY = """
 import sys, warnings
 import torch
-from shardkeep.compat.async_save import async_save
+from shardkeep.dcp._impl.async_ import async_save
 from shardkeep.dcp.filesystem import FileSystemWriter
 
 warnings.simplefilter("ignore")

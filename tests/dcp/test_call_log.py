@@ -8,9 +8,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torchs
 
-from shardkeep.compat.call_log import _dcp_logger, _dcp_method_logger, _init_logger, logged, of_storage
 from shardkeep.dcp import logger as our_logger
 from shardkeep.dcp import logging_handlers, state_dict_loader, state_dict_saver
+from shardkeep.dcp._impl.calls import (
+    _dcp_logger,
+    _dcp_method_logger,
+    _init_logger,
+    log_fields_of,
+    logged,
+)
 from shardkeep.dcp.api import CheckpointException
 
 
@@ -178,7 +184,7 @@ def test_what_cannot_be_described_is_still_called():
         def __str__(self):
             raise ValueError("no words")
 
-    assert of_storage(Hostile(), None) == {}
+    assert log_fields_of(Hostile(), None) == {}
     with listening() as heard:
         assert logged(lambda planner: 5, "call")(planner=Hostile()) == 5
     assert [(each["func_name"], each["event"]) for each in heard.messages] == [("call", "start"), ("call", "end")]

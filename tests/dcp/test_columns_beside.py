@@ -21,11 +21,16 @@ from shardkeep import dcp
 from shardkeep.dcp import state_dict_loader
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.errors import ChecksumMismatch
-from shardkeep.protocol.column_metadata import columns_of
-from shardkeep.protocol.lazy_dicts import LazyDict
-from shardkeep.protocol.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from shardkeep.protocol.stored_items import _StorageInfo
-from shardkeep.storages.file_systems import FileSystem
+from shardkeep.layouts.column_metadata import columns_of
+from shardkeep.layouts.lazy_dicts import LazyDict
+from shardkeep.layouts.torch_values import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
+from shardkeep.storage.file_systems import FileSystem
 from tests.dcp.sides import failure_of, quietly
 from tests.faults.calls import CHANGING, strike_at
 

@@ -19,14 +19,14 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as Cut
 
 import shardkeep
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.compat import conversion as compat_conversion
+from shardkeep.codecs.stream_extensions import ExtensionRegistry
+from shardkeep.convert import torch_archive as archive_file
+from shardkeep.convert.torch_archive import pickle_state
 from shardkeep.dcp import format_utils as ours
+from shardkeep.dcp._impl import convert as compat_conversion
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import PickleRefused
-from shardkeep.exchange import archive_file
-from shardkeep.exchange.archive_pickle import pickle_state
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.exchange.archive_file import destination, write_archive
-from shardkeep.exchange.archive_pickle import StandIn, pickle_state
-from shardkeep.format import crc
+from shardkeep.convert.torch_archive import TensorPlaceholder, destination, pickle_state, write_archive
+from shardkeep.format import checksum as crc
 from shardkeep.format.dtypes import of_torch
-from shardkeep.format.torch_archive_writer import ALIGNMENT, ArchiveLayout
+from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
 
 U8 = of_torch(torch.uint8)
 
@@ -27,8 +26,8 @@ def zeros_crc(nbytes):
     while nbytes:
         value, length = power
         if nbytes & 1:
-            whole = crc.combine(whole, value, length) if whole else value
-        power = crc.combine(value, value, length), 2 * length
+            whole = crc.combine_crc32(whole, value, length) if whole else value
+        power = crc.combine_crc32(value, value, length), 2 * length
         nbytes >>= 1
     return whole
 
@@ -47,7 +46,9 @@ def write_sparse(path, layout, sizes, values):
     for value, nbytes in zip(values, sizes, strict=True):
         rest = zeros_crc(nbytes - 1)
         sums.append(
-            crc.combine(zlib.crc32(bytes([value])), rest, nbytes - 1) if nbytes > 1 else zlib.crc32(bytes([value]))
+            crc.combine_crc32(zlib.crc32(bytes([value])), rest, nbytes - 1)
+            if nbytes > 1
+            else zlib.crc32(bytes([value]))
         )
     with open(path, "wb") as file:
         for number, value in enumerate(values):
@@ -64,7 +65,7 @@ def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
     Sizes and offsets that need 8 bytes are found by torch and by zipfile.
     """
     sizes = [5 << 30, 3, 1 << 32, 7, (1 << 32) - 1]
-    state = {str(number): StandIn(str(number), (nbytes,), U8) for number, nbytes in enumerate(sizes)}
+    state = {str(number): TensorPlaceholder(str(number), (nbytes,), U8) for number, nbytes in enumerate(sizes)}
     pickled = pickle_state(state)
     path = tmp_path / "file.pt"
     write_sparse(path, ArchiveLayout(pickled.data, sizes), sizes, [1, 2, 3, 4, 5])
@@ -85,7 +86,7 @@ def test_more_storages_than_two_bytes_can_count(tmp_path):
     Seventy thousand tensors in one file.
     """
     count = 70_000
-    pickled = pickle_state({"all": [StandIn("x", (1,), U8) for _ in range(count)]})
+    pickled = pickle_state({"all": [TensorPlaceholder("x", (1,), U8) for _ in range(count)]})
     write_archive(
         destination(tmp_path / "file.pt"),
         ArchiveLayout(pickled.data, [1] * count),
@@ -220,7 +221,7 @@ def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monke
     left = unfinished(tmp_path)
     for what, value in (("host", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
         with monkeypatch.context() as changed:
-            changed.setattr(f"shardkeep.exchange.archive_file.{what}", value)
+            changed.setattr(f"shardkeep.convert.torch_archive.{what}", value)
             write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
         assert unfinished(tmp_path) == left
     write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)

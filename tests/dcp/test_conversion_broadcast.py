@@ -14,7 +14,7 @@ from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultLoadPlanner
 from shardkeep.dcp.state_dict_loader import load, load_state_dict
 from shardkeep.errors import ChecksumMismatch, MalformedFile, PickleRefused, StateMismatch
-from shardkeep.state.toolkit import stream
+from shardkeep.state import collectives as stream
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, spread_out
 from tests.toolkit.test_bounded import LiveBytes

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardkeep import dcp
 from shardkeep.errors import CheckpointError, StorageError, StorageFull
-from shardkeep.storages.file_systems import FileSystem
+from shardkeep.storage.file_systems import FileSystem
 from tests.dcp.faulty import files_named, no_leaks
 from tests.dcp.sides import causes_of, failure_of, quietly
 from tests.faults.calls import ASKING, CHANGING, strike_at

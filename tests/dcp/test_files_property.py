@@ -18,11 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.checksum import DIGEST_NBYTES, digest
-from shardkeep.format.crc import combine
-from shardkeep.run.torch_write import lay_out
-from shardkeep.run.write import write_files
-from shardkeep.store.local import LocalStore
+from shardkeep.engine.torch_writer import lay_out
+from shardkeep.engine.writer import write_files
+from shardkeep.format.checksum import DIGEST_NBYTES, combine_crc32, digest
+from shardkeep.storage.local import LocalStore
 from tests.dcp.sides import part, quietly, side
 from tests.dcp.test_defects import xor_and_tail
 from tests.engine.samples import bits, random_tensor, raw_view
@@ -220,7 +219,7 @@ def test_checksums_of_parts(parts: list[bytes]) -> None:
     """
     whole = 0
     for each in parts:
-        whole = combine(whole, zlib.crc32(each), len(each))
+        whole = combine_crc32(whole, zlib.crc32(each), len(each))
     assert whole == zlib.crc32(b"".join(parts))
 
 

@@ -12,11 +12,12 @@ import torch
 
 import shardkeep
 from shardkeep import dcp
+from shardkeep.dcp._impl.planners import load_object
 from shardkeep.errors import MalformedFile, PickleRefused
-from shardkeep.layout.torch_metadata import decode_torch_metadata
-from shardkeep.protocol import metadata, stored_items
-from shardkeep.protocol.objects import load_object
-from shardkeep.protocol.pickled_metadata import decode_metadata
+from shardkeep.layouts import torch_values as metadata
+from shardkeep.layouts import torch_values as stored_items
+from shardkeep.layouts.torch_metadata import decode_torch_metadata
+from shardkeep.layouts.torch_pickle import decode_metadata
 
 KINDS = [
     metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata,

@@ -14,8 +14,9 @@ import torch.distributed.checkpoint as theirs
 
 import shardkeep as sk
 from shardkeep import dcp
+from shardkeep.engine import torch_source as torch_contents
+from shardkeep.engine import torch_source as torch_values
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint
-from shardkeep.run import torch_contents, torch_values
 from tests.dcp.sides import quietly
 
 COUNT = 1050

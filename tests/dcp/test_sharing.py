@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
+from shardkeep.dcp._impl.shared_items import shared_requests_of_plan
+from shardkeep.engine.shared_reads import Sharing
 from shardkeep.errors import ChecksumMismatch
-from shardkeep.run.sharing_items import wants_of
-from shardkeep.run.sharing_offers import Sharing
 from shardkeep.testing.checkpoint_utils import Rot13Example, get_test_extension_registry
 from tests.dcp.sides import causes_of, failure_of, part, quietly, side
 from tests.engine.test_sharing import logged, small_slices
@@ -221,7 +221,7 @@ def test_elements_that_are_filled_twice_are_not_shared(second: int, apart: bool)
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner({"w": torch.zeros(10)}, said, True)
     plan = planner.create_local_plan()
-    assert [want.can_share for want in wants_of(plan, planner, said)] == [apart, apart]
+    assert [want.can_share for want in shared_requests_of_plan(plan, planner, said)] == [apart, apart]
 
 
 # Where nothing is shared

@@ -20,16 +20,14 @@ from shardkeep.dcp import format_utils
 from shardkeep.dcp._extension import ZStandard
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.errors import CheckpointError, ChecksumMismatch, WrongSize
-from shardkeep.layout.torch_files import Sums
-from shardkeep.protocol.metadata import Metadata
-from shardkeep.storages import blob_streams
-from shardkeep.storages.commit import Commit
-from shardkeep.storages.commit_place import place_of
-from shardkeep.storages.file_systems import FsspecFileSystem
-from shardkeep.storages.metadata_files import metadata_files
-from shardkeep.storages.store_file_system import StoreFileSystem
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
+from shardkeep.layouts.torch import Sums
+from shardkeep.layouts.torch_metadata_files import metadata_files
+from shardkeep.layouts.torch_publish import Commit, commit_target
+from shardkeep.layouts.torch_values import Metadata
+from shardkeep.storage import file_systems as blob_streams
+from shardkeep.storage.file_systems import FsspecFileSystem, StoreFileSystem
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
 from tests.dcp.sides import failure_of, quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
@@ -133,7 +131,7 @@ def test_streams_to_a_store(root, monkeypatch):
     stream that fails leaves nothing.
     """
     for piece in (100, 8 << 20):
-        monkeypatch.setattr(blob_streams, "_PIECE_NBYTES", piece)
+        monkeypatch.setattr(blob_streams, "_WRITE_PIECE_NBYTES", piece)
         where = f"{root}/{piece}"
         writer = dcp.FileSystemWriter(where, _extensions=[ZStandard()], thread_count=2)
         quietly(dcp.save, state_of(5), storage_writer=writer, no_dist=True)
@@ -207,11 +205,11 @@ def test_files_of_dead_saves_are_swept():
     for name in ("__0_1.distcp", "mine.distcp"):
         store._blobs[name].modified_s -= 2 * 3600
     files = metadata_files(Metadata({}, storage_data={}), ".metadata")
-    Commit(place_of(store)).publish(files, sums={}, own=[], keep=set(), began_s=time.time())
+    Commit(commit_target(store)).publish(files, sums={}, own=[], keep=set(), began_s=time.time())
     assert [info.name for info in store.list()] == [".metadata", "__0_2.distcp", "mine.distcp"]
     written = {"__0_3.distcp": Sums(nbytes=5, block_nbytes=1, checksum="")}
     with pytest.raises(WrongSize, match="no bytes where 5 were written"):
-        Commit(place_of(store)).publish(files, sums=written, own=[], keep=set(written), began_s=time.time())
+        Commit(commit_target(store)).publish(files, sums=written, own=[], keep=set(written), began_s=time.time())
 
 
 def test_conversions_by_url(root):

@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
 import shardkeep.dcp as ours
-from shardkeep.protocol.metadata import Metadata
+from shardkeep.layouts.torch_values import Metadata
 from tests.protocol.samples import quietly
 
 

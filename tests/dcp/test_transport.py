@@ -15,11 +15,22 @@ import torch.distributed.checkpoint._pg_transport as theirs
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.compat.transport import PeerRefused
-from shardkeep.compat.transport_wire import BadLetter, decode_meta, encode_meta
-from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
+from shardkeep.dcp._impl.transport import PeerRefused
+from shardkeep.dcp._impl.transport_wire import BadLetter, decode_meta, encode_meta
+from shardkeep.dcp._pg_transport import (
+    PGTransport,
+    _cast_tensor,
+    _prepare_state_dict,
+    _prepare_tensor,
+)
 from shardkeep.dcp.staging import _ReplicationStager
-from shardkeep.errors import CheckpointError, PickleRefused, RanksDisagree, RanksSilent, UnsupportedLeaf
+from shardkeep.errors import (
+    CheckpointError,
+    PickleRefused,
+    RanksDisagree,
+    RanksSilent,
+    UnsupportedLeaf,
+)
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.format.values import encode_value
 from tests.toolkit.samples import CPU, grid, in_chunks, mesh_of, numbered, seen, spread_out

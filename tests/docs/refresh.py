@@ -11,12 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardkeep.testing.rank_pool import RankPool
 from tests.docs.fences import fences_of
 from tests.docs.masks import masked
 from tests.docs.running import Reader
 from tests.docs.scene import names
 from tests.docs.troubles import TROUBLES, text_of
+from tests.support.rank_pool import RankPool
 
 
 def refresh(page: Path, pool: RankPool) -> int:

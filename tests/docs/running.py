@@ -25,8 +25,8 @@ from typing import Any
 from unittest import mock
 
 from shardkeep.cli.main import main
-from shardkeep.testing.rank_pool import RankPool
 from tests.docs.fences import Command, Fence, commands_of, fences_of
+from tests.support.rank_pool import RankPool
 
 COLUMNS = "80"
 PATIENCE_S = 120

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import shardkeep as sk
-from shardkeep.ranks.world import World
-from shardkeep.reports.problems import need
-from shardkeep.run.writer_hold import writer_hold
+from shardkeep.dist.world import World
+from shardkeep.engine.process.client import writer_manager
+from shardkeep.errors import import_optional
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.asynchronous.test_process_mode import stop, until_asked
@@ -177,7 +177,7 @@ def cancelled() -> None:
 
 def writer_died() -> None:
     sk.async_save(state(), "runs/a/step-9", writer="process").result()
-    pid = writer_hold().pid or 0
+    pid = writer_manager().pid or 0
     stop(pid)
     handle = sk.async_save(state(), WHERE, writer="process")
     until_asked(handle)
@@ -248,7 +248,7 @@ def not_promoted() -> None:
 
 
 def package_missing() -> None:
-    need("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
+    import_optional("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
 
 
 TROUBLES: dict[str, Callable[[], object]] = {

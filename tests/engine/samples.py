@@ -57,7 +57,7 @@ def raw_view(tensor):
 
 
 def all_dtypes():
-    return [dtypes.to_torch(row) for row in dtypes.TABLE if hasattr(torch, row.name)]
+    return [dtypes.to_torch(row) for row in dtypes.DTYPES if hasattr(torch, row.name)]
 
 
 def rich_state():

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.format.region import Box, contiguous_run, slices
-from shardkeep.run import fetch
-from shardkeep.run.workers import run_workers
-from shardkeep.stage import windows
-from shardkeep.stage.buffers import BufferPool, ordinary_buffer
-from shardkeep.stage.pinned import StagingMemory
-from shardkeep.stage.tensors import HostScattered, TorchScattered
+from shardkeep.engine import fill as fetch
+from shardkeep.engine import workers as windows
+from shardkeep.engine.pools import BufferPool, StagingMemory, ordinary_buffer
+from shardkeep.engine.tensors import HostScattered, TorchScattered
+from shardkeep.engine.workers import run_workers
+from shardkeep.format.boxes import Box, contiguous_run, slices
 from tests.engine.samples import all_dtypes, bits, random_tensor, raw_view
 
 KIB = 1 << 10
@@ -75,7 +74,7 @@ def as_on_a_device(monkeypatch):
         return ways[-1]
 
     monkeypatch.setattr(fetch, "host_address", lambda tensor: 0)
-    monkeypatch.setattr(fetch, "scattered", scattered)
+    monkeypatch.setattr(fetch, "scattered_memory", scattered)
     return ways
 
 
@@ -135,7 +134,7 @@ class Far(TorchScattered):
 def ring(monkeypatch):
     """A ring of small buffers of ordinary memory; more than a little is worth pinning; devices are only noted."""
     memory = StagingMemory(ring=BufferPool(ordinary_buffer, 64 * KIB, 0))
-    monkeypatch.setattr("shardkeep.stage.pinned.staging_memory", lambda: memory)
+    monkeypatch.setattr("shardkeep.engine.pools.staging_memory", lambda: memory)
     monkeypatch.setattr(windows, "_WORTH_PINNING_NBYTES", 1000)
     memory.ring.chosen = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", memory.ring.chosen.append)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.state import devices
+from shardkeep.state import leaves as devices
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 
 
@@ -349,7 +349,7 @@ def test_each_accelerator_is_waited_for_once(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    devices.settle(map(Fake, ["cpu", "cuda:0", "meta", "cuda:1", "cuda:0"]))
+    devices.synchronize_devices(map(Fake, ["cpu", "cuda:0", "meta", "cuda:1", "cuda:0"]))
     assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
@@ -358,6 +358,8 @@ def test_devices_are_settled_before_and_after_the_read(saved, monkeypatch):
     What the caller has queued is done before a byte is read, and what was read is there before the caller goes on.
     """
     seen = []
-    monkeypatch.setattr("shardkeep.run.filling.settle", lambda into: seen.append([bool(t.any()) for t in into]))
+    monkeypatch.setattr(
+        "shardkeep.engine.load_session.synchronize_devices", lambda into: seen.append([bool(t.any()) for t in into])
+    )
     sk.load(zeros(), saved)
     assert seen == [[False, False], [True, True]]

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 
-from shardkeep.run.write import MOST_FILES, FileJob, write_files
-from shardkeep.store.memory import MemoryStore
+from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
+from shardkeep.storage.memory import MemoryStore
 
 WINDOW = 4096
 DATA = np.random.default_rng(0).integers(0, 256, 64 * WINDOW, np.uint8)

@@ -94,7 +94,7 @@ def test_a_window_is_never_larger_than_the_budget_allows():
     """
     Threads and windows shrink with the budget, down to one thread and one mebibyte.
     """
-    from shardkeep.run.workers import window_for
+    from shardkeep.engine.workers import window_for
 
     for threads in (1, 2, 8, 64):
         for budget in (1, MIB, 5 * MIB, 64 * MIB, 256 * MIB, 4096 * MIB):

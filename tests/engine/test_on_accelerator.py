@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.run import fetch
-from shardkeep.stage import windows
-from shardkeep.stage.pinned import staging_memory
-from shardkeep.stage.tensors import TorchScattered
+from shardkeep.engine import fill as fetch
+from shardkeep.engine import workers as windows
+from shardkeep.engine.pools import staging_memory
+from shardkeep.engine.tensors import TorchScattered
 from tests.engine.samples import all_dtypes, bits, random_tensor, raw_view
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -121,7 +121,7 @@ def test_threads_work_on_the_device_of_their_tensors(tmp_path, memory, monkeypat
             seen.add(torch.accelerator.current_device_index())
             super().write_run(start, data)
 
-    monkeypatch.setattr(fetch, "scattered", Noting)
+    monkeypatch.setattr(fetch, "scattered_memory", Noting)
     sk.save({"w": torch.arange(4.0 * MIB)}, tmp_path)
     target = {"w": torch.zeros(4 * MIB, device=device(1))}
     sk.load(target, tmp_path)

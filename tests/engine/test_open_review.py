@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.engine import fill as slicing
+from shardkeep.engine.reader import Source
 from shardkeep.options import Options
-from shardkeep.run import slicing
-from shardkeep.run.read import Source
-from shardkeep.store.memory import MemoryStore
+from shardkeep.storage.memory import MemoryStore
 from tests.damage.forge import take_apart
 from tests.damage.subjects import one_rank, store_of
 from tests.engine.samples import bits

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.format.region import slices
+from shardkeep.format.boxes import slices
 from shardkeep.state.placement import Cut, local_boxes, local_shape
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.engine.samples import all_dtypes, bits, random_tensor, raw_view

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.engine import workers
+from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.writer import FileJob, write_files
 from shardkeep.errors import CheckpointError, StateError, StorageError
-from shardkeep.format.header import build_header
+from shardkeep.format.data_file import build_header
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.tree import Container, merge_trees
-from shardkeep.layout import native
-from shardkeep.run import workers
-from shardkeep.run.coordinating import Coordinator
-from shardkeep.run.write import FileJob, write_files
-from shardkeep.store.memory import MemoryStore
+from shardkeep.layouts import native
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 
 SHAPE = (8, 4)

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
+from shardkeep.engine.shared_reads import Exchange
 from shardkeep.errors import ChecksumMismatch, RanksSilent
 from shardkeep.plan import balance, sharing
-from shardkeep.run.sharing import Exchange
 from tests.dcp.sides import quietly
 from tests.engine.samples import bits, random_tensor
 

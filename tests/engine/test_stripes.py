@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.region import Box, Stripes, cut_stripes, slices, strides_of, stripes, whole
-from shardkeep.plan.loads import Scatter
-from shardkeep.plan.ranges import FileReads, Intervals, Read
-from shardkeep.run.copies import Copies
-from shardkeep.stage.tensors import HostScattered, TorchScattered
+from shardkeep.engine.reader import Copies
+from shardkeep.engine.tensors import HostScattered, TorchScattered
+from shardkeep.format.boxes import Box, Stripes, cut_stripes, slices, strides_of, stripes, whole
+from shardkeep.plan.load_plan import FileReads, Intervals, Read, Scatter
 from tests.engine.samples import bits, random_tensor, raw_view
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]

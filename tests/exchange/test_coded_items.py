@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep import dcp
-from shardkeep.exchange.coded_items import cut
-from shardkeep.format.region import Box, whole
-from shardkeep.store.memory import MemoryStore
+from shardkeep.convert.to_torch import cut
+from shardkeep.format.boxes import Box, whole
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import bits, random_tensor
 from tests.exchange.samples import in_any_order, training_state

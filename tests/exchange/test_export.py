@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardkeep as sk
-from shardkeep.exchange import models
-from shardkeep.layout.safetensors_folder import temporary
+from shardkeep.convert import to_hf as models
+from shardkeep.layouts.safetensors_stored import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
 from tests.engine.test_memory import peak_growth
@@ -277,7 +277,7 @@ def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeyp
     def full(*_, **__):
         raise sk.StorageFull("no space for the index file")
 
-    monkeypatch.setattr(models, "publish", full)
+    monkeypatch.setattr(models, "publish_model", full)
     with pytest.raises(sk.StorageFull):
         sk.export(tmp_path / "ck", to, config=base, overwrite=True)
     monkeypatch.undo()
@@ -368,7 +368,7 @@ def test_what_was_not_written_as_meant_is_not_published(tmp_path, monkeypatch, f
     """
     Bits that a disk loses on the way are found by reading back, before the files get their names.
     """
-    from shardkeep.store import local
+    from shardkeep.storage import local
 
     real = local.write_at
 
@@ -435,7 +435,7 @@ def test_an_export_that_died_is_cleared_by_the_next(tmp_path):
     """
     sk.save({"w": torch.ones(300)}, tmp_path / "ck")
     (tmp_path / "hf").mkdir()
-    left = tmp_path / "hf" / temporary("model.safetensors", "00000000-0000-0000-0000-000000000000")
+    left = tmp_path / "hf" / temporary_name("model.safetensors", "00000000-0000-0000-0000-000000000000")
     left.write_bytes(b"half")
     sk.export(tmp_path / "ck", tmp_path / "hf")
     assert sorted(files_in(tmp_path / "hf")) == ["model.safetensors"]

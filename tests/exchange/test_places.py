@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
-from shardkeep.storages.places import same_place
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
-from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
+from shardkeep.storage.same_place import same_place
 from tests.hugging_face.samples import load, same, save
 
 
@@ -26,7 +26,7 @@ def test_directories_are_compared_by_what_they_are(tmp_path, monkeypatch):
         for _ in range(2):
             ways = [name, f"./{name}/", f"link/{name}", f"file://{tmp_path}/{name}", f"{tmp_path}/x/../{name}"]
             assert [way for way in ways if not same_place(open_place(way), place)] == []
-            assert same_place(RetryingStore(place, Patience(1)), LocalStore(name))
+            assert same_place(RetryingStore(place, RetryPolicy(1)), LocalStore(name))
             assert not same_place(place, open_place(f"{name}-other"))
             os.makedirs(name, exist_ok=True)
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import shardkeep as sk
-from shardkeep.layout import safetensors_publish
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
+from shardkeep.layouts import safetensors_publish
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import bits
 
@@ -107,7 +107,7 @@ def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, befor
         steps, others, ended = itertools.count(), [], []
 
         def begin(path=path, ended=ended):
-            ended.append(sorted(safetensors_publish.prepare(LocalStore(path)).files))
+            ended.append(sorted(safetensors_publish.prepare_directory(LocalStore(path)).files))
 
         def first(at=at, steps=steps, others=others, begin=begin):
             if next(steps) == at:
@@ -176,9 +176,9 @@ def test_in_a_directory_after_a_death(tmp_path, sources, monkeypatch, before, af
             with monkeypatch.context() as patch:
                 patch.setattr(safetensors_publish, "os", Looking(die_at_once))
                 with suppress(InjectedCrash):
-                    safetensors_publish.prepare(LocalStore(path))
+                    safetensors_publish.prepare_directory(LocalStore(path))
             assert seen(get) in (0, 1, None)
-        safetensors_publish.prepare(LocalStore(path))
+        safetensors_publish.prepare_directory(LocalStore(path))
         assert seen(get) == 1
         if len(steps) == 1:
             break

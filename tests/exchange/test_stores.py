@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import shardkeep as sk
-from shardkeep.codec.keys import KeyRing
-from shardkeep.exchange import archive_blob
-from shardkeep.layout.safetensors_folder import NOTE
-from shardkeep.layout.safetensors_publish import begin, prepare, publish
-from shardkeep.store.fsspec_store import FsspecStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
-from shardkeep.store.uploads import unfinished
+from shardkeep.codecs.keys import KeyRing
+from shardkeep.convert import torch_archive as archive_blob
+from shardkeep.layouts.safetensors_publish import begin_save, prepare_directory, publish_model
+from shardkeep.layouts.safetensors_stored import NOTE_NAME
+from shardkeep.storage.fsspec import FsspecStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.uploads import unfinished
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import bits, random_tensor
 from tests.exchange.samples import in_any_order, training_state
@@ -424,7 +424,7 @@ def test_a_place_where_nothing_was_finished_holds_nothing():
         sk.export(source, dying, max_shard_bytes=1300)
     [left, *_, note] = [info.name for info in store.list()]
     assert left.startswith("model-00001-of-00002-")
-    assert note == NOTE
+    assert note == NOTE_NAME
     with pytest.raises(sk.CheckpointNotFound):
         sk.open(store)
     report = sk.export(source, store)
@@ -436,17 +436,17 @@ def test_of_two_exports_at_once_one_is_told(root):
     An export that ends after another one began in the same place is not committed, and says so.
     """
     store, file = open_place(f"{root}/hf"), "model-00001-of-00001.safetensors"
-    first = begin(store, str(uuid.uuid4()), prepare(store))
-    found = prepare(store)
-    begin(store, str(uuid.uuid4()), found)
+    first = begin_save(store, str(uuid.uuid4()), prepare_directory(store))
+    found = prepare_directory(store)
+    begin_save(store, str(uuid.uuid4()), found)
     store.put(first.written(file), b"")
     with pytest.raises(sk.CheckpointExists, match="another save began"):
-        publish(store, first, [file], weights=None, replaces_saves=False)
-    assert names_at(f"{root}/hf") == [NOTE]
+        publish_model(store, first, [file], weights=None, replaces_saves=False)
+    assert names_at(f"{root}/hf") == [NOTE_NAME]
     with pytest.raises(sk.CheckpointNotFound):
         sk.open(f"{root}/hf")
     with pytest.raises(sk.CheckpointExists, match="another save began"):
-        begin(store, str(uuid.uuid4()), found)
+        begin_save(store, str(uuid.uuid4()), found)
 
 
 class Hangs:
@@ -467,7 +467,7 @@ class Hangs:
         self.inner.put(name, data, **how)
 
 
-class Late(archive_blob._Held):
+class Late(archive_blob._MemoryBlob):
     """A blob of that store."""
 
     def __init__(self, store, name, nbytes):
@@ -478,7 +478,7 @@ class Late(archive_blob._Held):
         self._finish()
 
 
-@pytest.mark.parametrize("at", ["model-00002-of.*", INDEX + ".new.*", NOTE, INDEX])
+@pytest.mark.parametrize("at", ["model-00002-of.*", INDEX + ".new.*", NOTE_NAME, INDEX])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
     """
@@ -511,12 +511,12 @@ def test_what_is_published_is_not_taken_back(root):
     Whoever finds a save under way, and is slower than it, leaves alone what has become a model since.
     """
     store, file = open_place(f"{root}/hf"), "model-00001-of-00001.safetensors"
-    first = begin(store, str(uuid.uuid4()), prepare(store))
+    first = begin_save(store, str(uuid.uuid4()), prepare_directory(store))
     store.put(first.written(file), b"")
 
     def complete():
-        publish(store, first, [file], weights={"w": file}, replaces_saves=False)
+        publish_model(store, first, [file], weights={"w": file}, replaces_saves=False)
 
     with pytest.raises(sk.CheckpointExists, match="another save began"):
-        prepare(Hangs(store, NOTE, complete))
+        prepare_directory(Hangs(store, NOTE_NAME, complete))
     assert names_at(f"{root}/hf") == [first.final(file), INDEX]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.ranks.world import World
-from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import Store
+from shardkeep.dist.world import World
+from shardkeep.storage.base import Store
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.faults.calls import CHANGING, strike_at

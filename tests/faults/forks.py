@@ -11,7 +11,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardkeep.testing.forking import fork_context, preload
+from tests.support.forking import fork_context, preload
 
 preload("tests.faults.warm")
 

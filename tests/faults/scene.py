@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.layout import native
-from shardkeep.ranks.world import World
-from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import Store
+from shardkeep.layouts import native
+from shardkeep.storage.base import Store
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.engine.samples import bits

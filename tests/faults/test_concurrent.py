@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.layout import native
-from shardkeep.ranks.world import World
+from shardkeep.layouts import native
 from shardkeep.testing.faulty_store import InjectedCrash
 from tests.engine.samples import bits
 from tests.faults.doomed import compete, hold_a_save, level_at, save_level

@@ -10,7 +10,15 @@ import torch
 import shardkeep as sk
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.engine.samples import bits
-from tests.faults.scene import OPTIONS, assert_saved, checkpoint_at, files_of_checkpoint, names_in, no_leaks, save_all
+from tests.faults.scene import (
+    OPTIONS,
+    assert_saved,
+    checkpoint_at,
+    files_of_checkpoint,
+    names_in,
+    no_leaks,
+    save_all,
+)
 
 PAGE = 4096
 
@@ -30,7 +38,7 @@ def tiny(tmp_path):
 @pytest.fixture(autouse=True)
 def _found_late(monkeypatch):
     """A disk may fill up after a save was told that there is room: as if nobody had asked."""
-    monkeypatch.setattr("shardkeep.store.local.LocalStore.free_nbytes", lambda self: None)
+    monkeypatch.setattr("shardkeep.storage.local.LocalStore.free_nbytes", lambda self: None)
 
 
 def free_pages(place):
@@ -55,7 +63,7 @@ def test_a_checkpoint_that_does_not_fit(tiny, monkeypatch, ranks, reserves):
     new one is left, and a smaller save works at once.
     """
     if not reserves:
-        monkeypatch.setattr("shardkeep.store.local.reserve", lambda fd, nbytes: None)
+        monkeypatch.setattr("shardkeep.storage.local.reserve", lambda fd, nbytes: None)
 
     def save(rows):
         return thread_outcomes(

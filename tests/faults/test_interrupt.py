@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 import shardkeep
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.ranks.world import World
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.faults.scene import (
     IN_ORDER,
@@ -111,7 +111,7 @@ def test_ctrl_c_at_any_line(place):
     next save finds the way clear and removes what a clean-up that was itself interrupted could not.
     """
     folder = os.path.dirname(shardkeep.__file__)
-    files = {os.path.join(folder, name) for name in ("saving.py", "layout/native.py", "layout/leftovers.py")}
+    files = {os.path.join(folder, name) for name in ("saving.py", "layouts/native.py", "layouts/orphans.py")}
     save_here(place, 0)
     count = lines_of(files, partial(save_here, place, 1))
     assert count >= 150

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import shardkeep as sk
-from shardkeep.ranks.world import World
-from shardkeep.store.local import LocalStore
+from shardkeep.dist.world import World
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import bits
 from tests.faults.scene import (

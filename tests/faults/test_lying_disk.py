@@ -6,7 +6,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.faults.scene import (
     OPTIONS,

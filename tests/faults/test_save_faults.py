@@ -10,8 +10,8 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import (
     RANKS_AND_FAULTS,

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import shardkeep as sk
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 from tests.faults.calls import ASKING, CHANGING, strike_at
 from tests.faults.doomed import level_at, save_and_die_at, save_levels
 from tests.faults.forks import Fork

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 

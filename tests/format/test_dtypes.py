@@ -70,8 +70,8 @@ def test_the_table_is_frozen() -> None:
     """
     Codes, names, sizes and safetensors names are those already on disks.
     """
-    assert {row.code: (row.name, row.itemsize, row.safetensors) for row in dtypes.TABLE} == GOLDEN
-    assert len(GOLDEN) == len(dtypes.TABLE)
+    assert {row.code: (row.name, row.itemsize, row.safetensors) for row in dtypes.DTYPES} == GOLDEN
+    assert len(GOLDEN) == len(dtypes.DTYPES)
     assert all(0 < code < 256 for code in GOLDEN)
 
 
@@ -104,7 +104,7 @@ def test_bytes_round_trip(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)])
-@pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", dtypes.DTYPES, ids=lambda row: row.name)
 def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...], tmp_path) -> None:
     """
     Under the dtype and shape we give it, safetensors opens a tensor of any dtype, with the right number of bytes.
@@ -125,7 +125,7 @@ def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...
         assert tensor.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("row", [row for row in dtypes.TABLE if row.safetensors], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.safetensors], ids=lambda row: row.name)
 def test_safetensors_agrees_about_the_header(row: dtypes.DType) -> None:
     """
     Where safetensors knows a dtype, its own writer gives the dtype and shape that we give.
@@ -178,7 +178,7 @@ def test_a_dtype_this_torch_lacks() -> None:
         dtypes.to_torch(dtypes.DType(98, "Tensor", 16))
 
 
-@pytest.mark.parametrize("row", [row for row in dtypes.TABLE if row.numpy], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.numpy], ids=lambda row: row.name)
 def test_numpy_dtypes(row: dtypes.DType) -> None:
     """
     numpy's dtype of the same bytes is found in native byte order only.

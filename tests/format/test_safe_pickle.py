@@ -13,13 +13,12 @@ import uuid
 import numpy as np
 import pytest
 
+from shardkeep.dcp._impl import planners as objects
 from shardkeep.errors import MalformedFile, PickleRefused
-from shardkeep.format import torch_archive
-from shardkeep.format.plain_objects import plain_names
-from shardkeep.format.safe_pickle import load_pickle
-from shardkeep.format.stand_ins import Given
-from shardkeep.layout import torch_metadata
-from shardkeep.protocol import objects, pickled_metadata
+from shardkeep.format import torch_zip as torch_archive
+from shardkeep.format.pickles import NameTable, load_pickle, plain_names
+from shardkeep.layouts import torch_metadata
+from shardkeep.layouts import torch_pickle as pickled_metadata
 
 TABLES = {
     "plain": plain_names(),
@@ -49,7 +48,7 @@ def test_nothing_that_a_name_gives_can_be_changed(table, module, name):
     """
     Neither by setting an attribute, nor by what a pickle has for a state.
     """
-    found = Given(TABLES[table], 100).find(module, name)
+    found = NameTable(TABLES[table], 100).find(module, name)
     with pytest.raises((AttributeError, TypeError, MalformedFile)):
         found.exists = 1
     for state in (b"N}" + text("exists") + b"K\x01s\x86", b"}" + text("exists") + b"K\x01s"):

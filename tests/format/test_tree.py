@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile, UnsupportedLeaf
+from shardkeep.errors import (
+    CheckpointError,
+    InvalidShards,
+    KeyCollision,
+    MalformedFile,
+    UnsupportedLeaf,
+)
 from shardkeep.format.tree import (
     MAX_DEPTH,
     Container,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import shardkeep as sk
-from shardkeep.codec.keys import KeyRing
+from shardkeep.codecs.keys import KeyRing
 from shardkeep.format.record import VERSION
 from shardkeep.testing.thread_ranks import run_thread_ranks
 

@@ -17,11 +17,22 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from shardkeep.dcp._impl import hf as consolidate
+from shardkeep.dcp._impl import hf as consolidate_windows
+from shardkeep.dcp._impl.hf import OutputFile, write_whole
 from shardkeep.errors import CheckpointError
-from shardkeep.layout.safetensors_publish import Names
-from shardkeep.storages import consolidate, consolidate_windows
-from shardkeep.storages.consolidate_windows import OutputFile, write_whole
-from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
+from shardkeep.layouts.safetensors_publish import SaveNames
+from tests.hugging_face.samples import (
+    INDEX,
+    by_library,
+    full_state,
+    load,
+    memory_used,
+    same,
+    save,
+    shard,
+    spread_state,
+)
 from tests.toolkit.samples import numbered, seen
 
 DTYPES = [
@@ -218,7 +229,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     shard(tmp_path, 2, {"rows": (full[300:], [300, 0]), "columns": (full[:, halves:], [0, halves])})
     job = consolidate._plan(tmp_path, tmp_path / "out", {"rows": 1, "columns": 1}, 2)
     with memory_used() as used:
-        names = Names("s", renames=True)
+        names = SaveNames("s", renames=True)
         write_whole(job.output, list(job.files.values()), job.inputs, names=names, threads=1, budget_nbytes=2 << 20)
     python, everything = used
     assert python < 1 << 20

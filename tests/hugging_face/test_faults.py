@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from shardkeep.dcp import hf_storage, state_dict_saver
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from shardkeep.dcp._hf_utils import _get_safetensors_file_metadata
+from shardkeep.dcp._impl import hf as hugging_face
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, WrongSize
-from shardkeep.layout import safetensors_publish
-from shardkeep.layout.safetensors_files import read_header
-from shardkeep.storages import hugging_face
-from shardkeep.store.local import LocalStore, _LocalWriter
+from shardkeep.layouts import safetensors_publish
+from shardkeep.layouts.safetensors import read_header
+from shardkeep.storage.local import LocalStore, _LocalWriter
 from tests.hugging_face.samples import INDEX, by_library, load, same, save, shard, spread_state
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import numbered, seen
@@ -488,7 +488,7 @@ def test_a_note_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "victim.safetensors").write_bytes(b"x")
     note = {"save_id": "s", "files": [], "remove": ["../victim.safetensors"], "index": True}
     for forged in (note, {**note, "remove": [], "save_id": "../s"}, {"files": 1}, [], "x"):
-        (tmp_path / "ck" / safetensors_publish.NOTE).write_text(json.dumps(forged))
+        (tmp_path / "ck" / safetensors_publish.NOTE_NAME).write_text(json.dumps(forged))
         with pytest.raises(CheckpointException, match="no note"):
             load("ours", {"a": torch.zeros(3)}, tmp_path / "ck", no_dist=True)
         with pytest.raises(CheckpointException, match="no note"):

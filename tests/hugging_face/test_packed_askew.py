@@ -8,7 +8,7 @@ import torch
 
 from shardkeep import dcp
 from shardkeep.dcp.hf_storage import HuggingFaceStorageReader
-from shardkeep.run import read
+from shardkeep.engine import reader as read
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is not in use")

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import planner as their_plans
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp import planner, state_dict_loader
+from shardkeep.dcp._impl import hf_quantized as quantized
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from shardkeep.storages import quantized
 from tests.hugging_face.samples import INDEX, memory_used, shard
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out

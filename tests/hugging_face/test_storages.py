@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from shardkeep.dcp import hf_storage, state_dict_loader, state_dict_saver
 from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
-from shardkeep.store.local import _LocalReader
+from shardkeep.storage.local import _LocalReader
 from tests.hugging_face.samples import INDEX, by_library, full_state, load, same, save, spread_state
 from tests.protocol.samples import blank, holds, quietly
 from tests.toolkit.samples import numbered, seen, sharded_tensor

@@ -14,9 +14,9 @@ import shardkeep as sk
 from shardkeep.dcp import CheckpointException
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from shardkeep.store.fsspec_store import FsspecStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
+from shardkeep.storage.fsspec import FsspecStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
 from tests.hugging_face.samples import INDEX, full_state, load, same, save, spread_state
 from tests.protocol.samples import blank, holds, quietly
 from tests.toolkit.samples import numbered

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardkeep.errors import StorageError
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryRoot
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 

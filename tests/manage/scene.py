@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import shardkeep as sk
-from shardkeep.manage.seams import Seams
-from shardkeep.ranks.world import World
+from shardkeep.dist.world import World
+from shardkeep.manage.schedule import Clock
 
-QUICK = Seams(sleep=lambda _: None, interval_s=0.0)
+QUICK = Clock(sleep=lambda _: None, interval_s=0.0)
 """Waits for nothing, and talks at every step."""
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=16 << 20, timeout_s=20.0)
 

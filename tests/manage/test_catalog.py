@@ -12,13 +12,11 @@ import torch.distributed.checkpoint as torch_dcp
 
 import shardkeep as sk
 from shardkeep.errors import MalformedFile, StorageError, UnsupportedVersion
-from shardkeep.layout import leftovers
-from shardkeep.manage.catalog import Catalog
-from shardkeep.manage.entries import meta_with, metrics_in
-from shardkeep.manage.pins import pin, unpin
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.roots import REMOVING_NAME
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.manage.catalog import Catalog, build_meta, metrics_in, pin, unpin
+from shardkeep.storage.base import REMOVING_NAME
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
 
 
 def save(root: Path, step: int, **meta: object) -> None:
@@ -98,11 +96,11 @@ def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
     (tmp_path / "step-4" / REMOVING_NAME).touch()
     root = LocalRoot(tmp_path)
     dead, alive, away = "a" * 20, "b" * 20, "c" * 20
-    script = "import sys; from shardkeep.layout import leftovers as l; from shardkeep.store.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
+    script = "import sys; from shardkeep.layout import leftovers as l; from shardkeep.storage.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-5"), dead], check=True, timeout=60)
     root.place("step-7").put(f"claim-{away}.json", json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}).encode())
     (tmp_path / "step-8").mkdir()
-    with leftovers.claiming(alive):
+    with leftovers.holding_claim(alive):
         leftovers.make_claim(root.place("step-6"), alive)
         found = {entry.step: entry for entry in Catalog(tmp_path).entries()}
     assert [found[step].status for step in (1, 2, 3, 4, 5, 6, 7)] == ["damaged"] * 2 + ["unfinished"] * 5
@@ -174,12 +172,12 @@ def test_looking_needs_no_torch(tmp_path: Path) -> None:
 
 def test_metrics_are_numbers_and_meta_is_the_users_own() -> None:
     """Tensors become numbers, what is not finite survives, and our keys are refused in meta."""
-    stored = meta_with({"note": 1}, {"loss": torch.tensor(0.5), "worst": float("inf"), "n": 3}, 2)
+    stored = build_meta({"note": 1}, {"loss": torch.tensor(0.5), "worst": float("inf"), "n": 3}, 2)
     assert stored == {"note": 1, "metrics": {"loss": 0.5, "worst": "inf", "n": 3.0}, "timeline": 2}
     assert metrics_in(stored) == {"loss": 0.5, "worst": float("inf"), "n": 3.0}
     for key in ("metrics", "timeline"):
         with pytest.raises(sk.StateError, match=key):
-            meta_with({key: 1}, None, 0)
+            build_meta({key: 1}, None, 0)
     for wrong in ("high", None, torch.ones(2), [1]):
         with pytest.raises(sk.StateError, match="loss"):
-            meta_with(None, {"loss": wrong}, 0)
+            build_meta(None, {"loss": wrong}, 0)

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.errors import StorageError
+from shardkeep.errors import PruneFailed, StorageError
 from shardkeep.events import Event, Pruned, Retried, SaveCommitted, StepSkipped
-from shardkeep.manage.problems import PruneFailed
-from shardkeep.manage.seams import Seams
-from shardkeep.store.local import LocalStore
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.manage.schedule import Clock
+from shardkeep.storage.local import LocalRoot, LocalStore
+from shardkeep.storage.memory import MemoryRoot
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
 from tests.warm.python import warm_python
@@ -71,7 +69,7 @@ def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
 def test_by_the_clock(tmp_path: Path) -> None:
     """So many minutes after the last save, whatever the reason of that one."""
     now = [0.0]
-    seams = Seams(clock=lambda: now[0], interval_s=0.0)
+    seams = Clock(clock=lambda: now[0], interval_s=0.0)
     with checkpointer(tmp_path, every_minutes=1, every_steps=10, seams=seams) as ckpt:
         saved = []
         for step in range(1, 25):
@@ -446,10 +444,10 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from shardkeep.layout import leftovers
+    from shardkeep.layouts import orphans as leftovers
 
     script = (
-        "import sys; from shardkeep.layout import leftovers as l; from shardkeep.store.local import LocalStore as S\n"
+        "import sys; from shardkeep.layout import leftovers as l; from shardkeep.storage.local import LocalStore as S\n"
         "s = S(sys.argv[1]); l.make_claim(s, 'a' * 20); s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-1")], check=True, timeout=60)
@@ -461,7 +459,7 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
     root.place("step-5").put(f"model-00000-of-00001-{'e' * 20}.safetensors", b"x")
     (tmp_path / "step-6").mkdir()
     (tmp_path / "notes").mkdir()
-    with leftovers.claiming(alive), checkpointer(tmp_path) as ckpt:
+    with leftovers.holding_claim(alive), checkpointer(tmp_path) as ckpt:
         leftovers.make_claim(root.place("step-2"), alive)
         ckpt.save(10, state_at(10))
     assert places(tmp_path) == {"step-2", "step-3", "step-4", "step-10", "notes"}

@@ -11,14 +11,14 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.cli.main import main
-from shardkeep.layout.leftovers import Claim
-from shardkeep.layout.native import claim_name, new_save_id
-from shardkeep.store import uploads
-from shardkeep.store.place import open_root
-from shardkeep.store.process import host
-from shardkeep.testing.s3_server import BUCKET, S3Server
+from shardkeep.layouts.native import claim_name, new_save_id
+from shardkeep.layouts.orphans import Claim
+from shardkeep.storage import uploads
+from shardkeep.storage.resolve import open_root
+from shardkeep.storage.system import host_identity
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import QUICK, checkpointer, empty_state, state_at, until
+from tests.support.s3_server import BUCKET, S3Server
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ class Killed:
 
     def __call__(self, root: Any, place: str, save_id: str | None, file: str = "") -> None:
         if save_id is not None:
-            claim = Claim(host=host(), pid=2**22 + 1, started="long ago")
+            claim = Claim(host=host_identity(), pid=2**22 + 1, started="long ago")
             root.place(place).put(claim_name(save_id), msgspec.json.encode(claim))
         key = f"{root.prefix}{place}/{file or f'state-00000-of-00001-{save_id}.safetensors'}"
         made = self._boto.create_multipart_upload(Bucket=BUCKET, Key=key)
@@ -101,7 +101,7 @@ def test_prune_takes_back_old_uploads_where_nothing_else_goes(
         ckpt.save(1, state_at(1))
     killed(root, "step-1", None, f"state-00000-of-00001-{new_save_id()}.safetensors")
     killed(root, "step-2", None, "model.bin")
-    monkeypatch.setattr("shardkeep.layout.leftovers.STALE_AFTER_S", -60.0)
+    monkeypatch.setattr("shardkeep.layouts.orphans.STALE_AFTER_S", -60.0)
     assert main(["prune", url, "--keep-last", "9", "--dry-run"]) == 0
     assert left(root) == ["step-1", "step-2"]
     assert main(["prune", url, "--keep-last", "9", "--yes"]) == 0
@@ -140,7 +140,7 @@ def _waiting(silent: Silent, verb: str, work: Any) -> Any:
 
 def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The near root is free when it returns, what was under way commits nothing later, and the next job goes on."""
-    monkeypatch.setattr("shardkeep.manage.promotions.GRACE_S", 0.2)
+    monkeypatch.setattr("shardkeep.manage.replicate.replicator.GRACE_S", 0.2)
     far, silent = silent_root()
     ckpt = checkpointer(tmp_path, asynchronous=False, promote_to=far, keep_last=1, promote_required=False)
     ckpt.save(1, state_at(1))

@@ -13,15 +13,15 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.manage.lease import LEASE_NAME, Lease
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
 from tests.manage.scene import checkpointer, state_at, until
 
 HOLDER = """
 import sys
 from shardkeep.manage.lease import Lease
-from shardkeep.store.local_root import LocalRoot
+from shardkeep.storage.local import LocalRoot
 lease = Lease(LocalRoot(sys.argv[1]))
 lease.take()
 print("held", flush=True)

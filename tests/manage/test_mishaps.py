@@ -18,24 +18,20 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.errors import StorageError
+from shardkeep.dist.world import World
+from shardkeep.engine.coordinator import Coordinator
+from shardkeep.errors import PruneFailed, StorageError
 from shardkeep.events import Event
-from shardkeep.manage.agreement import Agreement
-from shardkeep.manage.entries import Entry
-from shardkeep.manage.housekeeping import Housekeeping
-from shardkeep.manage.in_use import InUse
+from shardkeep.manage.catalog import Entry, template_of
+from shardkeep.manage.decisions import StepDecisions
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.naming import template_of
-from shardkeep.manage.problems import PruneFailed
+from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.retention import KeepLast
-from shardkeep.manage.saves import Saves
-from shardkeep.manage.seams import Seams
-from shardkeep.manage.timelines import timeline_of
-from shardkeep.ranks.world import World
-from shardkeep.run.coordinating import Coordinator
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.manage.saves import Saves, find_timeline
+from shardkeep.manage.schedule import Clock
+from shardkeep.storage.local import LocalRoot
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
+from tests.support.rank_pool import RankPool
 from tests.warm.python import warm_python
 
 
@@ -94,7 +90,7 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
         ckpt.restore(20, empty_state())
         assert train(ckpt, range(21, 23)) == [21, 22]
     with pytest.raises(sk.StateError, match="step 3 is to be saved, and step 4 was restored"):
-        timeline_of([], (0, 4), 3, roots=["here"])
+        find_timeline([], (0, 4), 3, roots=["here"])
 
 
 def went_back(root: Path) -> None:
@@ -220,7 +216,7 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
     fault = Fault(tmp_path)
     catalog = sk.Catalog(fault.root)
     lease = Lease(LocalRoot(tmp_path))
-    house = Housekeeping(catalog, KeepLast(1), lease, InUse(), lambda: datetime.now(timezone.utc))
+    house = Pruner(catalog, KeepLast(1), lease, CheckpointLocks(), lambda: datetime.now(timezone.utc))
     fault.set("places")
     house.sweep([])
     assert not fault.times
@@ -293,7 +289,7 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
         leave(tmp_path, name, "far", save * 20)
     holder = {"id": "x", "machine": "pod", "host": "gone", "pid": 1, "started": "1", "since": "long ago"}
     (tmp_path / "lease.json").write_text(json.dumps(holder))
-    with checkpointer(tmp_path, seams=Seams(sleep=time.sleep, interval_s=0.0, lease_s=0.5)) as ckpt:
+    with checkpointer(tmp_path, seams=Clock(sleep=time.sleep, interval_s=0.0, lease_s=0.5)) as ckpt:
         assert ckpt.restore_latest(empty_state()) == 1
         ckpt.save(4, state_at(4))
         ckpt.wait()
@@ -397,7 +393,7 @@ def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatc
     ckpt = checkpointer(tmp_path, signals=("SIGUSR1",))
     ckpt.save(1, state_at(1)).result()  # type: ignore[union-attr]
     with monkeypatch.context() as patch:
-        for each in (Saves, "wait"), (Housekeeping, "close"):
+        for each in (Saves, "wait"), (Pruner, "close"):
             patch.setattr(*each, interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.close()
@@ -528,7 +524,7 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
 def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
     """However quick the steps were before."""
     now = [0.0]
-    agreement = Agreement(World(0, 1), "s", clock=lambda: now[0])
+    agreement = StepDecisions(World(0, 1), "s", clock=lambda: now[0])
     paces = []
     for _ in range(20):
         agreement._calls_since = again = agreement._pace()

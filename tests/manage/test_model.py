@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shardkeep as sk
-from shardkeep.manage.seams import Seams
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.manage.schedule import Clock
+from shardkeep.storage.memory import MemoryRoot
 from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
 from tests.manage.scene import OPTIONS
 
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
             takeover=takeover,
             retries=0,
             options=OPTIONS,
-            seams=Seams(sleep=lambda _: None, interval_s=0.0, now=lambda: datetime.now(timezone.utc) + off[0]),
+            seams=Clock(sleep=lambda _: None, interval_s=0.0, now=lambda: datetime.now(timezone.utc) + off[0]),
         )
         return Job(ckpt, view, keep, off)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep.errors import StateError
-from shardkeep.manage.naming import Naming
+from shardkeep.manage.catalog import Naming
 
 STEPS = st.integers(0, (1 << 63) - 1)
 TEMPLATES = st.sampled_from(["step-{step}", "step-{step:08d}", "ckpt_{step}", "{step}", "run2{step}3", "a{step:03}"])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.cli.guards import job_of
-from shardkeep.cli.places import open_root_only
+from shardkeep.cli.prune import lease_holder
+from shardkeep.cli.runs import open_existing_run
 from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import checkpointer, empty_state, state_at
 
@@ -38,8 +38,8 @@ def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path:
     with checkpointer(tmp_path, asynchronous=False, takeover=True) as second:
         second.restore_latest(empty_state())
         second.save(30, state_at(1030))
-        assert job_of(open_root_only(str(tmp_path), None))
-    assert not job_of(open_root_only(str(tmp_path), None))
+        assert lease_holder(open_existing_run(str(tmp_path), None))
+    assert not lease_holder(open_existing_run(str(tmp_path), None))
     for _ in range(2):
         with pytest.raises(sk.LeaseLost, match="another job has saved here since"):
             away.save(30, state_at(30))

@@ -15,23 +15,21 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.errors import StorageError
+from shardkeep.engine.workers import MIN_WINDOW_NBYTES
+from shardkeep.errors import NotPromoted, StorageError
 from shardkeep.events import PromotionFailed, PromotionFinished
-from shardkeep.layout.native import read_record
-from shardkeep.manage.arrival import is_checked_by_service
-from shardkeep.manage.copying import Limits, copy_blobs
-from shardkeep.manage.problems import NotPromoted
-from shardkeep.manage.promoting import Promoting
-from shardkeep.run.workers import MIN_WINDOW_NBYTES
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
-from shardkeep.store.retrying import Patience, RetryingStore
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.layouts.native import read_record
+from shardkeep.manage.replicate.coordinator import ReplicationCoordinator
+from shardkeep.manage.replicate.copy import CopyLimits, copy_files, verifies_uploads
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import QUICK, checkpointer, state_at
 from tests.manage.test_tier_ranks import groups
 from tests.manage.test_tiers import committed
+from tests.support.rank_pool import RankPool
 
 # -- who goes first
 
@@ -92,8 +90,8 @@ def test_windows_are_bounded_and_each_gives_way() -> None:
             return writer
 
     target = Noting()
-    limits = Limits(threads=4, budget_nbytes=2 * MIN_WINDOW_NBYTES)
-    done = copy_blobs(source, target, record, list(record.names), limits, lambda: True, lambda: asked.append(1))
+    limits = CopyLimits(threads=4, budget_nbytes=2 * MIN_WINDOW_NBYTES)
+    done = copy_files(source, target, record, list(record.names), limits, lambda: True, lambda: asked.append(1))
     assert sum(sizes) == done.nbytes == record.stored_nbytes
     assert max(sizes) <= MIN_WINDOW_NBYTES
     assert len(asked) == 2 * len(sizes)
@@ -154,13 +152,13 @@ def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
     """What was written is read back: the file and the place in it are named, and the next copy replaces it."""
     source, target = MemoryStore(), MemoryStore()
     sk.save({"w": {"w": torch.arange(60_000)}, "name": "x"}, source, codecs=codecs)
-    record, limits = read_record(source), Limits(threads=2, budget_nbytes=4 << 20)
+    record, limits = read_record(source), CopyLimits(threads=2, budget_nbytes=4 << 20)
     with pytest.raises(StorageError, match=rf"{start}.* was written, and is not read back") as caught:
-        copy_blobs(source, flipping(target, start), record, list(record.names), limits, lambda: True)
+        copy_files(source, flipping(target, start), record, list(record.names), limits, lambda: True)
     assert caught.value.details["name"].startswith(start)
     assert caught.value.details["offset"] >= 0
     del target.create  # type: ignore[method-assign]
-    again = copy_blobs(source, target, record, list(record.names), limits, lambda: True)
+    again = copy_files(source, target, record, list(record.names), limits, lambda: True)
     assert again.files == 1
     assert again.nbytes == record.at_rest[caught.value.details["name"]]
 
@@ -189,8 +187,8 @@ def test_which_stores_check_what_arrives(tmp_path: Path) -> None:
     """Only S3 itself, with a checksum: all else is read back."""
     keys = {"access_key_id": "a", "secret_access_key": "b", "region": "x"}
     s3 = open_place("s3://bucket/run", **keys).place("step-1")
-    assert is_checked_by_service(s3)
-    assert is_checked_by_service(RetryingStore(s3, Patience(0)))
+    assert verifies_uploads(s3)
+    assert verifies_uploads(RetryingStore(s3, RetryPolicy(0)))
     for store in (
         open_place("s3://bucket/run", checksum_algorithm="none", **keys).place("step-1"),
         open_place("s3://bucket/run", endpoint="http://localhost:1", **keys).place("step-1"),
@@ -198,7 +196,7 @@ def test_which_stores_check_what_arrives(tmp_path: Path) -> None:
         MemoryStore(),
         LocalStore(tmp_path),
     ):
-        assert not is_checked_by_service(store)
+        assert not verifies_uploads(store)
 
 
 # -- what is said
@@ -245,7 +243,7 @@ def test_one_line_for_each_promotion(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of promotions that succeed do."""
-    choose, now, heard = Promoting.choose, [0.0], list[Any]()
+    choose, now, heard = ReplicationCoordinator.choose, [0.0], list[Any]()
 
     def slowly(self: Any, *, newest: bool) -> bytes:
         now[0] += 100.0
@@ -254,8 +252,8 @@ def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: 
     class Clock:
         perf_counter = staticmethod(lambda: now[0])
 
-    monkeypatch.setattr("shardkeep.run.phases.time", Clock)
-    monkeypatch.setattr(Promoting, "choose", slowly)
+    monkeypatch.setattr("shardkeep.engine.report.time", Clock)
+    monkeypatch.setattr(ReplicationCoordinator, "choose", slowly)
     far = far_root(Broken("put", "shardkeep.json"))
     with checkpointer(tmp_path, promote_to=far, on_event=heard.append, on_error="warn", retries=0) as ckpt:
         ckpt.save(1, state_at(1))
@@ -270,14 +268,14 @@ def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: 
 
 def test_what_is_said_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A promotion that only had to be committed has copied no file."""
-    commit, failing, heard = Promoting.commit, [True], list[Any]()
+    commit, failing, heard = ReplicationCoordinator.commit, [True], list[Any]()
 
     def fails_once(self: Any, order: Any) -> None:
         if failing.pop() if failing else False:
             raise StorageError("injected")
         commit(self, order)
 
-    monkeypatch.setattr(Promoting, "commit", fails_once)
+    monkeypatch.setattr(ReplicationCoordinator, "commit", fails_once)
     with checkpointer(
         tmp_path / "near", promote_to=tmp_path / "far", on_event=heard.append, on_error="warn", promote_every=2
     ) as ckpt:

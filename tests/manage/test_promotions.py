@@ -16,19 +16,18 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.errors import SaveCancelled, StorageError
+from shardkeep.errors import NotPromoted, SaveCancelled, StorageError
 from shardkeep.events import Event, PromotionFailed, PromotionFinished
-from shardkeep.layout.native import read_record
-from shardkeep.manage.copying import Limits, copy_blobs
-from shardkeep.manage.problems import NotPromoted
+from shardkeep.layouts.native import read_record
+from shardkeep.manage.replicate.copy import CopyLimits, copy_files
 from shardkeep.manage.retention import KeepAll
-from shardkeep.store.memory import MemoryStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, until
 from tests.manage.test_tiers import committed
 
-LIMITS = Limits(threads=2, budget_nbytes=4 << 20)
+LIMITS = CopyLimits(threads=2, budget_nbytes=4 << 20)
 
 
 def groups(step: int) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def groups(step: int) -> dict[str, Any]:
 
 def copied(source: Any, target: Any, names: Any = None, wanted: Any = lambda: True) -> Any:
     record = read_record(source)
-    return copy_blobs(source, target, record, list(names or record.names), LIMITS, wanted)
+    return copy_files(source, target, record, list(names or record.names), LIMITS, wanted)
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
@@ -111,7 +110,7 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
 
 def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all of an index, or of a header, has one digest: damaged once it is mended, damaged for good it is told."""
-    monkeypatch.setattr("shardkeep.manage.copying.window_for", lambda *_: (2, 4096))
+    monkeypatch.setattr("shardkeep.manage.replicate.copy.window_for", lambda *_: (2, 4096))
     source = MemoryStore()
     sk.save({f"name-{number}": torch.ones(1) for number in range(200)}, source)
     assert min(read_record(source).at_rest.values()) > 4096
@@ -428,7 +427,7 @@ def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path: Path) -> None:
 
 JOB = """
 import os, signal, sys, time, torch, shardkeep as sk
-from shardkeep.store.local_root import LocalRoot
+from shardkeep.storage.local import LocalRoot
 from shardkeep.testing.faulty_store import FaultyStore
 
 class Place(FaultyStore):

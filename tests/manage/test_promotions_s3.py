@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.codec.keys import KeyRing
-from shardkeep.errors import StorageError
-from shardkeep.layout.native import read_record
-from shardkeep.manage.problems import NearCopyDamaged, NotPromoted
-from shardkeep.store.objects import ObjectStore
-from shardkeep.store.place import open_place
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.codecs.keys import KeyRing
+from shardkeep.errors import NearCopyDamaged, NotPromoted, StorageError
+from shardkeep.layouts.native import read_record
+from shardkeep.storage.object_store import ObjectStore
+from shardkeep.storage.resolve import open_place
 from tests.manage.scene import checkpointer
 from tests.manage.test_tiers import committed
+from tests.support.s3_server import S3Server
 
 KEYS = KeyRing([bytes(range(32))])
 CODECS = {"plain": None, "compressed": ["zstd"], "encrypted": ["zstd", "aes"], "some": {"optim": ["aes"]}}

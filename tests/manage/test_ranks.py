@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.manage.agreement import Agreement, Decision
-from shardkeep.manage.seams import Seams
-from shardkeep.ranks.world import World
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.dist.world import World
+from shardkeep.manage.decisions import Decision, StepDecisions
+from shardkeep.manage.schedule import Clock
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 from tests.manage.scene import OPTIONS, checkpointer, damage, empty_state, state_at, tear, train
+from tests.support.rank_pool import RankPool
 
 
 def rank() -> int:
@@ -210,7 +210,7 @@ def test_rank_0_decides_and_paces() -> None:
     now = [0.0]
 
     def main(world: World) -> list[tuple[int, str]]:
-        agreement = Agreement(world, "s", interval_s=1.0, clock=lambda: now[0])
+        agreement = StepDecisions(world, "s", interval_s=1.0, clock=lambda: now[0])
         seen = []
         for step in range(100):
             if agreement.reached():
@@ -234,7 +234,7 @@ def test_a_silent_rank_0_is_named() -> None:
 
     def main(world: World) -> None:
         if world.rank:
-            Agreement(world, "s").decision(7, lambda asked: Decision(step=7), ())
+            StepDecisions(world, "s").decision(7, lambda asked: Decision(step=7), ())
 
     outcomes = thread_outcomes(2, main, timeout_s=0.2)
     assert isinstance(outcomes[1], sk.RanksSilent)
@@ -247,7 +247,7 @@ def test_ranks_at_different_steps_are_found_out() -> None:
 
     def main(world: World) -> None:
         step = 5 + world.rank
-        Agreement(world, "s").decision(step, lambda asked: Decision(step=step), ())
+        StepDecisions(world, "s").decision(step, lambda asked: Decision(step=step), ())
 
     outcomes = thread_outcomes(2, main)
     assert outcomes[0] is None
@@ -258,7 +258,7 @@ def test_what_any_rank_asks_for_reaches_rank_0() -> None:
     """Each request is served by the decision that follows it, and by one alone."""
 
     def main(world: World) -> list[list[str]]:
-        agreement = Agreement(world, "s")
+        agreement = StepDecisions(world, "s")
         seen: list[list[str]] = []
         for step in range(3):
             if world.rank == 1 and step == 1:
@@ -280,7 +280,7 @@ def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     def main(world: World) -> list[int]:
         with sk.Checkpointer(
-            tmp_path, every_steps=2, group=world, options=OPTIONS, asynchronous=False, seams=Seams(interval_s=0.0)
+            tmp_path, every_steps=2, group=world, options=OPTIONS, asynchronous=False, seams=Clock(interval_s=0.0)
         ) as ckpt:
             train(ckpt, range(1, 6))
             return ckpt.all_steps()

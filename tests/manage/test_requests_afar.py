@@ -3,9 +3,8 @@
 import threading
 import time
 
-from shardkeep.manage.requests import Requests
-from shardkeep.manage.schedule import Timer
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.manage.schedule import SaveRequests, Timer
+from shardkeep.storage.memory import MemoryRoot
 
 
 class SilentRoot(MemoryRoot):
@@ -28,7 +27,7 @@ def test_nobody_waits_for_a_root_that_does_not_answer():
     """
     root = SilentRoot()
     root.put("save-now", b"")
-    requests = Requests(root, "save-now", Timer(None, time.monotonic), clock=time.monotonic, interval_s=0.0)
+    requests = SaveRequests(root, "save-now", Timer(None, time.monotonic), clock=time.monotonic, interval_s=0.0)
     began = threading.active_count()
     assert [requests.why([]) for _ in range(5)] == [("", False)] * 5
     assert threading.active_count() <= began + 1

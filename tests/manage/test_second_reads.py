@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.layout.coded_store import DecodingStore
-from shardkeep.layout.native import read_record
-from shardkeep.layout.rereading import Again
-from shardkeep.store.files import cached_bytes
-from shardkeep.store.local import LocalStore
+from shardkeep.codecs.coded_store import DecodingStore
+from shardkeep.layouts.native import read_record
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.reread import SecondRead
+from shardkeep.storage.system import cached_bytes
 from tests.codec_engine.scene import InOrderStore
 
 
@@ -36,7 +36,7 @@ def test_a_second_read_below_codecs_does_not_come_from_the_page_cache(tmp_path: 
                 seen.append(cached_bytes(file, 0, 1 << 20))
                 return super().open(name)
 
-        with closing(Again("a", DecodingStore(Looks(tmp_path), (), ()))) as again:
+        with closing(SecondRead("a", DecodingStore(Looks(tmp_path), (), ()))) as again:
             again.read(0, 1 << 20)
         assert seen == [0]
     finally:

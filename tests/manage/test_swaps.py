@@ -12,9 +12,9 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.manage.lease import Lease
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.roots import Root
+from shardkeep.storage.base import Root
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
 from tests.manage.scene import checkpointer, state_at, until
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import shardkeep as sk
-from shardkeep.manage.problems import NearCopyDamaged, NotPromoted
+from shardkeep.errors import NearCopyDamaged, NotPromoted
 from shardkeep.manage.retention import KeepAll, KeepLast
-from shardkeep.store.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryRoot
 from tests.manage.far import Broken, FarRoot
 from tests.manage.scene import checkpointer
 

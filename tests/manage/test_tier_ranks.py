@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.errors import NotPromoted
 from shardkeep.events import Event, PromotionFinished
-from shardkeep.manage.problems import NotPromoted
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.place import open_place
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.rank_pool import RankPool
-from shardkeep.testing.s3_server import S3Server
 from tests.manage.far import Broken
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
 from tests.manage.test_tiers import committed
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 
 def rank() -> int:

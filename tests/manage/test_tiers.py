@@ -15,12 +15,11 @@ import shardkeep as sk
 from shardkeep.errors import CheckpointNotFound, StorageError
 from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipped
 from shardkeep.format.record import IndexEntry, Record, Totals
-from shardkeep.manage.entries import Entry
-from shardkeep.manage.promotable import to_promote
+from shardkeep.manage.catalog import Entry
+from shardkeep.manage.replicate.coordinator import to_replicate
+from shardkeep.manage.replicate.replicator import share_files
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
-from shardkeep.manage.turns import shares
-from shardkeep.store.local import LocalStore
-from shardkeep.store.local_root import LocalRoot
+from shardkeep.storage.local import LocalRoot, LocalStore
 from tests.manage.far import far_root
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
 
@@ -76,17 +75,17 @@ def entry(step: int, save_id: str = "a", *, timeline: int = 0, pinned: bool = Fa
 )
 def test_what_is_to_be_promoted(near: list[Entry], far: list[Entry], more: dict[str, Any], wanted: list[int]) -> None:
     """What is due, is not there as this save or a newer one, and would be kept."""
-    found = to_promote(near, far, **{"policy": KeepAll(), "now": NOW, **more})
+    found = to_replicate(near, far, **{"policy": KeepAll(), "now": NOW, **more})
     assert [each.step for each in found] == wanted
 
 
 def test_files_are_shared_out_by_size() -> None:
     """Each to one rank, the same on all, and none has much more than the others."""
     sizes = {f"{size}": size for size in (100, 60, 50, 40, 5, 0)}
-    parts = shares(sizes, 3)
+    parts = share_files(sizes, 3)
     assert sorted(name for part in parts for name in part) == sorted(sizes)
     assert max(sum(sizes[name] for name in part) for part in parts) == 100
-    assert shares(sizes, 1) == [["100", "60", "50", "40", "5", "0"]]
+    assert share_files(sizes, 1) == [["100", "60", "50", "40", "5", "0"]]
 
 
 # -- what is where

@@ -8,9 +8,9 @@ from typing import Any
 import obstore
 import pytest
 
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from tests.support.s3_server import S3Server
 
 _numbers = itertools.count()
 

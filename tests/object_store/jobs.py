@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.ranks.world import World
-from shardkeep.store.place import open_place
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
+from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
 
@@ -100,7 +100,7 @@ class Meets(FaultyStore):
 def race(url: str, options: dict[str, Any], k: int) -> str:
     """On every rank: save alone to one place, as if from a machine of its own, and commit when all others do."""
     rank = dist.get_rank()
-    with mock.patch("shardkeep.layout.leftovers.host", return_value=f"machine {rank}"):
+    with mock.patch("shardkeep.layouts.orphans.host_identity", return_value=f"machine {rank}"):
         try:
             state = {"w": torch.full((999,), k + rank)}
             sk.save(state, Meets(open_place(url, **options)), step=k + rank, overwrite=True, group=World(0, 1))

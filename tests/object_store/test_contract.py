@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardkeep.store.fsspec_root import FsspecRoot
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.protocol import Store
-from shardkeep.store.retrying import Patience, RetryingStore
-from shardkeep.testing.put_contract import PutContract
-from shardkeep.testing.store_contract import StoreContract
+from shardkeep.storage.base import Store
+from shardkeep.storage.fsspec import FsspecRoot
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
+from shardkeep.testing.store_contract import PutContract, StoreContract
 
 
 class TestS3(StoreContract):
@@ -31,7 +30,7 @@ class TestS3WithoutConditions(PutContract):
         self.opened = s3_place
 
     def make_store(self) -> Store:
-        return RetryingStore(self.opened(conditional_puts=False, settle_s=0.01), Patience(1))
+        return RetryingStore(self.opened(conditional_puts=False, settle_s=0.01), RetryPolicy(1))
 
 
 class TestFsspec(StoreContract):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkeep.testing.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 

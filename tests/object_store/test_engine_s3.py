@@ -10,11 +10,11 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.testing.rank_pool import RankPool
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_store import ObjectRoot
 from tests.object_store.jobs import load_by_url, race, save_by_url
 from tests.object_store.proxy import Proxy
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 Opens = Callable[..., ObjectRoot]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.store.object_errors import translated
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_client import translate
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectRoot]
 SECRET = "never-to-be-seen"
@@ -149,7 +149,7 @@ def test_options_that_make_no_sense(
 )
 def test_what_services_say_has_a_number(text: str, number: int, message: str) -> None:
     """By which it is told what passes from what stays; a signature in a URL is left out."""
-    error = translated(ValueError(text), "cannot get", "s3://b", "a", 7)
+    error = translate(ValueError(text), "cannot get", "s3://b", "a", 7)
     assert error.errno == number
     assert message in error.message
     assert error.message.startswith("s3://b/a: cannot get at offset 7: ")

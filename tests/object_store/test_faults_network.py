@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.layout import leftovers
-from shardkeep.ranks.world import World
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.uploads import unfinished
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.uploads import unfinished
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.s3_server import S3Server
 
 Opens = Callable[..., ObjectRoot]
 QUICK = {"timeout_s": 5.0, "retries": 6, "retry_s": 20.0, "part_bytes": 5 << 20}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.ranks.world import World
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
+from shardkeep.storage.object_store import ObjectRoot
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import no_leaks
 

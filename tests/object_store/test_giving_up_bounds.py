@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.engine.workers import budget_for_store
 from shardkeep.errors import StorageError
 from shardkeep.options import cores, local_ranks
-from shardkeep.run.workers import divide_for
-from shardkeep.store import giving_up, object_sending
-from shardkeep.store.giving_up import Hope, hope_held, unless_lost
-from shardkeep.store.object_parts import Room
-from shardkeep.store.object_root import ObjectRoot
+from shardkeep.storage import cancel as giving_up
+from shardkeep.storage import multipart as object_sending
+from shardkeep.storage.buffers import MemoryBudget
+from shardkeep.storage.cancel import CancelScope, current_scope, run_cancellable
+from shardkeep.storage.object_store import ObjectRoot
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.s3_server import S3Server
 from tests.object_store.proxy import Proxy, Rule
 from tests.object_store.test_uploads_bounds import PART, interrupted_when
+from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectRoot]
 STALLS = {
@@ -37,7 +38,7 @@ STALLS = {
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait a moment only for what was given up to end by itself."""
     monkeypatch.setattr(object_sending, "_LONGEST_S", 0.3)
-    monkeypatch.setattr(giving_up, "LONGEST_S", 2.0)
+    monkeypatch.setattr(giving_up, "CANCEL_DEADLINE_S", 2.0)
 
 
 class FailsThen(FaultyStore):
@@ -120,7 +121,7 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
 
 def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
     """One that is given up, and arrives when nobody waits for it any more, is deleted."""
-    hope = Hope()
+    hope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
         place = s3_place(endpoint=proxy.endpoint, conditional_puts=True)
         with hope.held():
@@ -144,7 +145,7 @@ def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place:
 def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
     """On terms that can be given up as without them: that there is one of that name, which stays."""
     place = s3_place(conditional_puts=True)
-    with Hope().held():
+    with CancelScope().held():
         first, second = place.create("a", 2), place.create("a", 2)
     for writer, data in ((first, b"11"), (second, b"22")):
         writer.write_at(0, memoryview(data))
@@ -160,10 +161,10 @@ class NotesRooms(FaultyStore):
 
     def __init__(self, inner: ObjectRoot) -> None:
         super().__init__(inner)
-        self.rooms: set[Room | None] = set()
+        self.rooms: set[MemoryBudget | None] = set()
 
     def begin(self, verb: str, name: str) -> Any:
-        if verb == "create" and name.startswith("m") and (hope := hope_held()) is not None:
+        if verb == "create" and name.startswith("m") and (hope := current_scope()) is not None:
             self.rooms.add(hope.room)
         return super().begin(verb, name)
 
@@ -177,21 +178,21 @@ def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place: Open
     [room] = store.rooms
     threads = min(64, max(2, cores() // local_ranks()))
     assert room is not None
-    assert room.nbytes == divide_for(store, threads, budget, coded=bool(codecs)).room_nbytes
+    assert room.nbytes == budget_for_store(store, threads, budget, coded=bool(codecs)).room_nbytes
 
 
 def test_a_hope_within_another_is_lost_with_it() -> None:
     """And has its memory; an answer that comes is returned, an error raised, and one that does not come left behind."""
-    outer = Hope(room=Room(3))
+    outer = CancelScope(room=MemoryBudget(3))
     with outer.held():
-        inner = Hope()
+        inner = CancelScope()
     assert inner.room is outer.room
-    assert unless_lost(lambda: 7, "it", inner) == 7
+    assert run_cancellable(lambda: 7, "it", inner) == 7
     with pytest.raises(ZeroDivisionError):
-        unless_lost(lambda: 1 // 0, "it", inner)
+        run_cancellable(lambda: 1 // 0, "it", inner)
     never = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(unless_lost, never.wait, "it", inner)
+        asked = pool.submit(run_cancellable, never.wait, "it", inner)
         outer.give_up()
         with pytest.raises(StorageError, match="it: was given up"):
             asked.result()

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.layout import leftovers
-from shardkeep.layout.native import new_save_id
-from shardkeep.store import uploads, uploads_client
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.testing.s3_server import BUCKET
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts.native import new_save_id
+from shardkeep.storage import uploads
+from shardkeep.storage import uploads as uploads_client
+from shardkeep.storage.object_store import ObjectRoot
+from tests.support.s3_server import BUCKET
 
 Opened = Callable[..., ObjectRoot]
 
@@ -35,7 +36,7 @@ def test_a_job_takes_back_uploads_that_nobody_goes_on_with(
     """Of dead saves at once, what nobody claims when it is old; never those of other programs, nor of living saves."""
     root = s3_place()
     dead, lost, alive, elsewhere = (new_save_id() for _ in range(4))
-    with leftovers.claiming(alive):
+    with leftovers.holding_claim(alive):
         for place, save_id in (("step-3", dead), ("step-7", alive)):
             leftovers.make_claim(root.place(place), save_id)
         root.place("step-8").put(f"claim-{elsewhere}.json", b'{"host": "node7", "pid": 1, "started": "1"}')

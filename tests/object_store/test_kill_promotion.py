@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import shardkeep as sk
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.store.uploads import unfinished
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.uploads import unfinished
 from tests.faults.forks import Fork
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.s3_server import S3Server
 
 
 def train(near: str, far: ObjectRoot, steps: range) -> int | None:

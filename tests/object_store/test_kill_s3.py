@@ -12,13 +12,13 @@ import pytest
 import shardkeep as sk
 from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.protocol import Store
-from shardkeep.store.uploads import unfinished
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.base import Store
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.uploads import unfinished
 from tests.faults.forks import Fork
 from tests.object_store.jobs import OPTIONS, load_and_compare, save_for_ever, state_of
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.s3_server import S3Server
 
 KILLS = 6
 A_SAVE = 28

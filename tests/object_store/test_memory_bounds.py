@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.run.workers import MIN_WINDOW_NBYTES, divide
-from shardkeep.store import object_sending
-from shardkeep.store.giving_up import Hope
-from shardkeep.store.object_parts import Room, part_nbytes_of
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.engine.workers import MIN_WINDOW_NBYTES, divide_budget
+from shardkeep.storage import multipart as object_sending
+from shardkeep.storage.buffers import MemoryBudget, part_nbytes_of
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 from tests.engine.test_memory import peak_growth
@@ -78,7 +78,7 @@ def test_no_upload_on_terms_waits_for_itself(
     monkeypatch.setattr(object_sending, "_LONG_PATIENCE_S", 0.05)
     place = s3_place(part_bytes=5 * MIB)
     data = sample(15 * MIB)
-    with Hope(room=Room(0)).held():
+    with CancelScope(room=MemoryBudget(0)).held():
         writer = place.create("a", len(data))
     for at in reversed(range(0, len(data), piece)):
         writer.write_at(at, memoryview(data)[at : at + piece])
@@ -92,7 +92,7 @@ def test_what_is_shared_out_is_no_more_than_the_budget(part: int, coded: bool) -
     """Windows, what codecs hold, parts and room fit in; if nothing does, one thread has the least there is."""
     for threads in (1, 2, 8, 16, 64):
         for budget in (1, 7 * MIB, 16 * MIB, 32 * MIB, 100 * MIB, 256 * MIB, 4096 * MIB):
-            shares = divide(threads, budget, coded=coded, part_nbytes=part)
+            shares = divide_budget(threads, budget, coded=coded, part_nbytes=part)
             window = shares.window_nbytes
             each = window + (2 * min(window, 4 * MIB) + 2 * MIB if coded else 0) + (0 if part else window)
             held = shares.threads * each + (shares.threads - 1) * part + shares.room_nbytes
@@ -104,13 +104,13 @@ def test_what_is_shared_out_is_no_more_than_the_budget(part: int, coded: bool) -
 
 def test_windows_stay_parts_where_they_are_sent_as_they_are() -> None:
     """With little memory a plain upload has few threads, whose windows need no copies; a default one has all."""
-    assert divide(16, 256 * MIB, part_nbytes=8 * MIB)[:2] == (16, 8 * MIB)
-    assert divide(16, 64 * MIB, part_nbytes=8 * MIB)[:2] == (4, 8 * MIB)
-    assert divide(16, 16 * MIB, part_nbytes=8 * MIB)[:2] == (1, 8 * MIB)
+    assert divide_budget(16, 256 * MIB, part_nbytes=8 * MIB)[:2] == (16, 8 * MIB)
+    assert divide_budget(16, 64 * MIB, part_nbytes=8 * MIB)[:2] == (4, 8 * MIB)
+    assert divide_budget(16, 16 * MIB, part_nbytes=8 * MIB)[:2] == (1, 8 * MIB)
 
 
 def test_the_size_of_parts_is_asked_of_the_store_below(s3_place: Callable[..., ObjectRoot]) -> None:
     """Through stores that try again; a store that takes bytes in any order keeps none."""
     place = s3_place(part_bytes=6 * MIB)
-    assert part_nbytes_of(RetryingStore(place, Patience(1))) == 6 * MIB
+    assert part_nbytes_of(RetryingStore(place, RetryPolicy(1))) == 6 * MIB
     assert part_nbytes_of(sk.MemoryStore()) == 0

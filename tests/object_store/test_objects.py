@@ -12,15 +12,13 @@ import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.object_read import HEAD_BYTES
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place, open_root, open_store
-from shardkeep.store.protocol import is_sequential, requests_of
-from shardkeep.store.retrying import Patience, RetryingStore
-from shardkeep.store.roots import REMOVING_NAME
-from shardkeep.testing.s3_server import BUCKET, S3Server
+from shardkeep.storage.base import REMOVING_NAME, is_sequential, preferred_requests
+from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.object_store import HEAD_BYTES, ObjectRoot
+from shardkeep.storage.resolve import open_place, open_root, open_store
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import sample, write_blob
+from tests.support.s3_server import BUCKET, S3Server
 
 Opened = Callable[..., ObjectRoot]
 
@@ -75,9 +73,9 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
         deleted.append(list(names))
         original(self, names)
 
-    monkeypatch.setattr("shardkeep.store.objects.ObjectStore.delete_all", delete_all)
+    monkeypatch.setattr("shardkeep.storage.object_store.ObjectStore.delete_all", delete_all)
     assert sorted(root.places()) == ["step-1", "step-10"]
-    RetryingStore(root, Patience(0))
+    RetryingStore(root, RetryPolicy(0))
     root.remove("step-1")
     root.remove("step-1")
     assert deleted == [[RECORD_NAME], ["a", "b"], [REMOVING_NAME]]
@@ -89,11 +87,11 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
 
 def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
     """Also through one that tries again."""
-    store = RetryingStore(s3_place(requests=7), Patience(1))
+    store = RetryingStore(s3_place(requests=7), RetryPolicy(1))
     assert is_sequential(store)
-    assert requests_of(store, 2) == 7
-    assert not is_sequential(RetryingStore(MemoryRoot(), Patience(1)))
-    assert requests_of(RetryingStore(MemoryRoot(), Patience(1)), 2) == 2
+    assert preferred_requests(store, 2) == 7
+    assert not is_sequential(RetryingStore(MemoryRoot(), RetryPolicy(1)))
+    assert preferred_requests(RetryingStore(MemoryRoot(), RetryPolicy(1)), 2) == 2
 
 
 def test_a_url_and_the_environment_are_enough(
@@ -146,7 +144,7 @@ def test_keys_of_a_profile(
 
 _FORKS = """
 import os, signal, sys
-from shardkeep.store.place import open_place
+from shardkeep.storage.resolve import open_place
 before, other = sys.argv[1:]
 store = open_place(before)
 if not os.fork():  # nothing was used yet: this one may

@@ -18,21 +18,17 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.engine.process.client import SharedMemory, WriterProcess, store_spec, writer_manager
+from shardkeep.engine.process.server import CancelSave, CreateFile, FinishFile, WaitPolicy, WriteBytes
 from shardkeep.errors import WriterDied
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.run.writer_hold import writer_hold
-from shardkeep.run.writer_memory import SharedMemory
-from shardkeep.run.writer_pipe import Patience
-from shardkeep.run.writer_place_of import place_of
-from shardkeep.run.writer_process import WriterProcess
-from shardkeep.run.writer_wire import Create, Finish, GiveUp, WriteBytes
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.place import open_place
-from shardkeep.store.uploads import unfinished
-from shardkeep.testing.rank_pool import RankPool
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.resolve import open_place
+from shardkeep.storage.uploads import unfinished
 from tests.object_store.jobs import load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 Opens = Callable[..., ObjectRoot]
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=128 << 20, timeout_s=60.0)
@@ -64,7 +60,7 @@ def save(k: int, where: Any, **more: Any) -> sk.SaveHandle[sk.SaveReport]:
 
 
 def child() -> int:
-    pid = writer_hold().pid
+    pid = writer_manager().pid
     assert pid is not None
     return pid
 
@@ -190,8 +186,8 @@ def test_cancelled_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> 
 
 def write_all(process: WriterProcess, file: int, data: bytes) -> None:
     """Write a file; what fails may be told at its end only."""
-    process.ask(WriteBytes(file, 0, data), Patience(PATIENCE_S))
-    process.ask(Finish(file), Patience(PATIENCE_S))
+    process.ask(WriteBytes(file, 0, data), WaitPolicy(PATIENCE_S))
+    process.ask(FinishFile(file), WaitPolicy(PATIENCE_S))
 
 
 def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Opens) -> None:
@@ -199,11 +195,11 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
     Nobody answers to a file's upload: it is given up when another file of the save cannot be written, or when the
     training process says so; files of other saves are not.
     """
-    target = place_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
-    data, patience = bytes(2 * PART), Patience(PATIENCE_S)
+    target = store_spec(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
+    data, patience = bytes(2 * PART), WaitPolicy(PATIENCE_S)
 
     def begin(name: str) -> int:
-        return process.ask(Create(target, f"{name}.safetensors", len(data)), patience).file
+        return process.ask(CreateFile(target, f"{name}.safetensors", len(data)), patience).file
 
     memory = SharedMemory()
     with contextlib.closing(memory), contextlib.closing(WriterProcess(memory.fd, 2)) as process:
@@ -218,7 +214,7 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
                     with pytest.raises(sk.StorageError, match=r"breaks-.*500"):
                         write_all(process, breaks, data)
                 else:
-                    process.tell(GiveUp(f"another-{save_id}.safetensors"))
+                    process.tell(CancelSave(f"another-{save_id}.safetensors"))
                 with pytest.raises(sk.StorageError, match="given up, as something else failed"):
                     waits.result(PATIENCE_S)
         write_all(process, whole, data)

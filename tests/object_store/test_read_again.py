@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.layout.rereading import Again
 from shardkeep.opening import verify_stored
-from shardkeep.store.aligned import flat
-from shardkeep.store.files import cached_bytes
-from shardkeep.store.memory import MemoryStore
+from shardkeep.storage.buffers import flat
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.reread import SecondRead
+from shardkeep.storage.system import cached_bytes
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.s3_server import S3Server
 from tests.codec_engine.scene import OPTIONS, InOrderStore
 from tests.engine.samples import bits
 from tests.object_store.proxy import Proxy, Rule
 from tests.object_store.test_faults_network import QUICK, Opens
+from tests.support.s3_server import S3Server
 
 VERBS = ("read_into", "get")
 KINDS = {"plain": (MemoryStore, None), "apart": (InOrderStore, None), "coded": (MemoryStore, ["zstd", "aes"])}
@@ -151,7 +151,7 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any) -> None:
                 seen.append([cached_bytes(file, mib << 20, 1 << 20) for mib in (0, 2, 6)])
                 return super().open(name)
 
-        with closing(Again("a", Looks(tmp_path))) as again:
+        with closing(SecondRead("a", Looks(tmp_path))) as again:
             assert again.read((1 << 20) + 1, 4 << 20) == whole[(1 << 20) + 1 : (5 << 20) + 1]
         assert seen == [[1 << 20, 0, 1 << 20]]
     finally:

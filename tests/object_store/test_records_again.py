@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 import shardkeep as sk
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.object_store import ObjectRoot
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.s3_server import S3Server
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from shardkeep.store.place import open_place
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.resolve import open_place
+from tests.support.s3_server import S3Server
 
 _USER = """
 import sys, time
-from shardkeep.testing.s3_server import S3Server
+from tests.support.s3_server import S3Server
 with S3Server(sys.argv[1]) as server:
     print(server.port, flush=True)
     time.sleep(600)

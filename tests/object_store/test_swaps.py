@@ -15,21 +15,19 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.store.fsspec_root import FsspecRoot
-from shardkeep.store.fsspec_store import _shared
-from shardkeep.store.local import LocalStore
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.object_swap import SmallObjects
-from shardkeep.store.protocol import Store, Version
-from shardkeep.store.swaps import Swaps
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage.base import Store, Version
+from shardkeep.storage.conditional_put import ConditionalPuts
+from shardkeep.storage.fsspec import FsspecRoot, _shared
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.object_store import ObjectRoot, SmallObjects
+from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectRoot]
 
 _RACER = """
 import json, sys
 from shardkeep.errors import StorageError
-from shardkeep.store.place import open_store
+from shardkeep.storage.resolve import open_store
 url, me, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = open_store(url, direct=True)
 won = []
@@ -106,7 +104,7 @@ def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> Non
     """It is tried out once, leaves nothing behind, and the user is told once; a name that is taken is still refused."""
     store = s3_place(settle_s=0.01, requests=9)
     small = _Careless(store.bucket, store.prefix, store.url)
-    swaps = Swaps(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
+    swaps = ConditionalPuts(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
     with pytest.warns(UserWarning, match="does not check the conditions of puts"):
         swaps.put("a", b"old")
     assert [info.name for info in store.list()] == ["a"]
@@ -131,7 +129,7 @@ def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
     """A service may check one and ignore the other: of two who swap the same version one is refused all the same."""
     store = s3_place(settle_s=0.01, requests=10)
     small = _HalfCareful(store.bucket, store.prefix, store.url)
-    swaps = Swaps(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
+    swaps = ConditionalPuts(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swaps.put("a", b"old")
@@ -179,7 +177,7 @@ def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
             super().send(name, b"theirs")
 
     small = _Overtaken(store.bucket, store.prefix, store.url)
-    swaps = Swaps(small, store.url, settle_s=0.0, lock=threading.Lock(), warned={"conditions"})
+    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned={"conditions"})
     with pytest.raises(StorageError) as caught:
         swaps.put("a", b"mine")
     assert caught.value.errno == errno.EEXIST
@@ -202,7 +200,7 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     """What is refused because of our own first attempt was ours; what somebody else put is not."""
     store = s3_place(conditional_puts=True)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
-    swaps = Swaps(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
+    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
     seen = None
     if swap:
         store.put("a", b"old")
@@ -233,8 +231,8 @@ def test_a_put_is_not_tried_for_longer_than_was_said(
             return True
 
     busy: Any = _Busy()
-    swaps = Swaps(busy, "s3://b", settle_s=0.0, lock=threading.Lock(), warned=set(), retry_s=retry_s)
-    monkeypatch.setattr("shardkeep.store.swaps._FIRST_WAIT_S", 0.001)
+    swaps = ConditionalPuts(busy, "s3://b", settle_s=0.0, lock=threading.Lock(), warned=set(), retry_s=retry_s)
+    monkeypatch.setattr("shardkeep.storage.conditional_put._FIRST_WAIT_S", 0.001)
     with pytest.raises(StorageError, match="503"):
         swaps.put("a", b"x")
     assert sent == ["a"] * times
@@ -258,7 +256,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
             raise BlobNotFound("404 NoSuchKey", errno=errno.ENOENT)
 
     small = _Amazon(store.bucket, store.prefix, store.url)
-    swaps = Swaps(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
+    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
     with pytest.raises(StorageError, match="deleted by another writer meanwhile") as caught:
         swaps.put("a", b"mine", over=Version("tag"))
     assert caught.value.errno == errno.EEXIST

@@ -22,14 +22,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.layout import leftovers
-from shardkeep.store import uploads
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.object_upload import ObjectWriter
-from shardkeep.store.retrying import Patience, RetryingStore
-from shardkeep.testing.s3_server import BUCKET, S3Server
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.storage import uploads
+from shardkeep.storage.multipart import ObjectWriter
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.object_store.proxy import Proxy
+from tests.support.s3_server import BUCKET, S3Server
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -187,7 +187,7 @@ def test_unfinished_uploads_are_found_and_swept(small_parts: ObjectRoot, boto: A
     for key in (f"{small_parts.prefix}a", f"{small_parts.prefix}step-1/b", other):
         made = boto.create_multipart_upload(Bucket=BUCKET, Key=key)
         boto.upload_part(Bucket=BUCKET, Key=key, UploadId=made["UploadId"], PartNumber=1, Body=bytes(100))
-    store = RetryingStore(small_parts, Patience(0))
+    store = RetryingStore(small_parts, RetryPolicy(0))
     found = uploads.unfinished(store)
     assert sorted(each.name for each in found) == ["a", "step-1/b"]
     assert uploads.sweep(store, lambda each: each.is_older_than(3600.0)) == 0

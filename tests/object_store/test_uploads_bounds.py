@@ -13,14 +13,14 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.store import object_sending
-from shardkeep.store.giving_up import Hope
-from shardkeep.store.object_root import ObjectRoot
-from shardkeep.store.uploads import unfinished
-from shardkeep.testing.s3_server import S3Server
+from shardkeep.storage import multipart as object_sending
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.uploads import unfinished
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.s3_server import S3Server
 
 PART = 5 << 20
 Opened = Callable[..., ObjectRoot]
@@ -101,7 +101,7 @@ def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
 ) -> None:
     """Nobody waits for an upload that was told to end and is given up; the object that appears later does not stay."""
     monkeypatch.setattr(object_sending, "_LONGEST_S", 0.0)
-    hope = Hope()
+    hope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
         place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
         with hope.held():

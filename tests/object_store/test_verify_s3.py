@@ -11,15 +11,15 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli.main import main
-from shardkeep.codec.keys import KeyRing
+from shardkeep.codecs.keys import KeyRing
 from shardkeep.errors import StorageError
 from shardkeep.format.frames import table_nbytes
-from shardkeep.layout.native import read_record
+from shardkeep.layouts.native import read_record
 from shardkeep.opening import verify_stored
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_place
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 OPTIONS = sk.Options(keys=KeyRing([bytes(range(32))]))
 
@@ -151,7 +151,7 @@ def test_files_are_read_at_the_same_time() -> None:
 
 def test_many_batches_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each damaged frame is listed, in order, whichever thread found it."""
-    monkeypatch.setattr("shardkeep.run.verifying._BATCH", 2)
+    monkeypatch.setattr("shardkeep.engine.verify._BATCH", 2)
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)
     [file] = read_record(store).files

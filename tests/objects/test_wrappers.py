@@ -11,9 +11,17 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.testing.rank_pool import RankPool
 from tests.engine.samples import bits
-from tests.objects.wrappers import OPTIMIZERS, WORLDS, build, losses_from_here, mesh_for, train, trainable
+from tests.objects.wrappers import (
+    OPTIMIZERS,
+    WORLDS,
+    build,
+    losses_from_here,
+    mesh_for,
+    train,
+    trainable,
+)
+from tests.support.rank_pool import RankPool
 
 
 def state_of(kind, optimizer, mesh):

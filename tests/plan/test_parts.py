@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import shardkeep as sk
+from shardkeep.engine.rank_plan import data_file_names, make_manifest, split_by_rank
 from shardkeep.format.record import BLOB_NAME
-from shardkeep.layout import native
-from shardkeep.plan import balance, parts
-from shardkeep.plan.saves import plan_save
-from shardkeep.run.drafting import make_draft
-from shardkeep.run.orders import cut_orders, file_names
+from shardkeep.layouts import native
+from shardkeep.plan import balance
+from shardkeep.plan import balance as parts
+from shardkeep.plan.save_plan import plan_save
 from shardkeep.state.describe import describe
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.engine.samples import bits, rich_state
@@ -43,7 +43,7 @@ def plan_of(ranks):
         state = {
             group: {f"{rank}.{i}": virtual(nbytes) for i, nbytes in enumerate(sizes)} for group, sizes in groups.items()
         }
-        drafts.append(make_draft(describe(state, rank=rank), allow_pickle=False, check_replicas=False))
+        drafts.append(make_manifest(describe(state, rank=rank), allow_pickle=False, check_replicas=False))
     return plan_save(drafts)
 
 
@@ -87,13 +87,13 @@ def test_names_are_valid_different_and_of_their_save(ranks):
     Every name is one the format allows and tells its save; each rank's orders name its own files and no other's.
     """
     plan = plan_of(ranks)
-    names = file_names(plan, SAVE_ID, len(ranks))
+    names = data_file_names(plan, SAVE_ID, len(ranks))
     assert len(set(names)) == len(names)
     for name, file in zip(names, plan.files, strict=True):
         assert BLOB_NAME.fullmatch(name)
         assert native.save_id_of(name) == SAVE_ID
         assert ("-part" in name) == (file.part > 0)
-    orders = cut_orders(plan, SAVE_ID, len(ranks))
+    orders = split_by_rank(plan, SAVE_ID, len(ranks))
     assert [name for each in orders for name, _, _ in each.files] == names
     assert [f"-{rank:05d}-of-" in name for rank, each in enumerate(orders) for name, _, _ in each.files] == [
         True
@@ -104,7 +104,7 @@ def test_parts_have_the_blocks_of_the_whole():
     """
     To cut a group into files makes its blocks no smaller; another group has its own.
     """
-    [orders] = cut_orders(plan_of([{"model": [300 * MIB] * 16, "other": [MIB]}]), SAVE_ID, 1)
+    [orders] = split_by_rank(plan_of([{"model": [300 * MIB] * 16, "other": [MIB]}]), SAVE_ID, 1)
     assert [block for *_, block in orders.files] == [MIB] * 8 + [64 << 10]
 
 
@@ -115,7 +115,7 @@ def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
     The fullest part has at most the mean and one chunk; small chunks that stay together are neighbours.
     """
     nbytes = np.array(sizes, np.int64)
-    part = parts.cut(nbytes, count)
+    part = parts.divide_chunks(nbytes, count)
     loads = np.bincount(part, weights=nbytes, minlength=count)
     assert len(loads) == count
     assert loads.max() <= nbytes.sum() / count + nbytes.max()

@@ -7,14 +7,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.columns import ITEMSIZES, matrix_of
-from shardkeep.format.dtypes import TABLE
+from shardkeep.format.boxes import ITEMSIZES, Box, grid, matrix_of
+from shardkeep.format.dtypes import DTYPES
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.format.region import Box, grid
-from shardkeep.plan.loads import Runs, Scatter, Wants, plan_load
-from shardkeep.plan.ranges import every_block, plan_reads
+from shardkeep.plan.load_plan import ReadRequests, Runs, Scatter, every_block, plan_load, plan_reads
 
-CODES = [next(row.code for row in TABLE if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
+CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
 FAR = 1 << 20
 """Distance between the memories of two destinations, so that an address tells which it is."""
 
@@ -202,7 +200,7 @@ def test_every_wanted_element_has_one_source(case, data):
     boxes = [data.draw(boxes_in(shapes[t])) for t in tensors]
     address = [(i + 1) * FAR * data.draw(st.integers(0, 1)) for i in range(len(tensors))]
     axes = index.tensors.shape.shape[1]
-    wants = Wants(
+    wants = ReadRequests(
         np.array(tensors, np.int64),
         matrix_of([box.offsets for box in boxes], axes, 0),
         matrix_of([box.sizes for box in boxes], axes, 1),

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from shardkeep.plan import sharing
 from shardkeep.plan.balance import SLICE_NBYTES
-from shardkeep.plan.sharing import Offer, Orders, decide, decode_orders, encode_offer, message_nbytes_for, share_out
+from shardkeep.plan.sharing import (
+    ShareOffer,
+    SharePlan,
+    decode_share_plan,
+    encode_offer,
+    message_nbytes_for,
+    plan_sharing,
+    share_out,
+)
 
 MESSAGE = 64 << 10
 
@@ -20,7 +28,7 @@ def offer_of(wants, things):
     """The offer of a rank that wants these things, each (bytes, rows)."""
     columns = [(things[each][0], things[each][1], each % 2, each * 100) for each in wants]
     table = np.array(columns, np.int64).reshape(-1, 4).T
-    return Offer(np.array([(each, -each) for each in wants], np.int64).reshape(-1, 2), *table)
+    return ShareOffer(np.array([(each, -each) for each in wants], np.int64).reshape(-1, 2), *table)
 
 
 @st.composite
@@ -125,7 +133,7 @@ def test_small_things_stay_together():
     things = [(64 << 10, 1)] * 512
     wants = [list(range(512))] * 4
     offers = [offer_of(each, things) for each in wants]
-    offers = [Offer(each.what, each.nbytes, each.rows, each.file * 0, each.start) for each in offers]
+    offers = [ShareOffer(each.what, each.nbytes, each.rows, each.file * 0, each.start) for each in offers]
     shares, _ = share_out(offers, np.zeros(4, np.int64), message_nbytes=8 << 20)
     owner = np.empty(512, np.int64)
     owner[shares[0].want] = shares[0].owner
@@ -140,18 +148,18 @@ def test_letters_say_the_same():
     things = [(100, 10), (10 << 20, 8)]
     offers = [offer_of(each, things) for each in ([0, 1], [1, 0], [1])]
     letters = [encode_offer(each, alone_nbytes=5, budget_nbytes=64 << 20) for each in offers]
-    orders = decide(letters, first_tag=77)
+    orders = plan_sharing(letters, first_tag=77)
     assert orders is not None
     shares, teams = share_out(offers, np.full(3, 5), message_nbytes=message_nbytes_for(64 << 20))
     for share, letter in zip(shares, orders, strict=True):
-        got: Orders = decode_orders(letter)
+        got: SharePlan = decode_share_plan(letter)
         assert (got.message_nbytes, got.first_tag) == (2 << 20, 77)
         for mine, theirs in zip(share.columns(), got.share.columns(), strict=True):
             if mine is not share.team:
                 assert np.array_equal(mine, theirs)
         assert [teams[t] for t in share.team.tolist()] == [got.teams[t] for t in got.share.team.tolist()]
     lonely = [offer_of([0], things), offer_of([1], things)]
-    assert decide([encode_offer(each, alone_nbytes=0, budget_nbytes=1) for each in lonely], first_tag=0) is None
+    assert plan_sharing([encode_offer(each, alone_nbytes=0, budget_nbytes=1) for each in lonely], first_tag=0) is None
 
 
 def test_ranks_with_the_same_state_get_the_same_letter():
@@ -160,7 +168,7 @@ def test_ranks_with_the_same_state_get_the_same_letter():
     """
     things = [(1000 * n, n) for n in range(1, 20)]
     letters = [encode_offer(offer_of(range(19), things), alone_nbytes=0, budget_nbytes=1 << 28)] * 8
-    assert len(set(decide(letters, first_tag=0) or [])) == 1
+    assert len(set(plan_sharing(letters, first_tag=0) or [])) == 1
 
 
 def test_messages_fit_the_memory_that_may_be_used():

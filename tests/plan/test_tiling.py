@@ -7,8 +7,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.columns import Boxes, matrix_of
-from shardkeep.format.region import Box, contiguous_run, flat_range_to_boxes, grid, intersect, relative, slices, whole
+from shardkeep.format.boxes import (
+    Box,
+    Boxes,
+    contiguous_run,
+    flat_range_to_boxes,
+    grid,
+    intersect,
+    matrix_of,
+    relative,
+    slices,
+    whole,
+)
 from shardkeep.plan.balance import SLICE_NBYTES, assign
 from shardkeep.plan.tiling import explain, tiled
 

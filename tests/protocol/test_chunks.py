@@ -12,10 +12,20 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as TheirC
 from torch.distributed.checkpoint.metadata import TensorProperties as TheirProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TheirEntry
 
-from shardkeep.protocol.chunks import boxes_overlap, clashes, overlap_region, overlaps, within
-from shardkeep.protocol.foreign import ours
-from shardkeep.protocol.items import create_read_items_for_chunk_list
-from shardkeep.protocol.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from shardkeep.dcp._impl.interop import to_ours
+from shardkeep.dcp._impl.plans import (
+    boxes_overlap,
+    clashes,
+    create_read_items_for_chunk_list,
+    overlap_region,
+    overlaps,
+    within,
+)
+from shardkeep.layouts.torch_values import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 # A shared machine may be slow at any moment.
 without_deadline = settings(deadline=None)
@@ -146,7 +156,7 @@ def test_reads_are_those_torch_plans(lists):
     size = torch.Size([10] * (len(wanted[0].sizes) if wanted else 1))
     mine = create_read_items_for_chunk_list("w", TensorStorageMetadata(TensorProperties(), size, stored), wanted)
     others = [[TheirChunk(b.offsets, b.sizes) for b in boxes] for boxes in (wanted, stored)]
-    expected = ours(
+    expected = to_ours(
         theirs.create_read_items_for_chunk_list("w", TheirEntry(TheirProperties(), size, others[1]), others[0])
     )
 

@@ -14,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.errors import DamagedCheckpoint
-from shardkeep.format.sections import pack_sections, unpack_sections
-from shardkeep.format.torch_columns import _SHAPES, MAGIC, decode_columns, decode_path, encode_columns, encode_path
-from shardkeep.protocol.column_metadata import columns_of, metadata_of
-from shardkeep.protocol.metadata import (
+from shardkeep.format.index import pack_sections, unpack_sections
+from shardkeep.format.torch_columns import (
+    _SHAPES,
+    MAGIC,
+    decode_columns,
+    decode_path,
+    encode_columns,
+    encode_path,
+)
+from shardkeep.layouts.column_metadata import columns_of, metadata_of
+from shardkeep.layouts.torch_pickle import decode_metadata, encode_metadata
+from shardkeep.layouts.torch_values import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -25,9 +33,8 @@ from shardkeep.protocol.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+    _StorageInfo,
 )
-from shardkeep.protocol.pickled_metadata import decode_metadata, encode_metadata
-from shardkeep.protocol.stored_items import _StorageInfo
 
 Size = torch.Size
 

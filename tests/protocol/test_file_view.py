@@ -101,7 +101,7 @@ def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """
     Nothing is printed by default; with the switch on, where the time went.
     """
-    from shardkeep.compat import calls
+    from shardkeep.dcp._impl import calls
 
     with utils._profile():
         pass

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.utils._pytree as pytree
 
-from shardkeep.protocol.lazy_dicts import LazyItems, LazyValues
+from shardkeep.layouts.lazy_dicts import LazyItems, LazyValues
 
 PLAIN = {"b": [1], "a": [2], "": [3], "é": [4]}
 KINDS = ("values", "items", "uncounted")

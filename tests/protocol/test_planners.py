@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._dedup_save_plans import dedup_save_plans
 from shardkeep.dcp._dedup_tensors import dedup_tensors
+from shardkeep.dcp._impl.interop import to_ours
 from shardkeep.dcp._nested_dict import flatten_state_dict
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import (
@@ -44,7 +45,6 @@ from shardkeep.dcp.planner_helpers import _init_state_dict
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import InvalidShards, StateMismatch
-from shardkeep.protocol.foreign import ours
 from tests.protocol.samples import quietly, state_of_ranks
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
@@ -82,13 +82,13 @@ def test_saves_are_planned_as_torch_plans_them(rank_pool, ranks, options):
     The same items on each rank; with replicated values on the first rank, the same global plan and metadata.
     """
     mine, other = zip(*rank_pool.run(ranks, local_plans, options), strict=True)
-    assert list(mine) == ours(list(other))
+    assert list(mine) == to_ours(list(other))
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
     torchs = theirs.DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
     plans, metadata = planner.create_global_plan(list(mine))
     their_plans, their_metadata = torchs.create_global_plan(list(other))
-    assert plans == ours(their_plans)
-    assert metadata == ours(their_metadata)
+    assert plans == to_ours(their_plans)
+    assert metadata == to_ours(their_metadata)
     hints = [[item.index.index for item in plan.items] for plan in plans]
     assert hints == [[item.index.index for item in plan.items] for plan in their_plans]
 
@@ -104,7 +104,7 @@ def test_replicated_values_are_spread_by_what_they_weigh(rank_pool, ranks):
     assert sorted(repr(i.index.fqn) + repr(i.index.offset) for p in plans for i in p.items) == sorted(
         repr(i.index.fqn) + repr(i.index.offset) for p in their_plans for i in p.items
     )
-    assert in_order(metadata) == in_order(ours(their_metadata))
+    assert in_order(metadata) == in_order(to_ours(their_metadata))
 
 
 def in_order(metadata):
@@ -198,7 +198,7 @@ def metadata_of_everything():
     state = state_to_plan()
     del state["few"]  # torch asks a rank outside the mesh for its part
     flat, _ = _nested_dict.flatten_state_dict(state)
-    return _create_default_local_metadata(flat) == ours(their_planners._create_default_local_metadata(flat))
+    return _create_default_local_metadata(flat) == to_ours(their_planners._create_default_local_metadata(flat))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -221,7 +221,7 @@ def load_plans(options):
     for planner in planners:
         planner.set_up_planner(state, metadata, dist.get_rank() == 0)
         found.append(planner.create_local_plan())
-    mine, other = found[0], ours(found[1])
+    mine, other = found[0], to_ours(found[1])
     return sorted(map(repr, mine.items)) == sorted(map(repr, other.items)), len(mine.items)
 
 

@@ -240,5 +240,5 @@ def test_the_metadata_returned_can_be_pickled(tmp_path):
     metadata = quietly(state_dict_saver.save, {"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path))
     assert pickle.loads(pickle.dumps(metadata)) == metadata
     if torch_fills_metadata(tmp_path / "other"):
-        assert {type(index).__module__ for index in metadata.storage_data} == {"shardkeep.protocol.metadata"}
+        assert {type(index).__module__ for index in metadata.storage_data} == {"shardkeep.layouts.torch_values"}
         assert metadata.storage_meta.checkpoint_id == tmp_path

@@ -18,7 +18,7 @@ from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.metadata import TensorProperties as OurProperties
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import InvalidShards
-from shardkeep.protocol.metadata import MetadataIndex
+from shardkeep.layouts.torch_values import MetadataIndex
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import in_chunks, mesh_of, numbered, seen, spread_out
 

@@ -223,4 +223,4 @@ def test_tensors_that_describe_themselves(rank_pool, tmp_path):
     for right, whole, count, home in rank_pool.run(2, save_wrapped, str(tmp_path / "ck")):
         assert right == [True, True]
         assert whole
-        assert (count, home) == (4, "shardkeep.protocol.metadata")
+        assert (count, home) == (4, "shardkeep.layouts.torch_values")

@@ -10,9 +10,17 @@ from torch.distributed.checkpoint import metadata as their_metadata
 from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
 
-from shardkeep.protocol import metadata, plans, storage
-from shardkeep.protocol.foreign import language_of, ours, translator
-from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.dcp._impl.interop import protocol_classes_of, to_ours, translator
+from shardkeep.errors import BrokenProtocol
+from shardkeep.layouts import (
+    torch_values as metadata,
+)
+from shardkeep.layouts import (
+    torch_values as plans,
+)
+from shardkeep.layouts import (
+    torch_values as storage,
+)
 
 OFFSETS = [None, (), (0,), (3, 4)]
 
@@ -124,7 +132,7 @@ def test_values_go_to_torch_and_back_without_loss():
     """
     mine = every_value(metadata, plans, storage)
     theirs = every_value(their_metadata, their_planner, their_storage)
-    assert ours(theirs) == mine
+    assert to_ours(theirs) == mine
     writer = their_storage.StorageWriter
     foreign = type("TheirWriter", (writer,), dict.fromkeys(writer.__abstractmethods__))()
     sent = translator(object(), foreign)(mine)
@@ -145,8 +153,8 @@ def test_what_is_not_of_the_protocol_stays_as_it_is():
         pass
 
     mine, secret = MyPlan([]), object()
-    assert ours(mine) is mine
-    assert ours(their_planner.SavePlan([], storage_data=secret, planner_data=secret)).storage_data is secret
+    assert to_ours(mine) is mine
+    assert to_ours(their_planner.SavePlan([], storage_data=secret, planner_data=secret)).storage_data is secret
 
 
 def test_what_another_version_of_torch_added_is_kept():
@@ -155,7 +163,7 @@ def test_what_another_version_of_torch_added_is_kept():
     """
     theirs = their_metadata.BytesStorageMetadata()
     theirs.extra = random.random()
-    assert ours(theirs).extra == theirs.extra
+    assert to_ours(theirs).extra == theirs.extra
 
 
 def test_the_language_of_a_party_is_that_of_its_base():
@@ -166,9 +174,9 @@ def test_the_language_of_a_party_is_that_of_its_base():
 
     from shardkeep.dcp.default_planner import DefaultLoadPlanner
 
-    assert language_of(type("Mine", (Theirs,), {})())["Metadata"] is their_metadata.Metadata
-    assert language_of(type("Mine", (DefaultLoadPlanner,), {})())["Metadata"] is metadata.Metadata
-    assert language_of(object())["Metadata"] is metadata.Metadata
+    assert protocol_classes_of(type("Mine", (Theirs,), {})())["Metadata"] is their_metadata.Metadata
+    assert protocol_classes_of(type("Mine", (DefaultLoadPlanner,), {})())["Metadata"] is metadata.Metadata
+    assert protocol_classes_of(object())["Metadata"] is metadata.Metadata
 
 
 def test_the_size_of_an_item():

@@ -11,12 +11,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from shardkeep.dist.kv import PIECE_BYTES
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World, current_world
 from shardkeep.errors import CheckpointError, StateMismatch, StorageFull
-from shardkeep.ranks.agree import meet
-from shardkeep.ranks.mailbox import PIECE_BYTES
-from shardkeep.ranks.world import World, current_world
-from shardkeep.testing.rank_pool import RankPool
 from tests.ranks.told import Told, ask, ask_once, echo, rank
+from tests.support.rank_pool import RankPool
 
 
 def ask_for_rank() -> Told:
@@ -34,7 +34,7 @@ def test_each_rank_gets_its_answer(rank_pool: RankPool, size: int):
 
 
 def many_phases() -> list[bytes]:
-    with meet(current_world(timeout_s=5), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
         return [meeting.agree("again", lambda n=n: b"%d" % (n * rank()), echo) for n in range(5)]
 
 
@@ -50,7 +50,7 @@ def long_texts(nbytes: int, shared: bool) -> tuple[str, str]:
         body = digests + b"z" * nbytes
         return [body if shared else body + b"%d" % number for number in range(len(payloads))]
 
-    with meet(current_world(timeout_s=20), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=20), "save to a") as meeting:
         answer = meeting.agree("plan", lambda: b"%d" % rank() * nbytes, decide)
     tail = answer.rsplit(b"z", 1)[-1]
     return answer.split(b"z", 1)[0].decode(), tail.decode()
@@ -146,7 +146,7 @@ def fail_and_go_on() -> tuple[str, bytes | None, bytes | None]:
             raise OSError("no")
         return b""
 
-    with meet(current_world(timeout_s=5), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
         failed = ask(meeting, "write", work)
         after = ask(meeting, "undo", lambda: b"%d" % rank())
     return failed.message.splitlines()[0], after.answer, ask_for_rank().answer
@@ -202,7 +202,7 @@ def stay_when_stopped(stopped: int) -> list[str]:
             raise KeyboardInterrupt
         return b""
 
-    with meet(current_world(timeout_s=50), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=50), "save to a") as meeting:
         try:
             told = ask(meeting, "write", work)
         except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
     began = time.monotonic()
     text = "nothing"
     try:
-        with meet(current_world(timeout_s=5), "save to a") as meeting:
+        with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
             meeting.agree("plan", bytes, echo)
             if rank() == leaving:
                 raise OSError("lost my disk")
@@ -251,7 +251,7 @@ def in_the_background() -> tuple[bytes, bytes]:
     world = current_world(timeout_s=5)
     late: list[bytes] = []
     save = contextlib.ExitStack()
-    meeting = save.enter_context(meet(world, "save to a"))
+    meeting = save.enter_context(rendezvous(world, "save to a"))
 
     def finish() -> None:
         with save:
@@ -260,7 +260,7 @@ def in_the_background() -> tuple[bytes, bytes]:
 
     thread = threading.Thread(target=finish)
     thread.start()
-    with meet(world, "load from b") as other:
+    with rendezvous(world, "load from b") as other:
         first = other.agree("read", lambda: b"l%d" % rank(), echo)
     thread.join()
     return first, late[0]
@@ -275,7 +275,7 @@ def count_keys() -> list[int]:
     counts = []
     for turn in range(3):
         for _ in range(1 if turn == 0 else 100):
-            with meet(world, "save to a") as meeting:
+            with rendezvous(world, "save to a") as meeting:
                 meeting.agree("plan", bytes, echo)
                 meeting.agree("write", lambda: b"x" * 5000, lambda payloads: [b"y" * 5000] * len(payloads))
         dist.barrier()
@@ -300,7 +300,7 @@ def long_and_count() -> tuple[int, int]:
     world = current_world(timeout_s=20)
     counts = []
     for nbytes in (0, 2 * PIECE_BYTES):
-        with meet(world, "save to a") as meeting:
+        with rendezvous(world, "save to a") as meeting:
             meeting.agree("plan", lambda n=nbytes: b"x" * n, lambda payloads: [payloads[0]] * len(payloads))
             with contextlib.suppress(CheckpointError):
                 meeting.agree("write", lambda: 1 / 0, echo)
@@ -317,7 +317,7 @@ def test_a_single_rank_sees_its_own_exceptions():
     def fail(*args: object) -> bytes:
         raise OwnError("mine")
 
-    with meet(World(0, 1), "save to a") as meeting:
+    with rendezvous(World(0, 1), "save to a") as meeting:
         assert meeting.agree("plan", lambda: b"p", lambda payloads: [payloads[0] + b"!"]) == b"p!"
         with pytest.raises(OwnError, match=r"^mine$"):
             meeting.agree("write", fail, echo)

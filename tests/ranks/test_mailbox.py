@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from shardkeep.ranks import mailbox as mailbox_module
-from shardkeep.ranks.mailbox import PIECE_BYTES, Mailbox, MailLost, visit
+from shardkeep.dist import kv as mailbox_module
+from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, with_mailbox
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
@@ -26,12 +26,12 @@ def store(bare_store: Store) -> Store:
 
 
 @pytest.fixture
-def mailbox(store: Store) -> Mailbox:
-    return Mailbox(store, 2, threading.Event())
+def mailbox(store: Store) -> KVMailbox:
+    return KVMailbox(store, 2, threading.Event())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
-def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: Mailbox, nbytes: int):
+def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: KVMailbox, nbytes: int):
     body = bytes(range(256)) * (nbytes // 256 + 1)
     before = store.num_keys()
 
@@ -43,7 +43,7 @@ def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: Mail
     assert store.num_keys() == before
 
 
-def test_more_messages_than_one_request_reads(mailbox: Mailbox):
+def test_more_messages_than_one_request_reads(mailbox: KVMailbox):
     names = [f"n{number}" for number in range(3 * mailbox_module.BATCH + 1)]
     for name in names:
         mailbox.put(name, name.encode())
@@ -51,7 +51,7 @@ def test_more_messages_than_one_request_reads(mailbox: Mailbox):
     assert mailbox.take(names) == [name.encode() for name in names]
 
 
-def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: Mailbox):
+def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: KVMailbox):
     mailbox.put("first", b"")
     timer = threading.Timer(0.3, lambda: store.set("second", b"w"))
     timer.start()
@@ -62,7 +62,7 @@ def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: Mail
     timer.join()
 
 
-def test_waiting_ends_with_its_time(mailbox: Mailbox):
+def test_waiting_ends_with_its_time(mailbox: KVMailbox):
     mailbox.put("first", b"")
     began = time.monotonic()
 
@@ -70,7 +70,7 @@ def test_waiting_ends_with_its_time(mailbox: Mailbox):
     assert 0.3 <= time.monotonic() - began < 1
 
 
-def test_waiting_says_nothing_on_stderr(mailbox: Mailbox, capfd: pytest.CaptureFixture[str]):
+def test_waiting_says_nothing_on_stderr(mailbox: KVMailbox, capfd: pytest.CaptureFixture[str]):
     """torch's own `wait` writes two lines each time it ends without the key."""
     mailbox.wait(["never"], 0.2)
 
@@ -82,8 +82,8 @@ def test_a_visit_that_hangs_is_left_behind(store: Store, monkeypatch: pytest.Mon
     release = threading.Event()
     began = time.monotonic()
 
-    with pytest.raises(MailLost, match=r"did not answer for 0\.3 s"):
-        visit(store, 2, lambda _: release.wait(10), within_s=0.2)
+    with pytest.raises(StoreUnreachable, match=r"did not answer for 0\.3 s"):
+        with_mailbox(store, 2, lambda _: release.wait(10), within_s=0.2)
 
     assert time.monotonic() - began < 2
     release.set()
@@ -93,25 +93,25 @@ def test_a_visit_left_behind_ends_at_its_next_look(store: Store, monkeypatch: py
     monkeypatch.setattr(mailbox_module, "GRACE_S", 0.1)
     visitors: list[threading.Thread] = []
 
-    def errand(mailbox: Mailbox) -> bool:
+    def errand(mailbox: KVMailbox) -> bool:
         visitors.append(threading.current_thread())
         return mailbox.wait(["never"], 60)
 
-    with pytest.raises(MailLost):
-        visit(store, 2, errand, within_s=0.1)
+    with pytest.raises(StoreUnreachable):
+        with_mailbox(store, 2, errand, within_s=0.1)
 
     visitors[0].join(5)
     assert not visitors[0].is_alive()
 
 
 def test_a_store_that_fails_is_lost_mail(store: Store):
-    def fail(_: Mailbox) -> None:
+    def fail(_: KVMailbox) -> None:
         raise RuntimeError("Broken pipe\nframe #0: c10::Error")
 
-    with pytest.raises(MailLost, match=r"^Broken pipe$"):
-        visit(store, 2, fail, within_s=1)
+    with pytest.raises(StoreUnreachable, match=r"^Broken pipe$"):
+        with_mailbox(store, 2, fail, within_s=1)
 
 
 def test_a_mistake_in_an_errand_is_not_taken_for_lost_mail(store: Store):
     with pytest.raises(ZeroDivisionError):
-        visit(store, 2, lambda _: 1 / 0, within_s=1)
+        with_mailbox(store, 2, lambda _: 1 / 0, within_s=1)

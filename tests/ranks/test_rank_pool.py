@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkeep.errors import StateMismatch
-from shardkeep.testing.rank_pool import RankPool, RankPoolError
+from tests.support.rank_pool import RankPool, RankPoolError
 
 
 def add_ranks(extra: int, *, factor: int = 1) -> tuple[int, int, int]:
@@ -145,7 +145,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     (tmp_path / "busy.py").write_text(
         textwrap.dedent("""
             import os, time
-            from shardkeep.testing.rank_pool import RankPool
+            from tests.support.rank_pool import RankPool
             def busy():
                 print(os.getpid(), file=open(os.environ["PIDS"], "a"), flush=True)
                 time.sleep(60)

@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from shardkeep.dist import kv as mailbox
+from shardkeep.dist.kv import PIECE_BYTES
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import current_world
 from shardkeep.errors import CheckpointError, RanksSilent
-from shardkeep.ranks import mailbox
-from shardkeep.ranks.agree import meet
-from shardkeep.ranks.mailbox import PIECE_BYTES
-from shardkeep.ranks.world import current_world
-from shardkeep.testing.rank_pool import RankPool
 from tests.ranks.told import Told, ask, ask_once, echo, rank
+from tests.support.rank_pool import RankPool
 
 TIMEOUT_S = 1.0
 SOON_S = 10.0
@@ -117,7 +117,7 @@ def call_after_death() -> str:
         while not signs().check(["never"]):
             time.sleep(0.05)
     try:
-        with meet(current_world(timeout_s=5 * SOON_S), "save to a"):
+        with rendezvous(current_world(timeout_s=5 * SOON_S), "save to a"):
             return "met"
     except RanksSilent as error:
         return str(error)
@@ -209,7 +209,7 @@ def last_seen(absent: str) -> str:
         ask_once(bytes, title="load from b")
     if rank() == 1:
         if absent == "in the call":
-            with meet(current_world(timeout_s=TIMEOUT_S), "save to a"):
+            with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a"):
                 signs().wait(["told"])
         return ""
     told = ask_once(bytes, timeout_s=TIMEOUT_S)
@@ -257,7 +257,7 @@ def ask_on_after_silence() -> list[Told]:
             signs().wait(["told 0", "told 2"])
         return b""
 
-    with meet(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
         heard = [ask(meeting, "write", work), ask(meeting, "undo", bytes)]
         signs().set(f"told {rank()}", "")
     return heard
@@ -305,7 +305,7 @@ def interrupted_while_waiting() -> tuple[str, float]:
         return b""
 
     try:
-        with meet(current_world(timeout_s=5 * SOON_S), "save to a") as meeting:
+        with rendezvous(current_world(timeout_s=5 * SOON_S), "save to a") as meeting:
             meeting.agree("write", work, echo)
     except (KeyboardInterrupt, CheckpointError) as error:
         signs().set("interrupted", "")

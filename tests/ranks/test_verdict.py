@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.errors import CheckpointError, Failure, RanksDisagree, RanksSilent, StorageFull
-from shardkeep.ranks.verdict import (
+from shardkeep.dist.rank_errors import (
     MOST_CHARS,
     MOST_GROUPS,
-    Verdict,
-    describe,
-    judge_disagreement,
-    judge_failures,
-    judge_silence,
-    name_ranks,
+    GroupError,
+    describe_error,
+    format_ranks,
+    merge_disagreement,
+    merge_failures,
+    merge_silence,
 )
+from shardkeep.errors import CheckpointError, Failure, RanksDisagree, RanksSilent, StorageFull
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_ranks_are_named_so_that_they_can_be_read_back(ranks: set[int]):
     named = set()
-    for span in re.fullmatch(r"ranks? (.+)", name_ranks(list(ranks)))[1].split(", "):
+    for span in re.fullmatch(r"ranks? (.+)", format_ranks(list(ranks)))[1].split(", "):
         first, _, last = span.partition("-")
         named |= set(range(int(first), int(last or first) + 1))
 
@@ -36,12 +36,12 @@ def test_ranks_are_named_so_that_they_can_be_read_back(ranks: set[int]):
     ("ranks", "expected"), [([3], "rank 3"), ([2, 0, 1, 5], "ranks 0-2, 5"), ([4, 5], "ranks 4-5")]
 )
 def test_ranks_are_named_briefly(ranks: list[int], expected: str):
-    assert name_ranks(ranks) == expected
+    assert format_ranks(ranks) == expected
 
 
 def test_the_message_starts_with_the_cause_and_ends_with_the_place():
     full = Failure("StorageFull", "disk full", "trace", "free some", {"errno": 28})
-    verdict = judge_failures({2: full, 1: full, 3: Failure("KeyError", "'x'")}, phase="write", title="save to a")
+    verdict = merge_failures({2: full, 1: full, 3: Failure("KeyError", "'x'")}, phase="write", title="save to a")
 
     error = verdict.error()
 
@@ -54,11 +54,11 @@ def test_the_message_starts_with_the_cause_and_ends_with_the_place():
 def test_a_foreign_failure_in_front_makes_a_plain_error():
     failures = {0: Failure("ZeroDivisionError", "oops"), 1: Failure("StorageFull", "full")}
 
-    assert type(judge_failures(failures, phase="p", title="t").error()) is CheckpointError
+    assert type(merge_failures(failures, phase="p", title="t").error()) is CheckpointError
 
 
 def test_an_interrupt_needs_no_text():
-    text = judge_failures({1: describe(KeyboardInterrupt())}, phase="p", title="t").message
+    text = merge_failures({1: describe_error(KeyboardInterrupt())}, phase="p", title="t").message
 
     assert text.startswith("rank 1: KeyboardInterrupt\n")
 
@@ -66,7 +66,7 @@ def test_an_interrupt_needs_no_text():
 def test_a_thousand_different_failures_stay_readable_and_light():
     failures = {rank: Failure("OSError", f"file {rank}", "t" * MOST_CHARS) for rank in range(1000)}
 
-    verdict = judge_failures(failures, phase="write", title="save to a")
+    verdict = merge_failures(failures, phase="write", title="save to a")
 
     lines = verdict.message.splitlines()
     assert len(lines) == MOST_GROUPS + 2
@@ -78,7 +78,7 @@ def test_a_thousand_different_failures_stay_readable_and_light():
 
 
 def test_silent_ranks_come_first_and_failures_that_arrived_are_kept():
-    verdict = judge_silence({4: "is asleep", 5: "is asleep"}, {1: Failure("OSError", "no")}, phase="p", title="t")
+    verdict = merge_silence({4: "is asleep", 5: "is asleep"}, {1: Failure("OSError", "no")}, phase="p", title="t")
 
     error = verdict.error()
 
@@ -89,7 +89,7 @@ def test_silent_ranks_come_first_and_failures_that_arrived_are_kept():
 
 
 def test_a_disagreement_says_who_called_what():
-    verdict = judge_disagreement({0: "'save'", 2: "'save'", 1: "'load'"}, {1: Failure("OSError", "no")}, title="save")
+    verdict = merge_disagreement({0: "'save'", 2: "'save'", 1: "'load'"}, {1: Failure("OSError", "no")}, title="save")
 
     error = verdict.error()
 
@@ -121,11 +121,11 @@ def raised(error: BaseException) -> BaseException:
     ids=["details", "surrogates", "unprintable", "long"],
 )
 def test_whatever_an_error_holds_it_can_travel(error: BaseException):
-    failure = describe(raised(error))
+    failure = describe_error(raised(error))
 
-    wire = msgspec.msgpack.encode(judge_failures({1: failure}, phase="p", title="t"))
+    wire = msgspec.msgpack.encode(merge_failures({1: failure}, phase="p", title="t"))
 
-    assert msgspec.msgpack.decode(wire, type=Verdict).error().by_rank == {1: failure}
+    assert msgspec.msgpack.decode(wire, type=GroupError).error().by_rank == {1: failure}
     assert len(failure.message) < MOST_CHARS + 100
     assert "raised" in failure.trace
 
@@ -133,4 +133,4 @@ def test_whatever_an_error_holds_it_can_travel(error: BaseException):
 def test_details_that_cannot_travel_are_left_out():
     error = CheckpointError("bad", whole=1, part=object(), deep={"a": [1, (2, 3)]}, huge=1 << 80)
 
-    assert describe(error).details == {"whole": 1, "deep": {"a": [1, [2, 3]]}}
+    assert describe_error(error).details == {"whole": 1, "deep": {"a": [1, [2, 3]]}}

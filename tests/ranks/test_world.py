@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World, current_world
 from shardkeep.errors import RanksDisagree
-from shardkeep.ranks.agree import meet
-from shardkeep.ranks.world import World, current_world
-from shardkeep.testing.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def test_a_process_without_a_group_is_alone():
@@ -21,7 +21,7 @@ def test_a_process_without_a_group_is_alone():
 
 
 def test_being_alone_does_not_import_torch():
-    code = "import sys; from shardkeep.ranks.world import current_world; current_world(timeout_s=1); print('torch' in sys.modules)"
+    code = "import sys; from shardkeep.dist.world import current_world; current_world(timeout_s=1); print('torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -71,7 +71,7 @@ def test_a_process_outside_the_group_is_told_so(rank_pool: RankPool):
 
 
 def talk(title: str, world: World, word: str) -> str:
-    with meet(world, title) as meeting:
+    with rendezvous(world, title) as meeting:
         return meeting.agree("talk", word.encode, lambda words: [b" ".join(words)] * world.size).decode()
 
 

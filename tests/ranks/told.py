@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.world import current_world
 from shardkeep.errors import CheckpointError, Failure
-from shardkeep.ranks.agree import Meeting, meet
-from shardkeep.ranks.world import current_world
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def echo(payloads: list[bytes]) -> list[bytes]:
 
 
 def ask(
-    meeting: Meeting, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]] = echo
+    meeting: Rendezvous, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]] = echo
 ) -> Told:
     began = time.monotonic()
     try:
@@ -67,5 +67,5 @@ def ask_once(
     phase: str = "write",
 ) -> Told:
     """Make one call of one phase."""
-    with meet(current_world(timeout_s=timeout_s), title) as meeting:
+    with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)

@@ -20,11 +20,9 @@ from shardkeep.events import (
     SaveFailed,
     SaveProgressed,
     StepSkipped,
-    tell,
+    emit,
 )
-from shardkeep.events import (
-    heard as somebody_hears,
-)
+from shardkeep.events import has_listeners as somebody_hears
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore, broken
 from tests.reports import scene
@@ -237,7 +235,7 @@ def test_no_event_is_made_where_nobody_listens():
     with sk.on_event(print, kinds=[LoadFailed]):
         assert somebody_hears(LoadFailed)
         assert not somebody_hears(SaveCommitted)
-        tell(SaveCommitted, made)
+        emit(SaveCommitted, made)
     assert not somebody_hears(LoadFailed)
 
 
@@ -289,7 +287,7 @@ def test_events_of_the_long_run_reach_listeners(event):
     What is told from above the engine arrives as it is, and survives JSON.
     """
     with scene.heard() as events:
-        tell(type(event), lambda: event)
+        emit(type(event), lambda: event)
     assert events == [event]
     assert msgspec.json.decode(msgspec.json.encode(event), type=type(event)) == event
     assert isinstance(event, Event)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep as sk
+from shardkeep.engine.report import SAVE_WORK, find_slowest, seconds_by_name
 from shardkeep.events import RankPhases, Slowest, Span
-from shardkeep.run.phases import WORK_OF_SAVES, find_slowest, seconds_by_name
 from tests.reports import scene
 
 NUMBER = r"\d+\.\d+"
@@ -119,9 +119,9 @@ def test_a_rank_that_stages_late_is_not_blamed_for_writing_late():
     What is written waits for what is staged: the first of the two is to blame if it explains most of the other.
     """
     quick, slow = {"describe": 0.1, "stage": 1.0, "write": 1.2}, {"describe": 0.1, "stage": 4.0, "write": 4.3}
-    assert find_slowest(ranks_that_took(quick, quick, slow), WORK_OF_SAVES) == Slowest(2, "stage", 4.0, 1.0)
+    assert find_slowest(ranks_that_took(quick, quick, slow), SAVE_WORK) == Slowest(2, "stage", 4.0, 1.0)
     slow = {"describe": 0.1, "stage": 1.1, "write": 4.3}
-    assert find_slowest(ranks_that_took(quick, quick, slow), WORK_OF_SAVES) == Slowest(2, "write", 4.3, 1.2)
+    assert find_slowest(ranks_that_took(quick, quick, slow), SAVE_WORK) == Slowest(2, "write", 4.3, 1.2)
 
 
 def test_waiting_for_others_is_nobodys_fault():
@@ -129,24 +129,24 @@ def test_waiting_for_others_is_nobodys_fault():
     Phases in which ranks wait are not compared, parts of a phase are added up, and no work is no blame.
     """
     waits = [RankPhases(rank, [Span("plan", 0.0, 9.0 * rank)]) for rank in range(3)]
-    assert find_slowest(waits, WORK_OF_SAVES) is None
+    assert find_slowest(waits, SAVE_WORK) is None
     parts = [
         RankPhases(0, [Span("stage", 0.0, 1.0), Span("stage", 2.0, 3.0)]),
         RankPhases(1, [Span("stage", 0.0, 1.5)]),
     ]
-    assert find_slowest(parts, WORK_OF_SAVES) == Slowest(0, "stage", 2.0, 1.5)
+    assert find_slowest(parts, SAVE_WORK) == Slowest(0, "stage", 2.0, 1.5)
 
 
-@given(st.lists(st.fixed_dictionaries({name: st.floats(0, 100) for name in WORK_OF_SAVES}), min_size=2, max_size=9))
+@given(st.lists(st.fixed_dictionaries({name: st.floats(0, 100) for name in SAVE_WORK}), min_size=2, max_size=9))
 def test_nobody_is_further_above_the_median_than_the_slowest(times):
     """
     By the definition itself, over all ranks and phases; but for staging that explains writing.
     """
     ranks = ranks_that_took(*times)
-    found = find_slowest(ranks, WORK_OF_SAVES)
+    found = find_slowest(ranks, SAVE_WORK)
     taken = [seconds_by_name(each.spans) for each in ranks]
-    medians = {name: sorted(each[name] for each in taken)[(len(taken) - 1) // 2] for name in WORK_OF_SAVES}
-    most = max(each[name] - medians[name] for each in taken for name in WORK_OF_SAVES)
+    medians = {name: sorted(each[name] for each in taken)[(len(taken) - 1) // 2] for name in SAVE_WORK}
+    most = max(each[name] - medians[name] for each in taken for name in SAVE_WORK)
     assert found.median_s == medians[found.phase]
     assert found.seconds == taken[found.rank][found.phase]
     excess = found.seconds - found.median_s

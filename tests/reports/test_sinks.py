@@ -5,10 +5,10 @@ import sys
 import pytest
 
 import shardkeep as sk
+from shardkeep.errors import PackageMissing
 from shardkeep.events import LoadFinished, SaveCommitted
-from shardkeep.reports.figures import FIGURES
+from shardkeep.reports.metrics import METRICS
 from shardkeep.reports.opentelemetry import OpenTelemetry
-from shardkeep.reports.problems import PackageMissing
 from shardkeep.reports.prometheus import Prometheus
 from shardkeep.reports.tensorboard import TensorBoard
 from shardkeep.testing.faulty_store import FaultyStore
@@ -64,7 +64,7 @@ def test_tensorboard_reads_what_was_told(tmp_path, own_writer):
         to.close()
     curves = read_board(tmp_path / "board")
     assert set(curves) - {"mine"} == {
-        *(f"checkpoint/{figure.name}" for figure in FIGURES),
+        *(f"checkpoint/{figure.name}" for figure in METRICS),
         "checkpoint/save/failures",
         "checkpoint/load/failures",
     }
@@ -141,7 +141,7 @@ def test_opentelemetry_exports_what_was_told(tmp_path):
     [resource] = reader.get_metrics_data().resource_metrics
     metrics = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
     provider.shutdown()
-    assert {metrics[f"shardkeep.{each.name.replace('/', '.')}"].unit for each in FIGURES} == {"s", "By", "GBy/s"}
+    assert {metrics[f"shardkeep.{each.name.replace('/', '.')}"].unit for each in METRICS} == {"s", "By", "GBy/s"}
     [blocked] = metrics["shardkeep.save.blocked_s"].data.data_points
     assert (blocked.count, dict(blocked.attributes)) == (2, {"shardkeep.rank": 0})
     assert blocked.sum == pytest.approx(first.blocked_s + second.blocked_s)

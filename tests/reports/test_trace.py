@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.events import Pruned, Retried, SaveCommitted, StepSkipped, tell
+from shardkeep.events import Pruned, Retried, SaveCommitted, StepSkipped, emit
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore
 from tests.reports import scene
@@ -132,7 +132,7 @@ def test_failures_and_moments_are_in_a_trace(tmp_path):
             Pruned(rank=0, where="x"),
             StepSkipped(rank=0, where="x", reason="torn"),
         ):
-            tell(type(event), lambda event=event: event)
+            emit(type(event), lambda event=event: event)
     entries = read(tmp_path / "trace.json")
     assert [entry["name"] for entry in entries["i"]] == ["SaveFailed", "Retried", "Pruned", "StepSkipped"]
     assert entries["i"][0]["args"]["kind"] == "StorageFull"

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from shardkeep.testing.s3_server import S3Server
 from tests.soak.checker import Damage
 from tests.soak.driver import Soak
 from tests.soak.rounds import CALM_EVERY, SHORT_CALM_EVERY, StoreKind
+from tests.support.s3_server import S3Server
 
 
 def main() -> int:

@@ -14,15 +14,15 @@ from typing import Any
 
 from typing_extensions import Self
 
-from shardkeep.testing.forking import preload
-from shardkeep.testing.rank_pool import Outcome, RankPool
-from shardkeep.testing.s3_server import S3Server
 from tests.object_store.proxy import Proxy
 from tests.soak.checker import Damage
 from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger, Made, kept
 from tests.soak.rounds import Round, StoreKind, bucket_round_of, round_of
 from tests.soak.scene import Scene
+from tests.support.forking import preload
+from tests.support.rank_pool import Outcome, RankPool
+from tests.support.s3_server import S3Server
 
 # Ranks are killed all the time, and new ones should not have to import all this.
 preload("shardkeep.manage.checkpointer", "tests.soak.job", "boto3")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardkeep as sk
 from shardkeep.events import Event, PromotionFinished
-from shardkeep.manage.seams import Seams
+from shardkeep.manage.schedule import Clock
 from tests.soak.contents import KEY, bits, keys, kinds_of, loss, part
 from tests.soak.places import glance
 from tests.soak.rough import JumpyClock, Luck, RoughRoot, wrong_clock
@@ -119,7 +119,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
     more: dict[str, Any] = {"codecs": plan.codecs} if plan.codecs else {}
     if plan.promote_to:
         more |= {"promote_to": sk.open_place(plan.promote_to, **plan.options), "on_event": _note(plan, rank, log)}
-    plain = Seams(lease_s=LEASE_S, sleep=lambda s: time.sleep(min(s, 0.005)) if plan.rough else time.sleep(s))
+    plain = Clock(lease_s=LEASE_S, sleep=lambda s: time.sleep(min(s, 0.005)) if plan.rough else time.sleep(s))
     with (
         wrong_clock(clock),
         sk.Checkpointer(
@@ -140,7 +140,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
                 timeout_s=plan.timeout_s,
                 keys=sk.KeyRing.from_text(KEY),
             ),
-            seams=Seams(**{**vars(plain), "now": clock.now}) if clock else plain,
+            seams=Clock(**{**vars(plain), "now": clock.now}) if clock else plain,
             **more,
         ) as ckpt,
     ):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, get_args
 
-from shardkeep.testing.s3_server import S3Server
 from tests.object_store.proxy import Fault, Proxy, Rule
+from tests.support.s3_server import S3Server
 
 PART_BYTES = 5 << 20
 _CLIENT: dict[str, Any] = {"timeout_s": 3.0, "retries": 5, "retry_s": 15.0, "requests": 8, "part_bytes": PART_BYTES}

@@ -14,10 +14,11 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.layout import leftovers, native
-from shardkeep.store import uploads
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.protocol import BlobInfo, Store
+from shardkeep.layouts import native
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.storage import uploads
+from shardkeep.storage.base import BlobInfo, Store
+from shardkeep.storage.local import LocalRoot
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 _BURST = 8

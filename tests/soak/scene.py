@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkeep.testing.s3_server import S3Server
 from tests.object_store.proxy import Proxy
 from tests.soak.checker import Checker
 from tests.soak.contents import kinds_of
@@ -17,6 +16,7 @@ from tests.soak.ledger import Ledger
 from tests.soak.network import options_by, rules_of
 from tests.soak.places import ground_of
 from tests.soak.rounds import Round, StoreKind
+from tests.support.s3_server import S3Server
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import xxhash
 
-from shardkeep.testing.s3_server import BUCKET, S3Server
 from tests.soak.checker import Checker, Damage
 from tests.soak.contents import TENSORS
 from tests.soak.driver import Soak
@@ -18,6 +17,7 @@ from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
 from tests.soak.places import Bucket
 from tests.soak.rounds import S3_KINDS, TIERS_KINDS, bucket_round_of
+from tests.support.s3_server import BUCKET, S3Server
 
 SEED = 19935
 """Whose second and third round kill a machine and a rank in the middle of an upload, the latter on a bad network."""

@@ -5,9 +5,8 @@ import random
 import pytest
 
 import shardkeep as sk
-from shardkeep.stage.buffers import Arenas, BufferPool, ordinary_buffer
-from shardkeep.stage.pinned import staging_memory
-from shardkeep.stage.windows import windows_for
+from shardkeep.engine.pools import Arenas, BufferPool, ordinary_buffer, staging_memory
+from shardkeep.engine.workers import windows_for
 
 SIZE = 1 << 16
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as theirs
 
-from shardkeep.compat.async_save import AsyncCheckpointerType, async_save
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from shardkeep.stage.buffers import Arenas
-from shardkeep.stage.pieces import take_pieces
-from shardkeep.stage.tensors import TorchScattered
-from shardkeep.stage.windows import windows_for
+from shardkeep.engine.pools import Arenas
+from shardkeep.engine.snapshot import take_snapshot
+from shardkeep.engine.tensors import TorchScattered
+from shardkeep.engine.workers import windows_for
 from tests.protocol.samples import quietly
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -141,7 +141,7 @@ def test_saves_from_an_accelerator(tmp_path, kind):
 
 
 def device_pieces(tensors):
-    return take_pieces(tensors, Arenas(), staging="device", optimizers=[], threads=2)
+    return take_snapshot(tensors, Arenas(), staging="device", optimizers=[], threads=2)
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])

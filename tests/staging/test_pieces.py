@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkeep.stage import pieces
-from shardkeep.stage.buffers import Arenas, Buffer, ordinary_buffer
-from shardkeep.stage.pieces import Pieces, take_pieces
+from shardkeep.engine import snapshot as pieces
+from shardkeep.engine.pools import Arenas, Buffer, ordinary_buffer
+from shardkeep.engine.snapshot import DeviceSnapshot, take_snapshot
 from tests.engine.samples import all_dtypes, bits, random_tensor
 
 
-def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> Pieces:
-    found = take_pieces(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
+def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> DeviceSnapshot:
+    found = take_snapshot(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
     found.copy_on_host(1 << 30)
     return found
 
@@ -115,7 +115,7 @@ def test_what_finds_no_room_is_lent(sizes, room, guarded, again):
     optimizers = [torch.optim.SGD(behind)] if behind else []
     sources += [sources[at] for at in again if at < len(sizes)]
     before = [bits(source) for source in sources]
-    found = take_pieces(sources, arenas := Arenas(), staging="overlap", optimizers=optimizers, threads=2)
+    found = take_snapshot(sources, arenas := Arenas(), staging="overlap", optimizers=optimizers, threads=2)
 
     found.copy_on_host(room)
 

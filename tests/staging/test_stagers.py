@@ -19,8 +19,8 @@ from hypothesis import given, settings
 
 from shardkeep.dcp._state_dict_stager import StateDictStager
 from shardkeep.dcp.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from shardkeep.stage.aliases import extent, runs
-from shardkeep.stage.stagers import StagerClosed
+from shardkeep.engine.stagers import StagerClosed
+from shardkeep.engine.tensors import extent, runs
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import numbered, seen, sharded_tree
 

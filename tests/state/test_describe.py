@@ -11,8 +11,7 @@ from torch import nn
 
 from shardkeep.format.tree import Container, join, leaf_keys
 from shardkeep.state.describe import Description, describe, file_groups
-from shardkeep.state.kinds import ShardedBox
-from shardkeep.state.leaves import describe_leaf, ordinary
+from shardkeep.state.leaves import ShardedBox, describe_leaf, describe_ordinary
 
 
 class Special(nn.Parameter):
@@ -103,7 +102,7 @@ def test_nothing_special_is_ordinary(key: str) -> None:
     """
     What the short way knows nothing of is left to the closer look.
     """
-    assert ordinary(_many_ways()[key]) is None
+    assert describe_ordinary(_many_ways()[key]) is None
 
 
 STATES: dict[str, dict[Any, Any]] = {

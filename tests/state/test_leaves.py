@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.state.kinds import PerRank, ShardedBox
-from shardkeep.state.leaves import TensorLeaf, describe_leaf, is_tensor, materialize
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.state.leaves import PerRank, ShardedBox, TensorLeaf, describe_leaf, is_tensor, materialize
+from tests.support.rank_pool import RankPool
 
 
 class Tagged(torch.Tensor):

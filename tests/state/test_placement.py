@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _MaskPartial, _StridedShard
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.region import Box, slices
+from shardkeep.format.boxes import Box, slices
 from shardkeep.state.leaves import describe_leaf
 from shardkeep.state.placement import Cut, dtensor_boxes, local_boxes, local_shape, possible_cuts
-from shardkeep.testing.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 Ints = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardkeep.store.files import cached_bytes, open_files
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.system import cached_bytes, open_files
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about its own files")
 MIB = 1 << 20

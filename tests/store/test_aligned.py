@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkeep.store.aligned import ALIGNMENT, ScratchPool, address_of, aligned_buffer, copy, flat
+from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, aligned_buffer, copy, flat
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 << 20])

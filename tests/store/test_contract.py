@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardkeep.store import aligned, files
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.protocol import Store
+from shardkeep.storage import buffers as aligned
+from shardkeep.storage import system as files
+from shardkeep.storage.base import Store
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import StoreContract
 

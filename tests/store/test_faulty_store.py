@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardkeep.errors import BlobNotFound, StorageError, StorageFull
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.protocol import Store
+from shardkeep.storage.base import Store
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import VERBS, FaultyStore, InjectedCrash
 from shardkeep.testing.store_contract import read_blob, write_blob
 

@@ -13,11 +13,10 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.store import fsspec_files
-from shardkeep.store.fsspec_files import FsspecWriter
-from shardkeep.store.fsspec_store import FsspecStore
-from shardkeep.store.giving_up import Hope
-from shardkeep.store.object_parts import Room
+from shardkeep.storage import fsspec as fsspec_files
+from shardkeep.storage.buffers import MemoryBudget
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.fsspec import FsspecStore, FsspecWriter
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 
@@ -34,10 +33,10 @@ def store() -> Iterator[FsspecStore]:
         fs.rm(path, recursive=True)
 
 
-def created(store: FsspecStore, pieces: int, *, hope: Hope | None = None) -> tuple[FsspecWriter, Room]:
+def created(store: FsspecStore, pieces: int, *, hope: CancelScope | None = None) -> tuple[FsspecWriter, MemoryBudget]:
     """Begin a blob, with room for so many pieces that come early."""
-    room = Room(pieces * PIECE)
-    with (hope or Hope(room=room)).held():
+    room = MemoryBudget(pieces * PIECE)
+    with (hope or CancelScope(room=room)).held():
         return store.create("a", COUNT * PIECE), room
 
 
@@ -89,7 +88,7 @@ def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
 ) -> None:
     """Where nobody fills the gap it is an error that says where the gap is and how much may wait; and nothing stays."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(store, "_room", Room(2 * PIECE))
+    monkeypatch.setattr(store, "_room", MemoryBudget(2 * PIECE))
     writer = store.create("a", COUNT * PIECE)
     for at in (3 * PIECE, 2 * PIECE):
         writer.write_at(at, memoryview(bytes(PIECE)))
@@ -119,7 +118,7 @@ def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, m
 @pytest.mark.parametrize("way", ["given up", "abandoned"])
 def test_whoever_waits_is_told_of_the_end(store: FsspecStore, way: str) -> None:
     """When other work fails, or the file is abandoned, a thread that waits for its turn raises."""
-    hope = Hope(room=Room(0))
+    hope = CancelScope(room=MemoryBudget(0))
     writer, _ = created(store, 0, hope=hope)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(writer.write_at, PIECE, memoryview(bytes(PIECE)))

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
-from shardkeep.store import local
-from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
-from shardkeep.store.files import Descriptors, open_files
-from shardkeep.store.local import LocalStore
-from shardkeep.store.protocol import BlobWriter
+from shardkeep.storage import local
+from shardkeep.storage.base import BlobWriter
+from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.system import Descriptors, open_files
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
 from tests.store.system import MIB, drop_cached, failing, is_direct, linux_only
 
@@ -229,7 +229,7 @@ def test_put_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPat
 
 CRASHING = """
 import os, sys
-from shardkeep.store.local import LocalStore
+from shardkeep.storage.local import LocalStore
 setattr(os, sys.argv[2], lambda *args: os._exit(9))
 LocalStore(sys.argv[1]).put("a", b"new", replace=True)
 """

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.errors import WrongSize
-from shardkeep.store import local
-from shardkeep.store.aligned import ALIGNMENT, aligned_buffer
-from shardkeep.store.local import LocalStore
+from shardkeep.storage import local
+from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
 from tests.store.system import MIB, cached, drop_cached, failing, is_direct, linux_only
 

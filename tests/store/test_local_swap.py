@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardkeep.errors import StorageError
-from shardkeep.store import local_swap
-from shardkeep.store.local import LocalStore
+from shardkeep.storage import system as local_swap
+from shardkeep.storage.local import LocalStore
 
 
 def test_a_lock_that_is_never_let_go_is_an_error_that_passes(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from shardkeep.errors import CheckpointError, StorageError
-from shardkeep.store.fsspec_files import fs_errors
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.place import open_store
+from shardkeep.storage.fsspec import fs_errors
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_store
 
 
 @pytest.mark.parametrize(

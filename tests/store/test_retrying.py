@@ -9,10 +9,10 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.store.local import LocalStore
-from shardkeep.store.memory import MemoryStore
-from shardkeep.store.protocol import Store, Version, free_nbytes
-from shardkeep.store.retrying import Patience, RetryingStore
+from shardkeep.storage.base import Store, Version, free_nbytes
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import StoreContract
 
@@ -25,12 +25,12 @@ class TestContract(StoreContract):
         self.path = tmp_path / "made" / "when-needed"
 
     def make_store(self) -> Store:
-        return RetryingStore(LocalStore(self.path), Patience(3, sleep=lambda _: None))
+        return RetryingStore(LocalStore(self.path), RetryPolicy(3, sleep=lambda _: None))
 
 
 def patient(inner: Store, retries: int = 3) -> tuple[RetryingStore, list[float]]:
     waits: list[float] = []
-    return RetryingStore(inner, Patience(retries, sleep=waits.append)), waits
+    return RetryingStore(inner, RetryPolicy(retries, sleep=waits.append)), waits
 
 
 class _Refusing(MemoryStore):
@@ -186,7 +186,7 @@ def test_a_save_survives_what_passes(tmp_path: Path) -> None:
     """Each operation of a save that may be tried again fails once, and the checkpoint is exact."""
     state = {"w": torch.arange(10.0)}
     count = FaultyStore(LocalStore(tmp_path / "count"))
-    sk.save(state, RetryingStore(count, Patience(0)), step=1)
+    sk.save(state, RetryingStore(count, RetryPolicy(0)), step=1)
     verbs = ("create", "write_at", "put", "get", "list", "delete", "open")
     total = sum(operation.split()[0] in verbs for operation in count.operations)
     assert total > 5
@@ -212,10 +212,10 @@ def test_a_save_that_does_not_fit_makes_no_file(tmp_path: Path) -> None:
     assert "delete checkpoints" in str(caught.value)
     assert caught.value.errno == errno.ENOSPC
     assert not (tmp_path / "step-1").exists()
-    assert free_nbytes(RetryingStore(store, Patience(1))) == 100
+    assert free_nbytes(RetryingStore(store, RetryPolicy(1))) == 100
     store.free = 4000
     sk.save({"w": torch.ones(1000)}, store)
     store.free = 3999
     with pytest.raises(StorageFull):
-        sk.async_save({"w": torch.zeros(1000)}, RetryingStore(store, Patience(1)), overwrite=True).result()
+        sk.async_save({"w": torch.zeros(1000)}, RetryingStore(store, RetryPolicy(1)), overwrite=True).result()
     assert torch.equal(sk.open(tmp_path / "step-1")["w"][:], torch.ones(1000))

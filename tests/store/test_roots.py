@@ -9,12 +9,11 @@ import pytest
 
 from shardkeep.errors import CheckpointError, MalformedFile, StorageError
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.store import local_root
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.place import open_root
-from shardkeep.store.protocol import BlobInfo, free_nbytes
-from shardkeep.store.roots import REMOVING_NAME, Root, empty
+from shardkeep.storage import local as local_root
+from shardkeep.storage.base import REMOVING_NAME, BlobInfo, Root, delete_contents, free_nbytes
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.resolve import open_root
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 
@@ -85,14 +84,14 @@ def test_what_makes_a_checkpoint_goes_first(root: Root, commit: str) -> None:
         store = FaultyStore(root.place(f"step-{at}"), "error", at=at, verbs=("put", "delete"))
         left: set[str] = set()
         try:
-            empty(store)
+            delete_contents(store)
         except StorageError:
             left = {info.name for info in root.place(f"step-{at}").list()}
             assert left
         if left and left - {REMOVING_NAME} != names:
             assert commit not in left
             assert REMOVING_NAME in left
-        empty(root.place(f"step-{at}"))
+        delete_contents(root.place(f"step-{at}"))
         assert not list(root.place(f"step-{at}").list())
 
 
@@ -100,7 +99,7 @@ def test_a_full_disk_does_not_keep_a_place(root: Root) -> None:
     """The mark may fail to be made: room is what removing is for."""
     fill(root, "step-1", RECORD_NAME, "data")
     store = FaultyStore(root.place("step-1"), "full", at=0, verbs=("put",))
-    empty(store)
+    delete_contents(store)
     assert not list(root.place("step-1").list())
 
 
@@ -176,7 +175,7 @@ def test_a_place_that_cannot_be_listed_is_not_removed() -> None:
     store = _Listing()
     store.put(RECORD_NAME, b"x")
     with pytest.raises(StorageError):
-        empty(store)
+        delete_contents(store)
     assert store.get(RECORD_NAME, limit=9) == b"x"
 
 
@@ -196,5 +195,5 @@ def test_a_removal_that_could_not_be_marked_at_first_is_marked_as_soon_as_it_can
     """What it leaves when it fails is known for what it is, and can be removed later."""
     fill(root, "step-1", RECORD_NAME, "a", "z")
     with pytest.raises(StorageError):
-        empty(_Full(root.place("step-1")))
+        delete_contents(_Full(root.place("step-1")))
     assert {info.name for info in root.place("step-1").list()} == {REMOVING_NAME, "z"}

@@ -11,11 +11,11 @@ from torch.distributed.tensor import Shard as Cut
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardkeep.ranks import agree
-from shardkeep.ranks.agree import Meeting
-from shardkeep.state.toolkit import stream
-from shardkeep.state.toolkit.gather import gather_state_dict
-from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
+from shardkeep.dist import rendezvous as agree
+from shardkeep.dist.rendezvous import Rendezvous
+from shardkeep.state import collectives as stream
+from shardkeep.state.collectives import gather_state_dict
+from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
 from tests.toolkit.samples import CPU, in_chunks, mesh_of, spread_out
 
 KIB = 1 << 10
@@ -130,17 +130,17 @@ def longest_message():
     """Of all that the ranks tell each other besides the batches, which go through the group."""
     lengths = []
 
-    class Listening(Meeting):
+    class Listening(Rendezvous):
         def agree(self, phase, work, decide):
             answer = super().agree(phase, work, decide)
             lengths.append(len(answer))
             return answer
 
-    agree.Meeting = Listening
+    agree.Rendezvous = Listening
     try:
         broadcast_state_dict(full_tree(MANY) if dist.get_rank() == 0 else {}, blank_tree(MANY, "meta"), CPU)
     finally:
-        agree.Meeting = Meeting
+        agree.Rendezvous = Rendezvous
     return len(lengths), max(lengths)
 
 

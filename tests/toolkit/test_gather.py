@@ -14,10 +14,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree
-from shardkeep.state.toolkit.gather import all_gather_sharded_tensor, gather_state_dict
-from shardkeep.state.toolkit.iterate import UnexpectedValue
+from shardkeep.state.collectives import all_gather_sharded_tensor, gather_state_dict
+from shardkeep.state.offload import UnexpectedValue
 from tests.engine.samples import all_dtypes, bits, random_tensor
-from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
+from tests.toolkit.samples import (
+    CPU,
+    in_chunks,
+    mesh_of,
+    numbered,
+    seen,
+    sharded_tensor,
+    sharded_tree,
+    spread_out,
+)
 
 RANKS = [1, 2, 4]
 KEYS = 18  # of the sample tree

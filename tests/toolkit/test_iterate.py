@@ -11,8 +11,22 @@ from torch.distributed import _state_dict_utils as theirs
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.state.toolkit.iterate import CompanionMismatch, UnexpectedValue, _identity_func, iterate_state_dict
-from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
+from shardkeep.state.offload import (
+    CompanionMismatch,
+    UnexpectedValue,
+    _identity_func,
+    iterate_state_dict,
+)
+from tests.toolkit.samples import (
+    CPU,
+    in_chunks,
+    mesh_of,
+    numbered,
+    seen,
+    sharded_tensor,
+    sharded_tree,
+    spread_out,
+)
 
 
 class Pair(NamedTuple):

@@ -9,15 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.state.toolkit import stream
-from shardkeep.state.toolkit.gather import gather_state_dict
-from shardkeep.state.toolkit.offload import (
+from shardkeep.state import collectives as stream
+from shardkeep.state.collectives import gather_state_dict
+from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.offload import (
     check_state_dict_similarity,
     copy_state_dict,
     create_cpu_state_dict,
     offload_state_dict_to_cpu,
 )
-from shardkeep.state.toolkit.spread import broadcast_state_dict, distribute_state_dict
 from tests.toolkit.samples import CPU, in_chunks, numbered, seen
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkeep.errors import CheckpointError, StateMismatch, UnsupportedLeaf
-from shardkeep.state.toolkit import stream
-from shardkeep.state.toolkit.gather import gather_state_dict
-from shardkeep.state.toolkit.spread import (
+from shardkeep.state import collectives as stream
+from shardkeep.state.collectives import gather_state_dict
+from shardkeep.state.distribute import (
     _TensorInfo,
     broadcast_state_dict,
     broadcast_tensors,

@@ -16,7 +16,7 @@ from shardkeep.dcp import _nested_dict as our_nested
 from shardkeep.dcp import _state_dict_utils as ours
 from shardkeep.dcp import _traverse as our_traverse
 from shardkeep.errors import KeyCollision, StateError
-from shardkeep.state.toolkit.trees import flatten_state_dict_v_2_3
+from shardkeep.state.flatten import flatten_state_dict_v_2_3
 from tests.toolkit.samples import in_chunks, mesh_of, numbered, seen, spread_out
 
 # Keys without dots, so that most trees have no two paths of one name; clashes have a test of their own.

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint.state_dict as theirs
 from torch import nn
 
 import shardkeep.dcp.state_dict as ours
-from shardkeep.testing.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training.samples import OPTIMIZERS, Net, differences, plain, quietly, train
 from tests.training.wrappers import FOR_FOUR, WRAPPERS
 

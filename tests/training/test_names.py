@@ -9,8 +9,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from shardkeep.errors import CheckpointError
-from shardkeep.state.training.live import live_state, names_of_parameters
-from shardkeep.state.training.names import canonical_key, canonical_names, get_fqns, parameter_names, state_dict_key
+from shardkeep.state.names import (
+    canonical_key,
+    canonical_names,
+    get_fqns,
+    live_state,
+    names_of_parameters,
+    parameter_names,
+    state_dict_key,
+)
 
 # Importing torch.compile's machinery warns of parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")

@@ -24,8 +24,8 @@ from shardkeep.dcp.state_dict import (
     set_state_dict,
 )
 from shardkeep.errors import CheckpointError
-from shardkeep.state.training.names import canonical_names, parameter_names
-from shardkeep.testing.rank_pool import RankPool
+from shardkeep.state.names import canonical_names, parameter_names
+from tests.support.rank_pool import RankPool
 from tests.training.samples import DIM, Block, Net, adamw, differences, plain, quietly, train
 from tests.training.wrappers import WRAPPERS, forget_meshes
 

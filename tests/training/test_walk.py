@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardkeep.state.training import walk
-from shardkeep.state.training.fsdp1 import fsdp_modules
-from shardkeep.state.training.names import all_canonical
+from shardkeep.state import names as walk
+from shardkeep.state.fsdp1 import fsdp_modules
+from shardkeep.state.names import all_canonical
 from tests.training.test_names import Hiding, Tied
 
 
@@ -80,9 +80,9 @@ def test_as_torch_goes_through_it(make: Any, inside: bool) -> None:
     torch.manual_seed(0)
     module = _inside(make()) if inside else make()
 
-    assert _ids(walk.named_modules(module)) == _ids(module.named_modules(remove_duplicate=False))
-    assert list(map(id, walk.modules(module))) == list(map(id, module.modules()))
-    assert _ids(walk.named_parameters(module)) == _ids(module.named_parameters(remove_duplicate=False))
+    assert _ids(walk.all_named_modules(module)) == _ids(module.named_modules(remove_duplicate=False))
+    assert list(map(id, walk.all_modules(module))) == list(map(id, module.modules()))
+    assert _ids(walk.all_named_parameters(module)) == _ids(module.named_parameters(remove_duplicate=False))
 
 
 def _ids(named: Any) -> list[tuple[str, int]]:
@@ -96,9 +96,9 @@ def test_a_module_that_contains_itself() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     module.add_module("itself", module)
 
-    assert walk.modules(module) == list(module.modules())
+    assert walk.all_modules(module) == list(module.modules())
     with pytest.raises(RecursionError):
-        walk.named_modules(module)
+        walk.all_named_modules(module)
 
 
 def test_what_is_added_is_seen_at_once() -> None:

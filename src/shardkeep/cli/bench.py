@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -16,21 +17,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from shardkeep.cli.output import Table, print_json, remark, say, shown, size_text, styled
-from shardkeep.cli.problems import NotUsable
+from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
-from shardkeep.store.local_root import LocalRoot
-from shardkeep.store.memory import MemoryRoot
-from shardkeep.store.place import open_root
-from shardkeep.store.roots import Root
-from shardkeep.store.uploads import sweep
+from shardkeep.storage.base import Root, Store, preferred_requests
+from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.resolve import open_root, open_store
+from shardkeep.storage.uploads import sweep
 
 EXAMPLES = """
   shardkeep bench /scratch
@@ -85,25 +87,25 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print a table."""
     nbytes = int(args.gb * 1e9)
     if nbytes < 1 << 24 or args.rounds < 1:
-        raise NotUsable(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
+        raise UsageError(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
     root = open_root(args.path, direct=False)
     on_disk = isinstance(root, LocalRoot)
     _check_memory(nbytes)
     _check_place(args.path, root, nbytes)
     if args.torch and not on_disk and not args.json:
-        remark("torch DCP is left out: it is measured on disks", "dim")
+        echo_err("torch DCP is left out: it is measured on disks", "dim")
     names = ["raw" if on_disk else "plain", "shardkeep", *([_TORCH] if args.torch and on_disk else [])]
     results: list[Result] = []
-    with _own_place(root, root.url if on_disk else args.path) as where:
+    with _scratch_place(root, root.url if on_disk else args.path) as where:
         for name in names:
             if not args.json:
-                remark(f"measuring {_title(name)} …", "dim")
+                echo_err(f"measuring {_title(name)} …", "dim")
             try:
                 results.append(_measure(name, where, nbytes, args.rounds))
             except ContenderFailed as exc:
                 if name != _TORCH:
                     raise
-                remark(str(exc), "yellow")
+                echo_err(str(exc), "yellow")
     shown = os.path.abspath(root.url) if on_disk else root.url
     if args.json:
         print_json(_document(shown, args, results))
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_place(where: str, root: Root, nbytes: int) -> None:
     if isinstance(root, MemoryRoot):
-        raise NotUsable(
+        raise UsageError(
             f"{where}: what is in memory:// belongs to one process, and each contender is a process of its own",
             hint="measure a disk that is in memory: /dev/shm",
         )
@@ -122,11 +124,11 @@ def _check_place(where: str, root: Root, nbytes: int) -> None:
         next(root.places(), None)  # a bucket that is not there, or keys that are not good, are told of here
         return
     if not os.path.isdir(root.url):
-        raise NotUsable(f"{where} is no directory", hint="give a directory on the disk to measure, or a URL")
+        raise UsageError(f"{where} is no directory", hint="give a directory on the disk to measure, or a URL")
     free = shutil.disk_usage(root.url).free
     if free < nbytes + _SPARE_NBYTES:
-        raise NotUsable(
-            f"{where}: {size_text(free)} are free, and {size_text(nbytes + _SPARE_NBYTES)} are needed",
+        raise UsageError(
+            f"{where}: {format_size(free)} are free, and {format_size(nbytes + _SPARE_NBYTES)} are needed",
             hint="measure less: --gb",
         )
 
@@ -134,8 +136,8 @@ def _check_place(where: str, root: Root, nbytes: int) -> None:
 def _check_memory(nbytes: int) -> None:
     memory = _free_memory()
     if memory is not None and memory < nbytes * 1.2 + 1e9:
-        raise NotUsable(
-            f"a state of {size_text(nbytes)} does not fit the {size_text(memory)} of memory that are free",
+        raise UsageError(
+            f"a state of {format_size(nbytes)} does not fit the {format_size(memory)} of memory that are free",
             hint="measure less: --gb",
         )
 
@@ -150,7 +152,7 @@ def _free_memory() -> int | None:
 
 
 @contextmanager
-def _own_place(root: Root, url: str) -> Iterator[str]:
+def _scratch_place(root: Root, url: str) -> Iterator[str]:
     """Name a new place in one that has a URL, and remove it, also when the command is interrupted or told to end."""
 
     def end(number: int, _: Any) -> None:
@@ -170,13 +172,13 @@ def _own_place(root: Root, url: str) -> Iterator[str]:
         try:
             root.remove(name)
         except CheckpointError as exc:
-            remark(f"{root.url}/{name} could not be removed: {exc}", "yellow")
+            echo_err(f"{root.url}/{name} could not be removed: {exc}", "yellow")
         signal.signal(signal.SIGTERM, before)
 
 
 def _measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
     threads = Options().io_threads
-    words = [sys.executable, "-m", "shardkeep.cli.bench_job", name, where, str(nbytes), str(rounds), str(threads)]
+    words = [sys.executable, "-m", "shardkeep.cli.bench", name, where, str(nbytes), str(rounds), str(threads)]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - ours
     try:
         out, err = job.communicate()
@@ -217,7 +219,7 @@ def _document(where: str, args: argparse.Namespace, results: list[Result]) -> di
 def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Result]) -> None:
     raw = results[0]
     share = "of-disk" if raw.name == "raw" else "of-plain"
-    say(f"{shown(where)}: a checkpoint of {size_text(nbytes)}, median of {args.rounds}\n")
+    echo(f"{printable(where)}: a checkpoint of {format_size(nbytes)}, median of {args.rounds}\n")
     table = Table(["GB/s", "write", share, "read", share], right=f"write {share} read")
     for each in results:
         table.add(
@@ -232,4 +234,257 @@ def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Resu
     if _TORCH in by_name:
         ours, theirs = by_name["shardkeep"], by_name[_TORCH]
         write, read = ours.write_gb_per_s / theirs.write_gb_per_s, ours.read_gb_per_s / theirs.read_gb_per_s
-        say(f"\n{styled(f'shardkeep saves {write:.1f}x and loads {read:.1f}x as fast as torch DCP here', 'bold')}")
+        echo(f"\n{styled(f'shardkeep saves {write:.1f}x and loads {read:.1f}x as fast as torch DCP here', 'bold')}")
+
+
+# One contender of `shardkeep bench`, in a process of its own: writes and reads the same state some times, and says
+# how
+# long that took, as JSON on stdout.
+#
+#     python -m shardkeep.cli.bench CONTENDER PLACE BYTES ROUNDS THREADS
+#
+# A contender is `raw` (the disk alone: large writes and reads past the page cache, on several files at once), `plain`
+# (a
+# store alone: puts and gets, as many at once as a save has under way), `shardkeep`, or the name of a module that has
+# `save`
+# and `load` as torch's distributed checkpoint has. Before every read files of a disk are taken out of the page cache,
+# and
+# after it the state is compared with what was written.
+
+_PIECE_NBYTES = 64 << 20
+_REQUEST_NBYTES = 8 << 20
+_MOST_FILES = 4
+
+
+class Contender(Protocol):
+    """Something that is measured."""
+
+    def write(self, path: str) -> None:
+        """Write all of it, durable on return."""
+
+    def read(self, path: str) -> None:
+        """Read all of it."""
+
+    def digest(self) -> int:
+        """Tell what is in memory from anything else."""
+
+    def forget(self) -> None:
+        """Change what is in memory, so that only a read brings it back."""
+
+
+class RawDisk:
+    """The disk alone."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self._files = max(1, min(_MOST_FILES, threads, nbytes // _REQUEST_NBYTES))
+        self._nbytes = max(_REQUEST_NBYTES, nbytes // self._files // _REQUEST_NBYTES * _REQUEST_NBYTES)
+        self._buffers = [mmap.mmap(-1, _REQUEST_NBYTES) for _ in range(self._files)]
+        for buffer in self._buffers:
+            buffer[:] = os.urandom(_REQUEST_NBYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """What is written: a little less than was asked for, in whole requests."""
+        return self._nbytes * self._files
+
+    def write(self, path: str) -> None:
+        os.makedirs(path)
+        self._each(lambda file, buffer: self._write_file(os.path.join(path, file), buffer))
+
+    def read(self, path: str) -> None:
+        self._each(lambda file, buffer: self._read_file(os.path.join(path, file), buffer))
+
+    def digest(self) -> int:
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept but a buffer."""
+
+    def _each(self, work: Callable[[str, mmap.mmap], None]) -> None:
+        with ThreadPoolExecutor(self._files) as pool:
+            for done in [pool.submit(work, f"raw-{i}", buffer) for i, buffer in enumerate(self._buffers)]:
+                done.result()
+
+    def _write_file(self, path: str, buffer: mmap.mmap) -> None:
+        fd = _open(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            for at in range(0, self._nbytes, _REQUEST_NBYTES):
+                done = 0
+                while done < _REQUEST_NBYTES:
+                    done += os.pwrite(fd, memoryview(buffer)[done:], at + done)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _read_file(self, path: str, buffer: mmap.mmap) -> None:
+        fd = _open(path, os.O_RDONLY)
+        try:
+            for at in range(0, self._nbytes, _REQUEST_NBYTES):
+                done = 0
+                while done < _REQUEST_NBYTES:
+                    got = os.preadv(fd, [memoryview(buffer)[done:]], at + done)
+                    if not got:
+                        raise OSError(f"{path} ends at {at + done}")
+                    done += got
+        finally:
+            os.close(fd)
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file past the page cache where that is possible."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, flags | direct, 0o644)
+    except OSError:
+        return os.open(path, flags, 0o644)
+
+
+class PlainStore:
+    """A store alone."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self._threads = threads
+        self._data = os.urandom(_REQUEST_NBYTES)
+        self._names = [f"plain-{i}" for i in range(max(1, nbytes // _REQUEST_NBYTES))]
+
+    @property
+    def nbytes(self) -> int:
+        """What is written: a little less than was asked for, in whole requests."""
+        return len(self._names) * _REQUEST_NBYTES
+
+    def write(self, path: str) -> None:
+        self._each(path, lambda store, name: store.put(name, self._data, replace=True))
+
+    def read(self, path: str) -> None:
+        self._each(path, lambda store, name: store.get(name, limit=_REQUEST_NBYTES))
+
+    def digest(self) -> int:
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept but what is put."""
+
+    def _each(self, path: str, work: Callable[[Store, str], object]) -> None:
+        store = open_store(path, direct=False)
+        with ThreadPoolExecutor(preferred_requests(store, self._threads)) as pool:
+            for done in [pool.submit(work, store, name) for name in self._names]:
+                done.result()
+
+
+class StateContender:
+    """A state that is saved and loaded."""
+
+    def __init__(self, nbytes: int) -> None:
+        import numpy as np  # noqa: PLC0415 - the disk alone needs none
+        import torch  # noqa: PLC0415
+
+        random = np.random.default_rng(0)
+        count = max(1, nbytes // _PIECE_NBYTES)
+        size = nbytes // count // 4096 * 1024
+        self.state = {
+            "model": {
+                f"layer{i}.weight": torch.from_numpy(np.frombuffer(bytearray(random.bytes(4 * size)), np.float32))
+                for i in range(count)
+            }
+        }
+        self.nbytes = 4 * size * count
+
+    def digest(self) -> int:
+        import xxhash  # noqa: PLC0415
+
+        found = xxhash.xxh3_64()
+        for tensor in self.state["model"].values():
+            found.update(tensor.numpy().data)
+        return found.intdigest()
+
+    def forget(self) -> None:
+        for tensor in self.state["model"].values():
+            tensor.zero_()
+
+
+class ShardkeepContender(StateContender):
+    """shardkeep's own save and load."""
+
+    def write(self, path: str) -> None:
+        import shardkeep  # noqa: PLC0415
+
+        shardkeep.save(self.state, path)
+
+    def read(self, path: str) -> None:
+        import shardkeep  # noqa: PLC0415
+
+        shardkeep.load(self.state, path)
+
+
+class DcpContender(StateContender):
+    """A module with torch's `save` and `load`."""
+
+    def __init__(self, nbytes: int, name: str) -> None:
+        super().__init__(nbytes)
+        self._module: Any = import_module(name)
+
+    def write(self, path: str) -> None:
+        self._module.save(self.state, checkpoint_id=path, no_dist=True)
+
+    def read(self, path: str) -> None:
+        self._module.load(self.state, checkpoint_id=path, no_dist=True)
+
+
+def drop_cached(path: str) -> None:
+    """Take the files below a path out of the page cache; without that, a read measures memory."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for folder, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each write and each read."""
+    written, read = [], []
+    root = open_root(where, direct=False)
+    for number in range(rounds):
+        path = f"{where}/round-{number}"
+        before = contender.digest()
+        began = time.perf_counter()
+        contender.write(path)
+        written.append(time.perf_counter() - began)
+        drop_cached(path)  # a URL is no path: nothing is found there
+        contender.forget()
+        began = time.perf_counter()
+        contender.read(path)
+        read.append(time.perf_counter() - began)
+        if contender.digest() != before:
+            raise SystemExit("what was read is not what was written")
+        root.remove(f"round-{number}")
+    return written, read
+
+
+def _contender(name: str, nbytes: int, threads: int) -> RawDisk | PlainStore | ShardkeepContender | DcpContender:
+    if name in {"raw", "plain"}:
+        return (RawDisk if name == "raw" else PlainStore)(nbytes, threads)
+    return ShardkeepContender(nbytes) if name == "shardkeep" else DcpContender(nbytes, name)
+
+
+def main(argv: list[str]) -> int:
+    """Measure one contender."""
+    name, where, nbytes, rounds, threads = argv[0], argv[1], int(argv[2]), int(argv[3]), int(argv[4])
+    # What is done once a process, imports above all, is not what is measured.
+    try:
+        measure(_contender(name, 1 << 20, threads), where, 1)
+        contender = _contender(name, nbytes, threads)
+        written, read = measure(contender, where, rounds)
+    except CheckpointError as exc:
+        print(" ".join(exc.message.split()), file=sys.stderr)  # whose last line is shown
+        return 2
+    print(json.dumps({"nbytes": contender.nbytes, "write_s": written, "read_s": read}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,12 +6,12 @@ import argparse
 
 import msgspec
 
-from shardkeep.cli.output import is_terminal, print_json, say, shown_lines
-from shardkeep.cli.places import explained
+from shardkeep.cli.output import echo, is_terminal, print_json, printable_lines
+from shardkeep.cli.runs import path_hints
+from shardkeep.engine.sources import find
 from shardkeep.format.record import FORMAT, MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.options import Options
-from shardkeep.run.sources import find
-from shardkeep.store.place import open_store
+from shardkeep.storage.resolve import open_store
 
 EXAMPLES = """
   shardkeep cat runs/a/step-500
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print it: as it is stored, or what stands for it in a checkpoint of another format."""
     store = open_store(args.checkpoint, direct=Options().direct_io)
-    with explained(args.checkpoint):
+    with path_hints(args.checkpoint):
         record = find(store).record
     if record.format == FORMAT:
         text = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
@@ -37,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
         print_json(msgspec.json.decode(text))
     else:
         shown_text = text.decode().rstrip()
-        say(shown_lines(shown_text) if is_terminal() else shown_text)
+        echo(printable_lines(shown_text) if is_terminal() else shown_text)
     return 0

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 
 from shardkeep.cli.main import COMMANDS, Parser, load_command, parser_of
-from shardkeep.cli.output import print_json, say
-from shardkeep.cli.problems import NotUsable
+from shardkeep.cli.output import UsageError, echo, print_json
 
 EXAMPLES = """
   eval "$(shardkeep completion bash)"              in ~/.bashrc
@@ -38,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415 - for this command alone
     except ImportError as exc:
-        raise NotUsable("completion needs the package shtab", hint="pip install shtab") from exc
+        raise UsageError("completion needs the package shtab", hint="pip install shtab") from exc
     script: str = shtab.complete(_whole_parser(shtab.DIRECTORY), args.shell)
     if args.json:
         print_json({"shell": args.shell, "script": script})
     else:
-        say(script)
+        echo(script)
     return 0
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from shardkeep.cli.output import count_text, shape_text, size_text, span_text
-from shardkeep.cli.problems import NotUsable, did_you_mean
+from shardkeep.cli.output import UsageError, did_you_mean, format_count, format_duration, format_shape, format_size
 from shardkeep.errors import CheckpointError
 from shardkeep.format import dtypes
+from shardkeep.format.boxes import Box
 from shardkeep.format.record import FORMAT as NATIVE
-from shardkeep.format.region import Box
 from shardkeep.opening import Checkpoint
-from shardkeep.state.names import matcher
+from shardkeep.state.patterns import matcher
 
 VALUE = "value"
 
@@ -63,10 +62,10 @@ class Item:
     @property
     def what(self) -> str:
         """Say what it is: bfloat16 [4096, 1024]."""
-        return f"{self.dtype} {shape_text(self.shape)}" if self.is_tensor else VALUE
+        return f"{self.dtype} {format_shape(self.shape)}" if self.is_tensor else VALUE
 
 
-def items_of(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
+def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
     """Go through the items of a checkpoint, sorted by key."""
     tensors, values = checkpoint.index.keys.all(), checkpoint.index.value_keys.all()
     make = _tensor_maker(checkpoint, tensors)
@@ -112,7 +111,7 @@ def _tensor_maker(checkpoint: Checkpoint, keys: list[bytes]) -> Callable[[str, i
     return make
 
 
-def chunks_of(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
+def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
     """Return where a tensor is stored."""
     if not item.is_tensor:
         return []
@@ -149,12 +148,12 @@ def find_item(checkpoint: Checkpoint, key: str) -> Item:
     below = [name for name in checkpoint if name.startswith(f"{key}.")]
     if below:
         some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-        raise NotUsable(f"{key!r} is no key, but {count_text(len(below), 'key lies', 'keys lie')} below it: {some}")
+        raise UsageError(f"{key!r} is no key, but {format_count(len(below), 'key lies', 'keys lie')} below it: {some}")
     hint = did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
-    raise NotUsable(f"the checkpoint has no key {key!r}", hint=hint)
+    raise UsageError(f"the checkpoint has no key {key!r}", hint=hint)
 
 
-def value_of(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
+def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
     """Return a plain value, or why it cannot be shown."""
     try:
         return checkpoint[key], ""
@@ -162,7 +161,7 @@ def value_of(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
         return None, exc.message
 
 
-def wanted_keys(patterns: list[str], prefix: str | None) -> Callable[[str], bool] | None:
+def key_filter(patterns: list[str], prefix: str | None) -> Callable[[str], bool] | None:
     """Make the test of `PATTERN …` and `--prefix`; None where all keys are wanted."""
     if not patterns and prefix is None:
         return None
@@ -182,22 +181,22 @@ def age_s(saved_at: str) -> float | None:
     return (datetime.now(timezone.utc) - when).total_seconds()
 
 
-def summary_of(checkpoint: Checkpoint) -> str:
+def summarize(checkpoint: Checkpoint) -> str:
     """Say in a line or two what a checkpoint is."""
     record, totals = checkpoint.record, checkpoint.record.totals
     age = age_s(record.saved_at)
-    written = f"saved {span_text(age)} ago by" if age is not None else "saved by"
+    written = f"saved {format_duration(age)} ago by" if age is not None else "saved by"
     step = f"step {record.step}, " if record.step is not None else ""
-    holds = [count_text(totals.tensors, "tensor")] + ([count_text(totals.values, "value")] if totals.values else [])
+    holds = [format_count(totals.tensors, "tensor")] + ([format_count(totals.values, "value")] if totals.values else [])
     stored = record.stored_nbytes
     return (
-        f"{record.format}, {step}{written} {count_text(record.world_size, 'rank')}\n"
-        f"{', '.join(holds)}, {size_text(totals.tensor_bytes)};"
-        f" {count_text(len(record.files), 'file')} of {size_text(stored)}"
+        f"{record.format}, {step}{written} {format_count(record.world_size, 'rank')}\n"
+        f"{', '.join(holds)}, {format_size(totals.tensor_bytes)};"
+        f" {format_count(len(record.files), 'file')} of {format_size(stored)}"
     )
 
 
-def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint is, for programs."""
     record, totals = checkpoint.record, checkpoint.record.totals
     return {
@@ -216,7 +215,7 @@ def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def item_document(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, Any]:
+def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, Any]:
     """Return what a key is, for programs."""
     if not item.is_tensor:
         return {"key": item.key, "kind": VALUE, "nbytes": item.nbytes}
@@ -237,6 +236,6 @@ def item_document(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[s
                 "offset": chunk.offset,
                 "nbytes": chunk.nbytes,
             }
-            for chunk in chunks_of(checkpoint, item)
+            for chunk in stored_chunks(checkpoint, item)
         ]
     return found

@@ -6,9 +6,24 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from shardkeep.cli.export import Bar, checked_text, parse_codecs, parse_size, tell_decrypted, told_here
-from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
-from shardkeep.cli.places import explained
+from shardkeep.cli.export import (
+    TransferProgress,
+    checked_text,
+    parse_codecs,
+    parse_size,
+    quiet_log,
+    warn_decrypted,
+)
+from shardkeep.cli.output import (
+    echo,
+    echo_err,
+    format_count,
+    format_size,
+    print_json,
+    printable,
+    styled,
+)
+from shardkeep.cli.runs import path_hints
 
 EXAMPLES = """
   shardkeep convert dcp-checkpoint runs/a/step-500 --to native
@@ -33,10 +48,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert it, and say what was written."""
-    from shardkeep.exchange.converting import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
+    from shardkeep.convert.api import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
 
     size = parse_size(args.shard_size)
-    with ExitStack() as stack, told_here(), explained(args.checkpoint):
+    with ExitStack() as stack, quiet_log(), path_hints(args.checkpoint):
         report = convert(
             args.checkpoint,
             args.to_path,
@@ -46,19 +61,23 @@ def run(args: argparse.Namespace) -> int:
             codecs=parse_codecs(args.codecs),
             overwrite=args.overwrite,
             allow_pickle=args.allow_pickle,
-            progress=Bar(stack, "convert"),
+            progress=TransferProgress(stack, "convert"),
         )
     if args.json:
         print_json({**asdict(report), "gb_per_s": report.gb_per_s})
         return 0
-    what = f"{count_text(report.tensors, 'tensor')}, {count_text(report.values, 'value')}"
-    say(f"{styled('wrote', 'green')} {shown(report.to)}: {what}, {size_text(report.bytes_written)} as {report.layout}")
-    say(checked_text(report.seconds, report.gb_per_s))
+    what = f"{format_count(report.tensors, 'tensor')}, {format_count(report.values, 'value')}"
+    echo(
+        f"{styled('wrote', 'green')} {printable(report.to)}: {what}, {format_size(report.bytes_written)} as {report.layout}"
+    )
+    echo(checked_text(report.seconds, report.gb_per_s))
     if report.decrypted:
-        tell_decrypted(can_be=args.to != "safetensors")
+        warn_decrypted(can_be=args.to != "safetensors")
     label = [each for each in report.left_out if each in {"step", "meta"}]
     if label:
-        remark(f"torch's layout has no place for {' and '.join(label)} of the commit record", "yellow")
+        echo_err(f"torch's layout has no place for {' and '.join(label)} of the commit record", "yellow")
     if own := [each for each in report.left_out if each not in label]:
-        remark(f"torch's layout has no {shown(', '.join(own))}: a plain dict by rank, which no PerRank loads", "yellow")
+        echo_err(
+            f"torch's layout has no {printable(', '.join(own))}: a plain dict by rank, which no PerRank loads", "yellow"
+        )
     return 0

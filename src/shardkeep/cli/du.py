@@ -7,13 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep.cli.contents import Item, items_of, wanted_keys
-from shardkeep.cli.drawing import bar_text
-from shardkeep.cli.output import Table, count_text, print_json, say, shown, size_text, styled
-from shardkeep.cli.places import open_one_or_root
-from shardkeep.cli.problems import NotUsable
-from shardkeep.cli.roots import Run
-from shardkeep.manage.entries import Entry
+from shardkeep.cli.contents import Item, iter_items, key_filter
+from shardkeep.cli.output import (
+    Table,
+    UsageError,
+    echo,
+    format_count,
+    format_size,
+    print_json,
+    printable,
+    styled,
+)
+from shardkeep.cli.runs import Run, open_checkpoint_or_run
+from shardkeep.cli.show import bar_text
+from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint
 
 EXAMPLES = """
@@ -49,17 +56,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Add it up."""
     if args.depth < 0:
-        raise NotUsable(f"--depth {args.depth}: give 0 or more")
-    found = open_one_or_root(args.path, args.template)
+        raise UsageError(f"--depth {args.depth}: give 0 or more")
+    found = open_checkpoint_or_run(args.path, args.template)
     if isinstance(found, Run):
         return _of_run(found, args)
     return _of_checkpoint(found, args)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    items = list(items_of(checkpoint, wanted_keys(args.pattern, None)))
+    items = list(iter_items(checkpoint, key_filter(args.pattern, None)))
     if not items and args.pattern:
-        raise NotUsable(f"no key fits {' '.join(args.pattern)!r}")
+        raise UsageError(f"no key fits {' '.join(args.pattern)!r}")
     shares = by_prefix(items, args.depth)
     parts = by_part(items)
     total = sum(share.nbytes for share in shares)
@@ -78,10 +85,10 @@ def _of_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         )
         return 0
     _print_shares(shares, total, args.limit)
-    split = ", ".join(f"{part.name} {size_text(part.nbytes)} ({_percent(part.nbytes, total)})" for part in parts)
-    say(f"\n{styled(size_text(total), 'bold')} in {count_text(len(items), 'key')}\n{split}")
+    split = ", ".join(f"{part.name} {format_size(part.nbytes)} ({_percent(part.nbytes, total)})" for part in parts)
+    echo(f"\n{styled(format_size(total), 'bold')} in {format_count(len(items), 'key')}\n{split}")
     if not args.pattern:
-        say(f"{count_text(len(record.files), 'file')} and the index take {size_text(stored)}")
+        echo(f"{format_count(len(record.files), 'file')} and the index take {format_size(stored)}")
     return 0
 
 
@@ -115,16 +122,18 @@ def _print_shares(shares: list[Share], total: int, limit: int) -> None:
     most = max((share.nbytes for share in shares), default=0) or 1
     for share in listed:
         bar = bar_text(share.nbytes / most, _BAR)
-        table.add(shown(share.name), f"{share.keys:,}", size_text(share.nbytes), _percent(share.nbytes, total), bar)
+        table.add(
+            printable(share.name), f"{share.keys:,}", format_size(share.nbytes), _percent(share.nbytes, total), bar
+        )
     table.print()
     if len(shares) > len(listed):
         rest = sum(share.nbytes for share in shares[len(listed) :])
-        say(f"and {len(shares) - len(listed):,} more of {size_text(rest)} (--limit 0 lists them)")
+        echo(f"and {len(shares) - len(listed):,} more of {format_size(rest)} (--limit 0 lists them)")
 
 
 def _of_run(found: Run, args: argparse.Namespace) -> int:
     if args.pattern:
-        raise NotUsable(f"{args.path} is a run: patterns are for the keys of one checkpoint")
+        raise UsageError(f"{args.path} is a run: patterns are for the keys of one checkpoint")
     entries = found.entries()
     sizes = {entry.name: _stored_nbytes(found, entry) for entry in entries}
     total = sum(sizes.values())
@@ -140,9 +149,11 @@ def _of_run(found: Run, args: argparse.Namespace) -> int:
     for entry in entries[: args.limit] if args.limit > 0 else entries:
         status = "" if entry.committed else entry.status
         nbytes = sizes[entry.name]
-        table.add(shown(entry.name), size_text(nbytes), _percent(nbytes, total), bar_text(nbytes / most, _BAR), status)
+        table.add(
+            printable(entry.name), format_size(nbytes), _percent(nbytes, total), bar_text(nbytes / most, _BAR), status
+        )
     table.print()
-    say(f"\n{styled(size_text(total), 'bold')} in {count_text(len(entries), 'checkpoint')}")
+    echo(f"\n{styled(format_size(total), 'bold')} in {format_count(len(entries), 'checkpoint')}")
     return 0
 
 

@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
-from shardkeep.cli.output import count_text, print_json, remark, say, shown, size_text, styled
-from shardkeep.cli.places import explained
-from shardkeep.cli.problems import NotUsable
-from shardkeep.cli.progress import Progress
+from shardkeep.cli.output import (
+    ReadProgress,
+    UsageError,
+    echo,
+    echo_err,
+    format_count,
+    format_size,
+    print_json,
+    printable,
+    styled,
+)
+from shardkeep.cli.runs import path_hints
 
 EXAMPLES = """
   shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
@@ -21,7 +29,7 @@ EXAMPLES = """
 """
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MOST_SHOWN = 4
-_WORTH_TELLING_S = 0.5
+_MIN_TIMED_S = 0.5
 """What takes less says nothing about the speed of a disk."""
 
 
@@ -45,11 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
-    from shardkeep.exchange.exporting import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
+    from shardkeep.convert.api import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
 
     renames = [parse_rename(text) for text in args.rename or ()]
     size = parse_size(args.shard_size)
-    with ExitStack() as stack, told_here(), explained(args.checkpoint):
+    with ExitStack() as stack, quiet_log(), path_hints(args.checkpoint):
         report = export(
             args.checkpoint,
             args.to,
@@ -63,24 +71,27 @@ def run(args: argparse.Namespace) -> int:
             config=args.config,
             codecs=parse_codecs(args.codecs),
             overwrite=args.overwrite,
-            progress=Bar(stack, "export"),
+            progress=TransferProgress(stack, "export"),
         )
     if args.json:
         print_json({**asdict(report), "gb_per_s": report.gb_per_s})
         return 0
-    what = f"{count_text(report.tensors, 'tensor')}, {size_text(report.bytes_written)}"
-    files = count_text(len(report.files), "file")
-    say(f"{styled('wrote', 'green')} {shown(report.to)}: {what} in {files}")
-    say(checked_text(report.seconds, report.gb_per_s))
+    what = f"{format_count(report.tensors, 'tensor')}, {format_size(report.bytes_written)}"
+    files = format_count(len(report.files), "file")
+    echo(f"{styled('wrote', 'green')} {printable(report.to)}: {what} in {files}")
+    echo(checked_text(report.seconds, report.gb_per_s))
     for name, owner in list(report.ties.items())[:_MOST_SHOWN]:
-        say(f"  {shown(name)} is tied to {shown(owner)}" + (" and not stored twice" if args.format == "hf" else ""))
+        echo(
+            f"  {printable(name)} is tied to {printable(owner)}"
+            + (" and not stored twice" if args.format == "hf" else "")
+        )
     if report.decrypted:
-        tell_decrypted(can_be=args.format == "native")
+        warn_decrypted(can_be=args.format == "native")
     if report.left_out:
-        remark(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
+        echo_err(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
     if report.infinite:
         wider = "fp32" if args.dtype in {"bf16", "bfloat16"} else "fp64" if "32" in args.dtype else "bf16"
-        remark(
+        echo_err(
             f"numbers too large for {args.dtype} are infinite now in {_some(report.infinite)}; try --dtype {wider}",
             "yellow",
         )
@@ -89,17 +100,17 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_text(seconds: float, gb_per_s: float) -> str:
     """Say that all was read back, and how fast all this was if it took long enough to tell."""
-    speed = f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= _WORTH_TELLING_S else ""
+    speed = f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= _MIN_TIMED_S else ""
     return f"  written, read back and found equal{speed}"
 
 
-def tell_decrypted(*, can_be: bool) -> None:
+def warn_decrypted(*, can_be: bool) -> None:
     """Say that a copy is not encrypted as its source is, and how it can be, if at all."""
-    remark(f"the source is encrypted, this copy is not{'; --codecs aes encrypts it' if can_be else ''}", "yellow")
+    echo_err(f"the source is encrypted, this copy is not{'; --codecs aes encrypts it' if can_be else ''}", "yellow")
 
 
 @contextmanager
-def told_here() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """Keep the library's log from saying what the command says itself."""
     log = logging.getLogger("shardkeep")
     before = log.level
@@ -110,18 +121,18 @@ def told_here() -> Iterator[None]:
         log.setLevel(before)
 
 
-class Bar:
+class TransferProgress:
     """Told of bytes done and to do; draws a bar until the stack ends, if somebody looks."""
 
     def __init__(self, stack: ExitStack, what: str) -> None:
         self._stack = stack
         self._what = what
-        self._bar: Progress | None = None
+        self._bar: ReadProgress | None = None
         self._done = 0
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
-            self._bar = self._stack.enter_context(Progress(self._what, total))
+            self._bar = self._stack.enter_context(ReadProgress(self._what, total))
         self._bar.add(done - self._done)
         self._done = done
 
@@ -130,7 +141,7 @@ def parse_size(text: str) -> float:
     """Return the bytes that a text such as 5GB or 512MiB means."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or not float(found[1]):
-        raise NotUsable(f"{text!r} is no size", hint="write 500MB, 5GB or 2GiB")
+        raise UsageError(f"{text!r} is no size", hint="write 500MB, 5GB or 2GiB")
     base = 1024 if found[3] else 1000
     return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
 
@@ -144,7 +155,7 @@ def parse_rename(text: str) -> tuple[str, str]:
     """Return the pair that `s/RE/TEXT/` means; any sign may stand for the slash."""
     parts = text[2:].split(text[1]) if len(text) > 3 and text[0] == "s" and not text[1].isalnum() else []
     if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
-        raise NotUsable(
+        raise UsageError(
             f"--rename {text!r} cannot be understood", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed"
         )
     return parts[0], parts[1]
@@ -152,4 +163,4 @@ def parse_rename(text: str) -> tuple[str, str]:
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(map(shown, names[:_MOST_SHOWN])) + rest
+    return ", ".join(map(printable, names[:_MOST_SHOWN])) + rest

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from shardkeep.cli.checking import check
-from shardkeep.cli.ls_run import entry_document
-from shardkeep.cli.output import print_json, remark, say, shown
-from shardkeep.cli.places import check_no_checkpoint, hint_for
-from shardkeep.cli.roots import open_run
-from shardkeep.manage.entries import Entry
+from shardkeep.cli.ls import entry_json
+from shardkeep.cli.output import echo, echo_err, print_json, printable
+from shardkeep.cli.runs import open_run, reject_checkpoint, suggest_path
+from shardkeep.cli.verify import check_checkpoint
+from shardkeep.manage.catalog import Entry
 
 EXAMPLES = """
   shardkeep latest runs/a
@@ -25,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1, and nothing on stdout, where there is none."""
-    check_no_checkpoint(args.root)
+    reject_checkpoint(args.root)
     found = open_run(args.root, args.template)  # one that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
@@ -35,19 +34,19 @@ def run(args: argparse.Namespace) -> int:
             latest = entry
             break
         skipped.append({"name": entry.name, "reason": reason})
-        remark(f"skipped {shown(entry.name)}: {shown(reason)}", "yellow")
+        echo_err(f"skipped {printable(entry.name)}: {printable(reason)}", "yellow")
     if args.json:
-        print_json({"latest": entry_document(found, latest) if latest else None, "skipped": skipped})
+        print_json({"latest": entry_json(found, latest) if latest else None, "skipped": skipped})
     elif latest:
-        say(found.path_of(latest))
+        echo(found.path_of(latest))
     if latest is None:
-        remark(f"{args.root}: no checkpoint" + (" that could be loaded" if skipped else " below it yet"))
-        if not skipped and (hint := hint_for(args.root)):
-            remark(f"  hint: {hint}")
+        echo_err(f"{args.root}: no checkpoint" + (" that could be loaded" if skipped else " below it yet"))
+        if not skipped and (hint := suggest_path(args.root)):
+            echo_err(f"  hint: {hint}")
     return 0 if latest else 1
 
 
 def _wrong(path: str) -> str:
     """Return what is wrong with a committed checkpoint, as far as index, sizes and headers tell."""
-    verdict = check(path, deep=False)
+    verdict = check_checkpoint(path, deep=False)
     return verdict.unknown or "; ".join(verdict.problems)

@@ -21,8 +21,16 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from shardkeep._version import __version__
-from shardkeep.cli.output import folded, print_json, remark, say, shown_lines, styled
-from shardkeep.cli.problems import NotUsable, did_you_mean
+from shardkeep.cli.output import (
+    UsageError,
+    did_you_mean,
+    echo,
+    echo_err,
+    print_json,
+    printable_lines,
+    styled,
+    wrap_lines,
+)
 from shardkeep.errors import CheckpointError
 
 GROUPS = {
@@ -78,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         wrong = message.partition("unrecognized arguments: ")[2].split()
         if wrong and wrong[0].startswith("-"):
             hint = did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
-        raise NotUsable(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
+        raise UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
 
     def _without_optional(self, missing: list[str]) -> list[str]:
         """Leave out what may be given any number of times: argparse names it beside what it really misses."""
@@ -127,14 +135,14 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except CheckpointError as error:
-        text = folded(shown_lines(f"shardkeep: {error}"), stream=sys.stderr)
-        remark(styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
+        text = wrap_lines(printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
+        echo_err(styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - 1 would tell a script that the command ran
         traceback.print_exc()
-        remark("shardkeep: this is a mistake in shardkeep; please report the lines above")
+        echo_err("shardkeep: this is a mistake in shardkeep; please report the lines above")
         failed = {"kind": type(error).__name__, "message": str(error), "hint": "please report this"}
     if "--json" in words:
         print_json({"error": failed})
@@ -150,13 +158,13 @@ def _run(words: list[str]) -> int:
         words = [words[1], "--help"]
         asked = words[0]
     if asked in {"-V", "--version"}:
-        say(f"shardkeep {__version__}")
+        echo(f"shardkeep {__version__}")
         return 0
     if asked not in COMMANDS:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(COMMANDS)}"
         if asked.startswith("-"):
-            raise NotUsable(f"the command comes first, before {asked}", hint=every)
-        raise NotUsable(f"there is no command {asked!r}", hint=did_you_mean(asked, COMMANDS, otherwise=every))
+            raise UsageError(f"the command comes first, before {asked}", hint=every)
+        raise UsageError(f"there is no command {asked!r}", hint=did_you_mean(asked, COMMANDS, otherwise=every))
     command = load_command(asked)
     try:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
@@ -171,14 +179,14 @@ def _run(words: list[str]) -> int:
 
 
 def _overview() -> None:
-    say(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
+    echo(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
     for title, commands in GROUPS.items():
         for name, summary in commands.items():
-            say(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
+            echo(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
             title = ""  # noqa: PLW2901 - once a group
-    say("\nshardkeep COMMAND --help   says more, with examples")
-    say("shardkeep COMMAND --json   prints one JSON document, for programs")
-    say("\nexit codes: 0 all is well, 1 something is wrong or different, 2 could not run")
+    echo("\nshardkeep COMMAND --help   says more, with examples")
+    echo("shardkeep COMMAND --json   prints one JSON document, for programs")
+    echo("\nexit codes: 0 all is well, 1 something is wrong or different, 2 could not run")
 
 
 def _let_go_of_stdout() -> None:

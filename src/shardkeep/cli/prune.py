@@ -1,31 +1,174 @@
-"""
-`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and what dead writers left.
-
-Nothing goes without a rule, and nothing without a yes. The newest checkpoint stays, and so do pinned ones. One that a
-quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to. Nothing is
-taken from a place that somebody is saving to, nor, without --force, from one in which other things lie than checkpoints.
-"""
+"""What speaks against deleting a checkpoint that no rule keeps: somebody saves there, or other things lie in its place."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from shardkeep.cli.checking import check
-from shardkeep.cli.guards import being_written, foreign_text, foreign_things, job_of
-from shardkeep.cli.output import Table, count_text, is_terminal, print_json, remark, say, shown, size_text, styled
-from shardkeep.cli.places import open_root_only
-from shardkeep.cli.problems import NotUsable, did_you_mean
-from shardkeep.cli.roots import Run
-from shardkeep.cli.sweeping import Litter, find_litter, sweep
-from shardkeep.errors import CheckpointError
-from shardkeep.layout import leftovers
-from shardkeep.manage.entries import Entry
-from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
+import msgspec
+
+from shardkeep.cli.output import (
+    Table,
+    UsageError,
+    did_you_mean,
+    echo,
+    echo_err,
+    format_count,
+    format_size,
+    is_terminal,
+    print_json,
+    printable,
+    styled,
+)
+from shardkeep.cli.runs import Run, open_existing_run
+from shardkeep.cli.verify import check_checkpoint
+from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts import native
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts.native import save_id_of
+from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
+from shardkeep.manage.catalog import Entry
+from shardkeep.manage.lease import LEASE_NAME, LEASE_S, Holder
+from shardkeep.manage.retention import (
+    AnyOf,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepYounger,
+    Mode,
+    Policy,
+    plan,
+)
+from shardkeep.storage.base import REMOVING_NAME, Store
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.system import host_identity, process_start, storage_errors
+
+_MAX_LEASE_NBYTES = 4096
+_NAMED = 3
+"""Foreign things that are named; of others there is only the number."""
+
+
+def describe_writer(run: Run, entry: Entry) -> str:
+    """Say who saves to a place, or may do so; empty where certainly nobody does."""
+    found = leftovers.survey(run.catalog.root.place(entry.name))
+    if found.living is not None:
+        return f"being written by process {found.living.pid}"
+    return "perhaps being written on another machine" if found.elsewhere else ""
+
+
+def foreign_files(run: Run, entry: Entry) -> list[str]:
+    """Name what lies in a place and is of no checkpoint: files and folders that somebody else has put there."""
+    place = run.catalog.root.place(entry.name)
+    if not isinstance(place, LocalStore):
+        return sorted(info.name for info in place.list() if not _is_ours(info.name, entry))
+    if os.path.islink(place.url):
+        return []  # only the link goes
+    # Not what the store lists: folders, and files that no blob is called, would go as well.
+    with storage_errors("cannot list", place.url), os.scandir(place.url) as there:
+        return sorted(
+            f"{each.name}/" if each.is_dir(follow_symlinks=False) else each.name
+            for each in there
+            if each.is_dir(follow_symlinks=False) or not _is_ours(each.name, entry)
+        )
+
+
+def describe_foreign(names: list[str]) -> str:
+    """Say in a few words what else lies in a place."""
+    others = len(names) - _NAMED
+    return f"it also holds {', '.join(names[:_NAMED])}" + (f" and {others:,} more" if others > 0 else "")
+
+
+def _is_ours(name: str, entry: Entry) -> bool:
+    named = [] if entry.record is None else entry.record.names
+    return (
+        name in (RECORD_NAME, REMOVING_NAME, *named)
+        or name.startswith(".tmp-")
+        or native.save_id_of(name) is not None
+        or is_metadata(name)
+        or is_data(name)
+        or (entry.layout == "torch" and name.endswith(DATA_SUFFIX))
+    )
+
+
+def lease_holder(run: Run) -> str:
+    """Say which living job holds the lease of a run; empty where there is none."""
+    root = run.catalog.root
+    try:
+        holder = msgspec.json.decode(root.get(LEASE_NAME, limit=_MAX_LEASE_NBYTES), type=Holder)
+        if holder.released:
+            return ""
+        if holder.host == host_identity():
+            return str(holder) if process_start(holder.pid) == holder.started else ""
+        written_s = max((info.modified_s for info in root.list() if info.name == LEASE_NAME), default=0.0)
+    except BlobNotFound:
+        return ""
+    except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "a lease that cannot be read"
+    return str(holder) if time.time() - written_s < LEASE_S else ""
+
+
+# Files in the places of a run that no checkpoint will ever name: what dead writers and removals cut short have left.
+
+
+@dataclass(frozen=True)
+class OrphanFiles:
+    """What can go from one place."""
+
+    entry: Entry
+    names: list[str]
+    nbytes: int
+    reason: str
+
+
+def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
+    """Find what can go from a place; None where nothing can, or somebody may still be writing there."""
+    store = run.catalog.root.place(entry.name)
+    sizes = {info.name: info.nbytes for info in store.list()}
+    found = leftovers.survey(store)
+    if not entry.committed and REMOVING_NAME in sizes and found.over:
+        return OrphanFiles(entry, list(sizes), sum(sizes.values()), "its removal was cut short")
+    names = _unnamed(store, found)
+    if not names:
+        return None
+    nbytes = sum(sizes.get(name, 0) for name in names)
+    return OrphanFiles(entry, names, nbytes, "left by a save that did not finish")
+
+
+def _unnamed(store: Store, found: leftovers.Survey) -> list[str]:
+    try:
+        return leftovers.deletable(store, found)
+    except (DamagedCheckpoint, UnsupportedVersion):
+        return []  # the record may be mended
+
+
+def delete_orphans(run: Run, litter: OrphanFiles) -> None:
+    """Delete what was found and is litter still, file by file: a save that has begun there since keeps its own."""
+    now = find_orphans(run, litter.entry)
+    if now is None:
+        return
+    store = run.catalog.root.place(litter.entry.name)
+    going = leftovers.claims_last(set(now.names) & set(litter.names))
+    leftovers.sweep_uploads_of(store, {save_id for name in going if (save_id := save_id_of(name))})
+    for name in sorted(going, key=REMOVING_NAME.__eq__):  # the mark goes last of all
+        store.delete(name)
+    run.catalog.root.drop_empty(litter.entry.name)
+
+
+# `shardkeep prune`: delete the checkpoints of a run that no rule keeps, and what dead writers left.
+#
+# Nothing goes without a rule, and nothing without a yes. The newest checkpoint stays, and so do pinned ones. One that
+# a
+# quick look finds damaged counts for nothing and stays, so that it is never taken for the one to fall back to.
+# Nothing is
+# taken from a place that somebody is saving to, nor, without --force, from one in which other things lie than
+# checkpoints.
 
 EXAMPLES = """
   shardkeep prune runs/a --keep-last 3 --dry-run
@@ -45,14 +188,14 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrunePlan:
     """What becomes of the places of a run."""
 
     kept: list[tuple[Entry, str]]
     """With why."""
     deleted: list[Entry]
     """The oldest first."""
-    swept: list[Litter]
+    swept: list[OrphanFiles]
 
     @property
     def nbytes(self) -> int:
@@ -78,35 +221,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show what goes, ask, and delete it."""
-    rules = rules_of(args)
-    found = open_root_only(args.root, args.template)
+    rules = parse_rules(args)
+    found = open_existing_run(args.root, args.template)
     _check_metrics(rules, found.entries())
     planned = make_plan(found, rules, force=args.force)
-    if job := job_of(found):
-        remark(f"a job saves to this run: {shown(job)}", "yellow")
+    if job := lease_holder(found):
+        echo_err(f"a job saves to this run: {printable(job)}", "yellow")
     if not args.json:
         _print_plan(found, planned)
     failed: dict[str, str] = {}
     if not args.dry_run and (planned.deleted or planned.swept):
         if not args.yes and not _agreed(args, planned):
-            say("nothing was deleted")
+            echo("nothing was deleted")
             return 0
         failed = _carry_out(found, planned, force=args.force)
         if not args.json and not failed:
-            say(styled(f"deleted, {size_text(planned.nbytes)} freed", "green"))
+            echo(styled(f"deleted, {format_size(planned.nbytes)} freed", "green"))
     # No listing shows them: they may be all that there is to take back.
     if not args.dry_run and (many := _sweep_uploads(found)):
-        remark(f"{count_text(many, 'upload')} that nobody will finish taken back", "yellow")
+        echo_err(f"{format_count(many, 'upload')} that nobody will finish taken back", "yellow")
     if args.json:
         print_json(_document(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:
-        say("nothing was deleted: --dry-run")
+        echo("nothing was deleted: --dry-run")
     for name, why in failed.items():
-        remark(f"could not delete {shown(name)}: {shown(why)}", "red")
+        echo_err(f"could not delete {printable(name)}: {printable(why)}", "red")
     return 2 if failed else 0
 
 
-def rules_of(args: argparse.Namespace) -> list[Rule]:
+def parse_rules(args: argparse.Namespace) -> list[Rule]:
     """
     Return the policies that were asked for.
 
@@ -126,7 +269,7 @@ def rules_of(args: argparse.Namespace) -> list[Rule]:
         _insist(args.keep_hours > 0, f"--keep-hours {args.keep_hours:g}", "give a time in hours, more than 0")
         rules.append(Rule(f"last {args.keep_hours:g} hours", KeepYounger(args.keep_hours * 3600)))
     if not rules:
-        raise NotUsable(
+        raise UsageError(
             "prune needs a rule that says what to keep", hint="for example --keep-last 3, and --dry-run to try it"
         )
     return rules
@@ -134,7 +277,7 @@ def rules_of(args: argparse.Namespace) -> list[Rule]:
 
 def _insist(right: bool, words: str, hint: str) -> None:
     if not right:
-        raise NotUsable(words, hint=hint)
+        raise UsageError(words, hint=hint)
 
 
 def _best(words: str) -> KeepBest:
@@ -143,7 +286,7 @@ def _best(words: str) -> KeepBest:
     if rest and rest[-1] in {"min", "max"}:
         mode = "max" if rest.pop() == "max" else "min"
     if not metric or len(rest) > 1 or not all(part.isdigit() for part in rest):
-        raise NotUsable(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
+        raise UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
     count = int(rest[0]) if rest else 1
     _insist(count >= 1, f"--keep-best {words!r}", "give 1 or more after the metric, such as loss:2")
     return KeepBest(metric, count, mode)
@@ -156,10 +299,10 @@ def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:
         if isinstance(rule.policy, KeepBest) and rule.policy.metric not in known and entries:
             metrics = f"they have {', '.join(sorted(known))}" if known else "they have none"
             hint = did_you_mean(rule.policy.metric, known, otherwise=metrics)
-            raise NotUsable(f"no checkpoint has the metric {rule.policy.metric!r}", hint=hint)
+            raise UsageError(f"no checkpoint has the metric {rule.policy.metric!r}", hint=hint)
 
 
-def make_plan(found: Run, rules: list[Rule], *, force: bool = False) -> Plan:
+def make_plan(found: Run, rules: list[Rule], *, force: bool = False) -> PrunePlan:
     """Decide what becomes of every place."""
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = list(threads.map(lambda entry: _looked_at(found, entry), found.entries()))
@@ -188,59 +331,59 @@ def make_plan(found: Run, rules: list[Rule], *, force: bool = False) -> Plan:
     deleted = [entry for entry in deleted if entry.name not in spared]
     going = {entry.name for entry in deleted}
     staying = [entry for entry in entries if entry.name not in going]
-    litter = [find_litter(found, entry) for entry in staying]
-    return Plan([(entry, why(entry)) for entry in staying], deleted, [each for each in litter if each is not None])
+    litter = [find_orphans(found, entry) for entry in staying]
+    return PrunePlan([(entry, why(entry)) for entry in staying], deleted, [each for each in litter if each is not None])
 
 
 def _spared(found: Run, entry: Entry, *, force: bool) -> str:
     """Say why a checkpoint that no rule keeps stays; empty where nothing speaks for it."""
-    if writer := being_written(found, entry):
+    if writer := describe_writer(found, entry):
         return writer
-    others = [] if force else foreign_things(found, entry)
-    return f"{foreign_text(others)}: --force deletes that, too" if others else ""
+    others = [] if force else foreign_files(found, entry)
+    return f"{describe_foreign(others)}: --force deletes that, too" if others else ""
 
 
 def _looked_at(found: Run, entry: Entry) -> Entry:
     """Return an entry, as damaged where its index, or the size or header of a file, says so."""
     if not entry.committed:
         return entry
-    verdict = check(found.path_of(entry), deep=False)
+    verdict = check_checkpoint(found.path_of(entry), deep=False)
     if verdict.sound:
         return entry
     return replace(entry, status="damaged", reason=verdict.unknown or "; ".join(verdict.problems))
 
 
-def _print_plan(found: Run, planned: Plan) -> None:
+def _print_plan(found: Run, planned: PrunePlan) -> None:
     table = Table(("", "checkpoint", "size", "why"), right="size", gives_way="why")
     swept = {litter.entry.name: litter for litter in planned.swept}
     for entry, why in planned.kept:
         litter = swept.get(entry.name)
         if litter is None or entry.committed:
-            table.add("keep", shown(entry.name), size_text(entry.nbytes), shown(why))
+            table.add("keep", printable(entry.name), format_size(entry.nbytes), printable(why))
         if litter is not None:
-            what = f"{count_text(len(litter.names), 'file')} {litter.reason}"
-            table.add("sweep", shown(entry.name), size_text(litter.nbytes), what, style="yellow")
+            what = f"{format_count(len(litter.names), 'file')} {litter.reason}"
+            table.add("sweep", printable(entry.name), format_size(litter.nbytes), what, style="yellow")
     for entry in reversed(planned.deleted):
-        others = foreign_things(found, entry)
-        why = "no rule keeps it" + (f"; {foreign_text(others)}" if others else "")
-        table.add("delete", shown(entry.name), size_text(entry.nbytes), shown(why), style="red")
+        others = foreign_files(found, entry)
+        why = "no rule keeps it" + (f"; {describe_foreign(others)}" if others else "")
+        table.add("delete", printable(entry.name), format_size(entry.nbytes), printable(why), style="red")
     table.print()
     if not planned.deleted and not planned.swept:
-        say("\nnothing to delete")
+        echo("\nnothing to delete")
     else:
-        say(f"\n{_summary(planned)}")
+        echo(f"\n{_summary(planned)}")
 
 
-def _summary(planned: Plan) -> str:
-    words = [count_text(len(planned.deleted), "checkpoint")] if planned.deleted else []
+def _summary(planned: PrunePlan) -> str:
+    words = [format_count(len(planned.deleted), "checkpoint")] if planned.deleted else []
     files = sum(len(litter.names) for litter in planned.swept)
-    words += [count_text(files, "leftover file")] if files else []
-    return f"{' and '.join(words)} to delete, {styled(size_text(planned.nbytes), 'bold')}"
+    words += [format_count(files, "leftover file")] if files else []
+    return f"{' and '.join(words)} to delete, {styled(format_size(planned.nbytes), 'bold')}"
 
 
-def _agreed(args: argparse.Namespace, planned: Plan) -> bool:
+def _agreed(args: argparse.Namespace, planned: PrunePlan) -> bool:
     if args.json or not is_terminal(sys.stdin) or not is_terminal():
-        raise NotUsable(
+        raise UsageError(
             f"{_summary(planned)}, and nobody to ask", hint="--yes deletes without asking, --dry-run only shows"
         )
     try:
@@ -249,7 +392,7 @@ def _agreed(args: argparse.Namespace, planned: Plan) -> bool:
         return False
 
 
-def _carry_out(found: Run, planned: Plan, *, force: bool) -> dict[str, str]:
+def _carry_out(found: Run, planned: PrunePlan, *, force: bool) -> dict[str, str]:
     """Delete, the oldest first; return what could not be, and why."""
     failed: dict[str, str] = {}
     for entry in planned.deleted:
@@ -258,18 +401,18 @@ def _carry_out(found: Run, planned: Plan, *, force: bool) -> dict[str, str]:
             if now is None or now.pinned or _identity(now) != _identity(entry):
                 failed[entry.name] = "it was changed, pinned or deleted by somebody else meanwhile"
                 continue
-            if writer := being_written(found, entry):
+            if writer := describe_writer(found, entry):
                 failed[entry.name] = f"somebody is saving there: {writer}"
                 continue
-            if not force and (others := foreign_things(found, entry)):
-                failed[entry.name] = foreign_text(others)
+            if not force and (others := foreign_files(found, entry)):
+                failed[entry.name] = describe_foreign(others)
                 continue
             found.catalog.root.remove(entry.name)
         except CheckpointError as exc:
             failed[entry.name] = exc.message
     for litter in planned.swept:
         try:
-            sweep(found, litter)
+            delete_orphans(found, litter)
         except CheckpointError as exc:
             failed[litter.entry.name] = exc.message
     return failed
@@ -280,7 +423,7 @@ def _sweep_uploads(found: Run) -> int:
     try:
         return leftovers.sweep_lost_uploads(found.catalog.root)
     except CheckpointError as exc:
-        remark(f"uploads that nobody will finish could not be looked for: {shown(exc.message)}", "yellow")
+        echo_err(f"uploads that nobody will finish could not be looked for: {printable(exc.message)}", "yellow")
         return 0
 
 
@@ -288,7 +431,7 @@ def _identity(entry: Entry) -> tuple[Any, ...]:
     return entry.status, entry.saved_at, entry.nbytes, entry.record.save_id if entry.record else None
 
 
-def _document(planned: Plan, failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
+def _document(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
     return {
         "dry_run": dry_run,
         "nbytes": planned.nbytes,

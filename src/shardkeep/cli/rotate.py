@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardkeep.cli.output import count_text, print_json, remark, say, shown, styled
-from shardkeep.cli.places import open_one_or_root
-from shardkeep.cli.roots import Run
+from shardkeep.cli.output import echo, echo_err, format_count, print_json, printable, styled
+from shardkeep.cli.runs import Run, open_checkpoint_or_run
+from shardkeep.convert.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
-from shardkeep.exchange.rotating import rotate_keys
 
 EXAMPLES = """
   SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      the new key first in it
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Rotate all of them; 2 where one could not be."""
     documents: list[dict[str, Any]] = []
     for path in args.path:
-        found = open_one_or_root(path, args.template)
+        found = open_checkpoint_or_run(path, args.template)
         if isinstance(found, Run):
             documents += [_rotated(found.path_of(entry), alone=False) for entry in found.entries() if entry.committed]
         else:
@@ -38,11 +37,13 @@ def run(args: argparse.Namespace) -> int:
         return 2 if failed else 0
     for each in documents:
         if each["status"] != "failed":
-            say(f"{styled(each['status'], 'green' if each['status'] == 'rotated' else 'dim')}  {shown(each['path'])}")
+            echo(
+                f"{styled(each['status'], 'green' if each['status'] == 'rotated' else 'dim')}  {printable(each['path'])}"
+            )
     for each in failed:
-        remark(f"failed   {shown(each['path'])}: {shown(each['reason'])}", "red")
+        echo_err(f"failed   {printable(each['path'])}: {printable(each['reason'])}", "red")
     many = sum(each["status"] == "rotated" for each in documents)
-    say(f"\n{count_text(many, 'checkpoint')} rotated")
+    echo(f"\n{format_count(many, 'checkpoint')} rotated")
     return 2 if failed else 0
 
 

@@ -1,37 +1,83 @@
-"""`shardkeep show`: one tensor or value of a checkpoint, with statistics that are made in bounded memory."""
+"""Chunks, statistics and bars, drawn with letters."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.cli.contents import Item, chunks_of, find_item, item_document
-from shardkeep.cli.drawing import print_chunks, print_histogram, print_statistics
+from shardkeep.cli.contents import Chunk, Item, find_item, item_json, stored_chunks
 from shardkeep.cli.output import (
-    count_text,
-    line_width,
-    number_text,
-    plain_json,
+    ReadProgress,
+    UsageError,
+    echo,
+    format_count,
+    format_number,
+    format_shape,
+    format_size,
     print_json,
-    say,
-    shape_text,
-    shown,
-    shown_lines,
-    size_text,
+    printable,
+    printable_lines,
+    shorten_middle,
     styled,
+    terminal_width,
+    to_json,
 )
-from shardkeep.cli.places import open_one
-from shardkeep.cli.problems import NotUsable
-from shardkeep.cli.progress import Progress
+from shardkeep.cli.runs import open_with_hints
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.opening import Checkpoint, StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
-    from shardkeep.cli.statistics import Histogram, Statistics
+    from shardkeep.cli.tensors import Histogram, Statistics
+
+
+_BAR = 40
+
+
+def print_chunks(chunks: Sequence[Chunk]) -> None:
+    """Print box, size and place of each; on a terminal names of files are shortened to fit."""
+    widest = max((len(str(chunk.box)) for chunk in chunks), default=0)
+    room = terminal_width()
+    for chunk in chunks:
+        line, place = f"  {str(chunk.box).ljust(widest)}  {format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
+        name = printable(chunk.file)
+        echo(line + (name if room is None else shorten_middle(name, max(12, room - len(line) - len(place)))) + place)
+
+
+def print_statistics(found: Statistics) -> None:
+    """Print statistics, what is worth an alarm in red."""
+    inf = found.positive_inf + found.negative_inf
+    echo()
+    echo(f"  {format_count(found.count, 'element')}" + (", by absolute value" if found.of_magnitudes else ""))
+    echo(f"  min {format_number(found.least):>13}   mean {format_number(found.mean):>13}   zeros {found.zeros:>12,}")
+    nan = styled(f"NaN {found.nan:,}", "red") if found.nan else "NaN 0"
+    infinite = styled(f"Inf {inf:,}", "red") if inf else "Inf 0"
+    echo(f"  max {format_number(found.greatest):>13}   std  {format_number(found.std):>13}   {nan}  {infinite}")
+    echo(f"                      norm {format_number(found.norm):>13}")
+
+
+def print_histogram(histogram: Histogram) -> None:
+    """Print a bar for each interval, at where it begins."""
+    most = max(histogram.counts)
+    echo()
+    for at, count in enumerate(histogram.counts):
+        low, _ = histogram.edges(at)
+        echo(f"  {low:>11.4g} ┤{styled(bar_text(count / most, _BAR).ljust(_BAR), 'cyan')} {count:,}")
+    echo(f"  {histogram.high:>11.4g} ┘")
+
+
+def bar_text(share: float, width: int) -> str:
+    """Draw a bar in eighths of a letter; what is not nothing shows."""
+    eighths = round(share * width * 8) or int(share > 0)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+# `shardkeep show`: one tensor or value of a checkpoint, with statistics that are made in bounded memory.
 
 EXAMPLES = """
   shardkeep show runs/a/step-500 model.layers.0.weight
@@ -60,8 +106,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show it."""
     if not 1 <= args.bins <= 1000:
-        raise NotUsable(f"--bins {args.bins}: give 1 to 1000")
-    checkpoint = open_one(args.checkpoint)
+        raise UsageError(f"--bins {args.bins}: give 1 to 1000")
+    checkpoint = open_with_hints(args.checkpoint)
     item = find_item(checkpoint, args.key)
     if not item.is_tensor:
         return _show_value(checkpoint, item, args)
@@ -74,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
 def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) -> int:
     value = checkpoint[item.key]
     if args.slice is not None:
-        raise NotUsable(f"{item.key!r} is a value, not a tensor: it has no slices")
+        raise UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
     if args.json:
-        document = item_document(checkpoint, item, chunks=False)
-        print_json(document | {"type": type(value).__name__, "value": plain_json(value)})
+        document = item_json(checkpoint, item, chunks=False)
+        print_json(document | {"type": type(value).__name__, "value": to_json(value)})
     else:
-        say(shown_lines(value if isinstance(value, str) else repr(value)))
+        echo(printable_lines(value if isinstance(value, str) else repr(value)))
     return 0
 
 
@@ -102,38 +148,40 @@ def parse_slice(text: str) -> Index:
             continue
         match = _PART.fullmatch(part)
         if match is None or not part:
-            raise NotUsable(f"--slice {text!r}: {part!r} is no index", hint='write it as in Python: "3:7, ::2"')
+            raise UsageError(f"--slice {text!r}: {part!r} is no index", hint='write it as in Python: "3:7, ::2"')
         first, second, third = (int(number) if number else None for number in match.groups())
         found.append(slice(first, second, third) if ":" in part else first)
     return tuple(found)
 
 
 def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
-    from shardkeep.format.picks import parse_index  # noqa: PLC0415 - for slices alone
+    from shardkeep.format.boxes import parse_index  # noqa: PLC0415 - for slices alone
 
     index = parse_slice(args.slice)
     try:
         picks = parse_index(item.key, item.shape, index)
     except (IndexError, ValueError) as exc:
-        raise NotUsable(str(exc), hint=f"it is {item.what}") from exc
+        raise UsageError(str(exc), hint=f"it is {item.what}") from exc
     many = math.prod(pick.count for pick in picks)
     if many > _MOST_VALUES:
-        raise NotUsable(f"--slice {args.slice!r} has {many:,} values", hint=f"print at most {_MOST_VALUES:,} at a time")
-    from shardkeep.cli.blocks import plain_values  # noqa: PLC0415 - torch only where values are read
+        raise UsageError(
+            f"--slice {args.slice!r} has {many:,} values", hint=f"print at most {_MOST_VALUES:,} at a time"
+        )
+    from shardkeep.cli.tensors import plain_values  # noqa: PLC0415 - torch only where values are read
 
     values = plain_values(stored[index])
     if args.json:
-        document = item_document(checkpoint, item, chunks=False)
+        document = item_json(checkpoint, item, chunks=False)
         print_json(document | {"slice": args.slice, "values": _listed(values)})
         return 0
-    say(f"{shown(item.key)}[{args.slice}]  {item.dtype} {shape_text(values.shape)}")
-    say(_printed(values))
+    echo(f"{printable(item.key)}[{args.slice}]  {item.dtype} {format_shape(values.shape)}")
+    echo(_printed(values))
     return 0
 
 
 def _listed(values: torch.Tensor) -> Any:
     listed = values.tolist()
-    return plain_json(listed) if not values.is_complex() else _pairs(listed)
+    return to_json(listed) if not values.is_complex() else _pairs(listed)
 
 
 def _pairs(listed: Any) -> Any:
@@ -143,35 +191,41 @@ def _pairs(listed: Any) -> Any:
 def _printed(values: torch.Tensor) -> str:
     import numpy as np  # noqa: PLC0415 - only where values are read
 
-    return np.array2string(values.numpy(), max_line_width=line_width() or 100, precision=6, separator=" ")
+    return np.array2string(values.numpy(), max_line_width=terminal_width() or 100, precision=6, separator=" ")
 
 
 def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
     found, histogram, why_not = None, None, ""
     first: list[str] = []
     if not args.no_stats:
-        from shardkeep.cli.blocks import first_values  # noqa: PLC0415 - torch only where values are read
-        from shardkeep.cli.statistics import histogram_of, statistics_of  # noqa: PLC0415
+        from shardkeep.cli.tensors import (  # noqa: PLC0415
+            compute_histogram,
+            compute_statistics,
+            first_values,
+        )
 
         try:
-            with Progress("reading", 2 * item.nbytes) as progress:
-                found = statistics_of(stored, progress.add)
-                histogram = histogram_of(stored, found, args.bins, progress.add)
+            with ReadProgress("reading", 2 * item.nbytes) as progress:
+                found = compute_statistics(stored, progress.add)
+                histogram = compute_histogram(stored, found, args.bins, progress.add)
         except UnsupportedLeaf as exc:
             why_not = exc.message
         values = first_values(stored, _FIRST)
-        first = list(map(number_text, values.tolist()))
+        first = list(map(format_number, values.tolist()))
     if args.json:
-        document = item_document(checkpoint, item, chunks=True)
+        document = item_json(checkpoint, item, chunks=True)
         print_json(document | {"statistics": _statistics_document(found), "histogram": _histogram_document(histogram)})
         return 0
-    say(styled(shown(item.key), "bold"))
-    say(f"  {item.what}, {size_text(item.nbytes)}" + (f", shared with {shown(item.tied_to)}" if item.tied_to else ""))
+    echo(styled(printable(item.key), "bold"))
+    echo(
+        f"  {item.what}, {format_size(item.nbytes)}"
+        + (f", shared with {printable(item.tied_to)}" if item.tied_to else "")
+    )
     _print_chunks(checkpoint, item, everything=args.chunks)
     if first:
-        say(f"  values   {_fitting(first, more=math.prod(item.shape) > len(first))}")
+        echo(f"  values   {_fitting(first, more=math.prod(item.shape) > len(first))}")
     if why_not:
-        say(f"  no statistics: {why_not}")
+        echo(f"  no statistics: {why_not}")
     if found is not None:
         print_statistics(found)
     if histogram is not None:
@@ -181,18 +235,18 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
 
 def _fitting(values: list[str], *, more: bool) -> str:
     """Return as many values as a line takes, and dots for the others."""
-    room = (line_width() or 1000) - len("  values   ") - len("  …")
+    room = (terminal_width() or 1000) - len("  values   ") - len("  …")
     while len(values) > 1 and len("  ".join(values)) > room:
         values, more = values[:-1], True
     return "  ".join(values) + ("  …" if more else "")
 
 
 def _print_chunks(checkpoint: Checkpoint, item: Item, *, everything: bool) -> None:
-    chunks = chunks_of(checkpoint, item)
+    chunks = stored_chunks(checkpoint, item)
     listed = chunks if everything else chunks[:_MOST_CHUNKS]
     print_chunks(listed)
     if len(chunks) > len(listed):
-        say(f"  and {count_text(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
+        echo(f"  and {format_count(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
 
 
 def _statistics_document(found: Statistics | None) -> dict[str, Any] | None:

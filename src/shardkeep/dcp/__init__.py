@@ -9,8 +9,6 @@ Each module has the names that torch's module defines, from where they live in o
 from its neighbours, since people import them from there: these come from the same neighbours of ours.
 """
 
-from shardkeep.compat.install import install, uninstall
-
 # Those that torch's package has once it is imported, and scripts reach through it.
 from shardkeep.dcp import (
     _async_executor,
@@ -35,17 +33,30 @@ from shardkeep.dcp import (
     stateful,
     utils,
 )
-from shardkeep.dcp.api import CheckpointException
-from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
-from shardkeep.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from shardkeep.dcp.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from shardkeep.dcp.optimizer import load_sharded_optimizer_state_dict
-from shardkeep.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from shardkeep.dcp.state_dict_loader import load, load_state_dict
-from shardkeep.dcp.state_dict_saver import async_save, save, save_state_dict
-from shardkeep.dcp.storage import StorageReader, StorageWriter
+from shardkeep.dcp._impl.async_ import async_save
+from shardkeep.dcp._impl.driver import load, load_state_dict, save, save_state_dict
+from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter
+from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader
+from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
+from shardkeep.dcp._impl.install import install, uninstall
+from shardkeep.dcp._impl.optimizer import load_sharded_optimizer_state_dict
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.errors import CheckpointException
+from shardkeep.layouts.torch_values import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    TensorStorageMetadata,
+    WriteItem,
+)
 
 __all__ = [
     "BytesStorageMetadata",

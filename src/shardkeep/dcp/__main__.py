@@ -2,7 +2,7 @@
 
 import sys
 
-from shardkeep.compat.install import run
+from shardkeep.dcp._impl.install import run
 
 if __name__ == "__main__":
     run(sys.argv[1:])

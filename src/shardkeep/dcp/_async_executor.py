@@ -1,8 +1,6 @@
 """The names of `torch.distributed.checkpoint._async_executor`."""
 
-from shardkeep.compat.async_thread import _AsyncCheckpointExecutor
-from shardkeep.dcp.metadata import STATE_DICT_TYPE
-from shardkeep.dcp.planner import SavePlanner
-from shardkeep.dcp.storage import StorageWriter
+from shardkeep.dcp._impl.async_ import _AsyncCheckpointExecutor
+from shardkeep.layouts.torch_values import STATE_DICT_TYPE, SavePlanner, StorageWriter
 
 __all__ = ["STATE_DICT_TYPE", "SavePlanner", "StorageWriter", "_AsyncCheckpointExecutor"]

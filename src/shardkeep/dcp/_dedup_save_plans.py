@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint._dedup_save_plans`."""
 
-from shardkeep.dcp.planner import SavePlan, WriteItem
-from shardkeep.protocol.dedupe import dedup_save_plans
+from shardkeep.dcp._impl.plans import dedup_save_plans
+from shardkeep.layouts.torch_values import SavePlan, WriteItem
 
 __all__ = ["SavePlan", "WriteItem", "dedup_save_plans"]

@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint._dedup_tensors`."""
 
-from shardkeep.dcp.planner import SavePlan
-from shardkeep.protocol.dedupe import dedup_tensors
+from shardkeep.dcp._impl.plans import dedup_tensors
+from shardkeep.layouts.torch_values import SavePlan
 
 __all__ = ["SavePlan", "dedup_tensors"]

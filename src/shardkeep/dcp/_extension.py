@@ -1,7 +1,5 @@
 """The names of `torch.distributed.checkpoint._extension`."""
 
-from shardkeep.codec.extensions import Extension, StreamTransformExtension
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.codec.zstd import ZStandard
+from shardkeep.codecs.stream_extensions import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 
 __all__ = ["Extension", "ExtensionRegistry", "StreamTransformExtension", "ZStandard"]

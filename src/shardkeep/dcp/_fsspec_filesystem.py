@@ -1,9 +1,10 @@
 """The names of `torch.distributed.checkpoint._fsspec_filesystem`."""
 
-from shardkeep.dcp._extension import StreamTransformExtension
-from shardkeep.dcp.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
-from shardkeep.storages.file_systems import FsspecFileSystem as FileSystem
-from shardkeep.storages.fsspec_storage import FsspecReader, FsspecWriter
+from shardkeep.codecs.stream_extensions import StreamTransformExtension
+from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter, FsspecReader, FsspecWriter
+from shardkeep.layouts.torch_values import SerializationFormat
+from shardkeep.storage.file_systems import FileSystemBase
+from shardkeep.storage.file_systems import FsspecFileSystem as FileSystem
 
 __all__ = [
     "FileSystem",

@@ -1,15 +1,6 @@
 """The names of `torch.distributed.checkpoint._hf_utils`."""
 
-from shardkeep.layout.safetensors_names import (
-    CUSTOM_METADATA_KEY,
-    FILE_NAME,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    SAVED_OFFSETS_KEY,
-    SHARDED_FILE_NAME,
-    SUFFIX,
-)
-from shardkeep.storages.hugging_face_names import (
+from shardkeep.dcp._impl.hf_files import (
     DATA_KEY,
     DATA_OFFSETS_KEY,
     DCP_SHARDING_INFO_KEY,
@@ -27,6 +18,15 @@ from shardkeep.storages.hugging_face_names import (
     _get_safetensors_file_metadata,
     _HFStorageInfo,
     _metadata_fn,
+)
+from shardkeep.layouts.safetensors import (
+    CUSTOM_METADATA_KEY,
+    FILE_NAME,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    SAVED_OFFSETS_KEY,
+    SHARDED_FILE_NAME,
+    SUFFIX,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The names of `torch.distributed.checkpoint._pg_transport`."""
 
-from shardkeep.compat.transport import PGTransport, _timeit
-from shardkeep.compat.transport_meta import (
+from shardkeep.dcp._impl.transport import PGTransport, _timeit
+from shardkeep.dcp._impl.transport_wire import (
     _cast_tensor,
     _DTensorMeta,
     _prepare_state_dict,

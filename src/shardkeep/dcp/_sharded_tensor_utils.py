@@ -1,9 +1,10 @@
 """The names of `torch.distributed.checkpoint._sharded_tensor_utils`."""
 
-from shardkeep.dcp._traverse import OBJ_PATH, STATE_DICT_ITEM, set_element, traverse_state_dict
-from shardkeep.dcp.metadata import STATE_DICT_TYPE
-from shardkeep.dcp.utils import _element_wise_add, _normalize_device_info
-from shardkeep.state.toolkit.nested_shards import flatten_sharded_tensors as _flatten_sharded_tensors
+from shardkeep.dcp._impl.filesystem import _element_wise_add, _normalize_device_info
+from shardkeep.dcp._traverse import STATE_DICT_ITEM
+from shardkeep.layouts.torch_values import STATE_DICT_TYPE
+from shardkeep.state.flatten import OBJ_PATH, set_element, traverse_state_dict
+from shardkeep.state.flatten import flatten_sharded_tensors as _flatten_sharded_tensors
 
 __all__ = [
     "OBJ_PATH",

@@ -3,25 +3,25 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from shardkeep.state.toolkit.gather import all_gather_sharded_tensor as _all_gather_sharded_tensor
-from shardkeep.state.toolkit.gather import gather_state_dict as _gather_state_dict
-from shardkeep.state.toolkit.iterate import CompanionMismatch, _identity_func
-from shardkeep.state.toolkit.iterate import iterate_state_dict as _iterate_state_dict
-from shardkeep.state.toolkit.offload import check_state_dict_similarity as _check_state_dict_similarity
-from shardkeep.state.toolkit.offload import copy_state_dict as _copy_state_dict
-from shardkeep.state.toolkit.offload import create_cpu_state_dict as _create_cpu_state_dict
-from shardkeep.state.toolkit.offload import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
-from shardkeep.state.toolkit.spread import _TensorInfo
-from shardkeep.state.toolkit.spread import broadcast_state_dict as _broadcast_state_dict
-from shardkeep.state.toolkit.spread import broadcast_tensors as _broadcast_tensors
-from shardkeep.state.toolkit.spread import distribute_state_dict as _distribute_state_dict
-from shardkeep.state.toolkit.spread import distribute_tensors as _distribute_tensors
-from shardkeep.state.toolkit.trees import FLATTEN_MAPPING, OBJ_PATH, PATH_ITEM
-from shardkeep.state.toolkit.trees import flatten_everything as _flatten_state_dict
-from shardkeep.state.toolkit.trees import set_element as _set_element
-from shardkeep.state.toolkit.trees import traverse_everything as _traverse_state_dict
-from shardkeep.state.toolkit.trees import traverse_obj as _traverse_obj
-from shardkeep.state.toolkit.trees import unflatten_state_dict as _unflatten_state_dict
+from shardkeep.state.collectives import all_gather_sharded_tensor as _all_gather_sharded_tensor
+from shardkeep.state.collectives import gather_state_dict as _gather_state_dict
+from shardkeep.state.distribute import _TensorInfo
+from shardkeep.state.distribute import broadcast_state_dict as _broadcast_state_dict
+from shardkeep.state.distribute import broadcast_tensors as _broadcast_tensors
+from shardkeep.state.distribute import distribute_state_dict as _distribute_state_dict
+from shardkeep.state.distribute import distribute_tensors as _distribute_tensors
+from shardkeep.state.flatten import FLATTEN_MAPPING, OBJ_PATH, PATH_ITEM
+from shardkeep.state.flatten import flatten_everything as _flatten_state_dict
+from shardkeep.state.flatten import set_element as _set_element
+from shardkeep.state.flatten import traverse_everything as _traverse_state_dict
+from shardkeep.state.flatten import traverse_obj as _traverse_obj
+from shardkeep.state.flatten import unflatten_state_dict as _unflatten_state_dict
+from shardkeep.state.offload import CompanionMismatch, _identity_func
+from shardkeep.state.offload import check_state_dict_similarity as _check_state_dict_similarity
+from shardkeep.state.offload import copy_state_dict as _copy_state_dict
+from shardkeep.state.offload import create_cpu_state_dict as _create_cpu_state_dict
+from shardkeep.state.offload import iterate_state_dict as _iterate_state_dict
+from shardkeep.state.offload import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
 
 STATE_DICT_TYPE = dict[str, Any]
 CONTAINER_TYPE = MutableMapping[PATH_ITEM, Any]

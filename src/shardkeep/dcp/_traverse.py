@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from shardkeep.state.toolkit.trees import (
+from shardkeep.state.flatten import (
     OBJ_PATH,
     PATH_ITEM,
     _keep_visiting_tensors,

@@ -1,25 +1,29 @@
 """The names of `torch.distributed.checkpoint.format_utils`, and its command."""
 
-from shardkeep.compat.conversion import dcp_to_torch_save, torch_save_to_dcp
-from shardkeep.compat.conversion_broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
-from shardkeep.compat.conversion_command import FormatMode, main
-from shardkeep.compat.load_driver import _load_state_dict
-from shardkeep.compat.save_driver import _save_state_dict
-from shardkeep.protocol.items import _create_chunk_list
-from shardkeep.protocol.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from shardkeep.protocol.metadata import (
+from shardkeep.dcp._impl.convert import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    FormatMode,
+    dcp_to_torch_save,
+    main,
+    torch_save_to_dcp,
+)
+from shardkeep.dcp._impl.driver import _load_state_dict, _save_state_dict
+from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from shardkeep.dcp._impl.plans import _create_chunk_list
+from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
     Metadata,
+    StorageReader,
     TensorProperties,
     TensorStorageMetadata,
 )
-from shardkeep.protocol.planners import LoadPlanner
-from shardkeep.protocol.plans import LoadItemType, LoadPlan
-from shardkeep.protocol.storage import StorageReader
-from shardkeep.state.toolkit.trees import flatten_state_dict
-from shardkeep.storages.file_reader import FileSystemReader
-from shardkeep.storages.file_writer import FileSystemWriter
+from shardkeep.state.flatten import flatten_state_dict
 
 __all__ = [
     "STATE_DICT_TYPE",

@@ -1,6 +1,7 @@
 """The names of `torch.distributed.checkpoint.logger`."""
 
-from shardkeep.compat.call_log import (
+from shardkeep.dcp._impl.calls import (
+    DCP_LOGGER_NAME,
     _dcp_logger,
     _dcp_method_logger,
     _get_msg_dict,
@@ -8,7 +9,6 @@ from shardkeep.compat.call_log import (
     _msg_dict_from_dcp_method_args,
     logger,
 )
-from shardkeep.dcp.logging_handlers import DCP_LOGGER_NAME
 
 __all__ = [
     "DCP_LOGGER_NAME",

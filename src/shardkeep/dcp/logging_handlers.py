@@ -2,6 +2,6 @@
 
 from torch.distributed.logging_handlers import _log_handlers
 
-from shardkeep.compat.call_log import DCP_LOGGER_NAME
+from shardkeep.dcp._impl.calls import DCP_LOGGER_NAME
 
 __all__ = ["DCP_LOGGER_NAME", "_log_handlers"]

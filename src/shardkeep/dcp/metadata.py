@@ -1,7 +1,7 @@
 """The names of `torch.distributed.checkpoint.metadata`."""
 
 from shardkeep.dcp.stateful import StatefulT
-from shardkeep.protocol.metadata import (
+from shardkeep.layouts.torch_values import (
     _MEM_FORMAT_ENCODING,
     STATE_DICT_TYPE,
     STORAGE_TYPES,

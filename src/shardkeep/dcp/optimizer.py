@@ -1,6 +1,12 @@
 """The names of `torch.distributed.checkpoint.optimizer`."""
 
-from shardkeep.compat.sharded_optimizer import (
+from shardkeep.dcp._impl.driver import load_state_dict
+from shardkeep.dcp._impl.filesystem import (
+    _element_wise_add,
+    _element_wise_sub,
+    _normalize_device_info,
+)
+from shardkeep.dcp._impl.optimizer import (
     STATE_DICT_2D_LAYOUT,
     _alloc_tensor,
     _create_colwise_spec,
@@ -10,22 +16,21 @@ from shardkeep.compat.sharded_optimizer import (
     _ReaderWithOffset,
     load_sharded_optimizer_state_dict,
 )
-from shardkeep.dcp._nested_dict import unflatten_state_dict
-from shardkeep.dcp.default_planner import DefaultLoadPlanner
-from shardkeep.dcp.metadata import (
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner
+from shardkeep.dcp._impl.plans import _create_read_items, create_read_items_for_chunk_list
+from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    LoadPlan,
+    LoadPlanner,
     Metadata,
     MetadataIndex,
+    StorageReader,
     TensorProperties,
     TensorStorageMetadata,
 )
-from shardkeep.dcp.planner import LoadPlan, LoadPlanner
-from shardkeep.dcp.planner_helpers import _create_read_items, create_read_items_for_chunk_list
-from shardkeep.dcp.state_dict_loader import load_state_dict
-from shardkeep.dcp.storage import StorageReader
-from shardkeep.dcp.utils import _element_wise_add, _element_wise_sub, _normalize_device_info
+from shardkeep.state.flatten import unflatten_state_dict
 
 __all__ = [
     "STATE_DICT_2D_LAYOUT",

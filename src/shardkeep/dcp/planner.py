@@ -1,20 +1,19 @@
 """The names of `torch.distributed.checkpoint.planner`."""
 
-from shardkeep.dcp.metadata import (
+from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from shardkeep.protocol.planners import LoadPlanner, SavePlanner
-from shardkeep.protocol.plans import (
     BytesIOWriteData,
+    ChunkStorageMetadata,
     LoadItemType,
     LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
     ReadItem,
     SavePlan,
+    SavePlanner,
+    StorageMeta,
+    TensorProperties,
     TensorWriteData,
     WriteItem,
     WriteItemType,

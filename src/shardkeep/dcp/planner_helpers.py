@@ -1,17 +1,11 @@
 """The names of `torch.distributed.checkpoint.planner_helpers`."""
 
-from shardkeep.dcp.metadata import (
-    STATE_DICT_TYPE,
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
+from shardkeep.dcp._impl.planners import (
+    _compare_save_plans,
+    _contains_usable_plan,
+    _merge_delta_local_plans,
 )
-from shardkeep.dcp.planner import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from shardkeep.dcp.resharding import _check_shard_metadata_pair_overlap, _shards_get_overlap_region_wrt_saved_tensor
-from shardkeep.protocol.items import (
+from shardkeep.dcp._impl.plans import (
     _chunk_for_shard,
     _create_chunk_from_dtensor,
     _create_chunk_from_tensor,
@@ -25,11 +19,32 @@ from shardkeep.protocol.items import (
     _create_write_item_for_tensor,
     _create_write_items,
     _create_write_items_for_dtensor,
+    _init_state_dict,
+    _iterate_state_dict,
     _sharded_tensor_metadata,
     create_read_items_for_chunk_list,
 )
-from shardkeep.protocol.materialise import _init_state_dict, _iterate_state_dict
-from shardkeep.protocol.plan_cache import _compare_save_plans, _contains_usable_plan, _merge_delta_local_plans
+from shardkeep.dcp._impl.plans import (
+    boxes_overlap as _check_shard_metadata_pair_overlap,
+)
+from shardkeep.dcp._impl.plans import (
+    overlap_region as _shards_get_overlap_region_wrt_saved_tensor,
+)
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    TensorProperties,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 __all__ = [
     "STATE_DICT_TYPE",

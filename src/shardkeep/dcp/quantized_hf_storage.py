@@ -1,10 +1,9 @@
 """The names of `torch.distributed.checkpoint.quantized_hf_storage`."""
 
-from shardkeep.dcp._hf_utils import _metadata_fn
-from shardkeep.dcp.hf_storage import HuggingFaceStorageReader
-from shardkeep.dcp.metadata import TensorStorageMetadata
-from shardkeep.dcp.planner import LoadPlanner, ReadItem
-from shardkeep.storages.quantized import QuantizedHuggingFaceStorageReader
+from shardkeep.dcp._impl.hf_files import _metadata_fn
+from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader
+from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
+from shardkeep.layouts.torch_values import LoadPlanner, ReadItem, TensorStorageMetadata
 
 __all__ = [
     "HuggingFaceStorageReader",

@@ -1,11 +1,14 @@
 """The names of `torch.distributed.checkpoint.staging`."""
 
-from shardkeep.compat.replication import _ReplicationStager
-from shardkeep.dcp._pg_transport import PGTransport
-from shardkeep.dcp._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
-from shardkeep.protocol.metadata import STATE_DICT_TYPE
-from shardkeep.stage.blocking import BlockingAsyncStager
-from shardkeep.stage.stagers import AsyncStager, DefaultStager, StagingOptions, StateDictStager
+from shardkeep.dcp._impl.transport import PGTransport, _ReplicationStager
+from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions, StateDictStager
+from shardkeep.layouts.torch_values import STATE_DICT_TYPE
+from shardkeep.state.offload import (
+    copy_state_dict as _copy_state_dict,
+)
+from shardkeep.state.offload import (
+    create_cpu_state_dict as _create_cpu_state_dict,
+)
 
 __all__ = [
     "STATE_DICT_TYPE",

@@ -15,39 +15,48 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from shardkeep.dcp._state_dict_utils import (
-    _broadcast_state_dict,
-    _distribute_state_dict,
-    _flatten_state_dict,
-    _gather_state_dict,
-    _offload_state_dict_to_cpu,
-    _unflatten_state_dict,
+from shardkeep.format.pickles import collector_paused as _gc_context
+from shardkeep.state.collectives import gather_state_dict as _gather_state_dict
+from shardkeep.state.distribute import (
+    broadcast_state_dict as _broadcast_state_dict,
 )
-from shardkeep.format.collector import collector_paused as _gc_context
-from shardkeep.state.training.both import get_state_dict, set_state_dict
-from shardkeep.state.training.both import patch_model_state_dict as _patch_model_state_dict
-from shardkeep.state.training.both import patch_optimizer_state_dict as _patch_optimizer_state_dict
-from shardkeep.state.training.calls import check_states as _verify_state_dict
-from shardkeep.state.training.calls import gathered_or_offloaded as _maybe_full_or_cpu_state_dict
-from shardkeep.state.training.calls import own_method as _state_dict_fn
-from shardkeep.state.training.fresh import init_optim_state as _init_optim_state
-from shardkeep.state.training.model import by_submodule as _unflatten_model_state_dict
-from shardkeep.state.training.model import get_model_state_dict, set_model_state_dict
-from shardkeep.state.training.model import model_state as _get_model_state_dict
-from shardkeep.state.training.model import set_model_state as _load_model_state_dict
-from shardkeep.state.training.names import FLAT_PARAM as _FLAT_PARAM
-from shardkeep.state.training.names import get_fqns as _get_fqns
-from shardkeep.state.training.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
-from shardkeep.state.training.optimizer import optimizer_state as _get_optim_state_dict
-from shardkeep.state.training.optimizer_load import load_optimizers as _load_optim_state_dict
-from shardkeep.state.training.options import PARAM_GROUPS as _PG
-from shardkeep.state.training.options import PARAMS as _PARAMS
-from shardkeep.state.training.options import STATE as _STATE
-from shardkeep.state.training.options import StateDictInfo as _StateDictInfo
-from shardkeep.state.training.options import StateDictOptions
-from shardkeep.state.training.options import checked_options as _verify_options
-from shardkeep.state.training.saved import flatten as _flatten_optim_state_dict
-from shardkeep.state.training.types import (
+from shardkeep.state.distribute import (
+    distribute_state_dict as _distribute_state_dict,
+)
+from shardkeep.state.flatten import (
+    flatten_everything as _flatten_state_dict,
+)
+from shardkeep.state.flatten import (
+    unflatten_state_dict as _unflatten_state_dict,
+)
+from shardkeep.state.modules import PARAM_GROUPS as _PG
+from shardkeep.state.modules import PARAMS as _PARAMS
+from shardkeep.state.modules import STATE as _STATE
+from shardkeep.state.modules import StateDictInfo as _StateDictInfo
+from shardkeep.state.modules import StateDictOptions, get_model_state_dict, set_model_state_dict
+from shardkeep.state.modules import by_submodule as _unflatten_model_state_dict
+from shardkeep.state.modules import check_states as _verify_state_dict
+from shardkeep.state.modules import checked_options as _verify_options
+from shardkeep.state.modules import gathered_or_offloaded as _maybe_full_or_cpu_state_dict
+from shardkeep.state.modules import model_state as _get_model_state_dict
+from shardkeep.state.modules import own_method as _state_dict_fn
+from shardkeep.state.modules import set_model_state as _load_model_state_dict
+from shardkeep.state.names import FLAT_PARAM as _FLAT_PARAM
+from shardkeep.state.names import get_fqns as _get_fqns
+from shardkeep.state.offload import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
+from shardkeep.state.optimizers import flatten_optimizer_state as _flatten_optim_state_dict
+from shardkeep.state.optimizers import init_optim_state as _init_optim_state
+from shardkeep.state.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from shardkeep.state.state_dict import load_optimizers as _load_optim_state_dict
+from shardkeep.state.state_dict import optimizer_state as _get_optim_state_dict
+from shardkeep.state.state_dict import patch_model_state_dict as _patch_model_state_dict
+from shardkeep.state.state_dict import patch_optimizer_state_dict as _patch_optimizer_state_dict
+from shardkeep.state.types import (
     FQNS_T,
     DictValueType,
     ListDictValueType,

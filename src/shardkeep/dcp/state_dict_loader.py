@@ -1,13 +1,16 @@
 """The names of `torch.distributed.checkpoint.state_dict_loader`."""
 
-from shardkeep.compat.load_driver import _load_state_dict, _load_state_dict_from_keys, load, load_state_dict
-from shardkeep.dcp._storage_utils import _storage_setup
-from shardkeep.dcp.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from shardkeep.dcp.logger import _dcp_method_logger
-from shardkeep.dcp.planner import LoadPlan, LoadPlanner
+from shardkeep.dcp._impl.calls import _api_bc_check, _dcp_method_logger, _profile, _storage_setup
+from shardkeep.dcp._impl.dist import _DistWrapper
+from shardkeep.dcp._impl.driver import (
+    _load_state_dict,
+    _load_state_dict_from_keys,
+    load,
+    load_state_dict,
+)
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from shardkeep.dcp.stateful import Stateful
-from shardkeep.dcp.storage import StorageReader
-from shardkeep.dcp.utils import _api_bc_check, _DistWrapper, _profile
+from shardkeep.layouts.torch_values import LoadPlan, LoadPlanner, StorageReader
 
 __all__ = [
     "DefaultLoadPlanner",

@@ -54,7 +54,7 @@ class DType:
         return "U8", shape if self.itemsize == 1 else (*shape, self.itemsize)
 
 
-TABLE = (
+DTYPES = (
     DType(1, "bool", 1, "BOOL", "bool"),
     DType(2, "uint8", 1, "U8", "uint8"),
     DType(3, "int8", 1, "I8", "int8"),
@@ -98,9 +98,9 @@ TABLE = (
     DType(41, "bits4x2", 1),
 )
 
-_BY_NAME = {row.name: row for row in TABLE}
-_BY_CODE = {row.code: row for row in TABLE}
-_BY_NUMPY = {row.numpy: row for row in TABLE if row.numpy is not None}
+_BY_NAME = {row.name: row for row in DTYPES}
+_BY_CODE = {row.code: row for row in DTYPES}
+_BY_NUMPY = {row.numpy: row for row in DTYPES if row.numpy is not None}
 
 
 def by_name(name: str) -> DType:
@@ -154,7 +154,7 @@ def known_to_torch() -> Mapping[torch.dtype, DType]:
     import torch  # noqa: PLC0415  see the module's docstring
 
     # getattr with a default: an older torch may lack the newest rows.
-    found = ((getattr(torch, row.name, None), row) for row in TABLE)
+    found = ((getattr(torch, row.name, None), row) for row in DTYPES)
     return {dtype: row for dtype, row in found if isinstance(dtype, torch.dtype)}
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkeep.errors import MalformedFile
+from shardkeep.format.boxes import IntArray
 from shardkeep.format.checksum import DIGEST_NBYTES
-from shardkeep.format.columns import IntArray
 
 MAGIC = b"SKFRAME1"
 FRAME_NBYTES = 1 << 20

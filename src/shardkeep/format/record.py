@@ -17,8 +17,14 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
-from shardkeep.format.checksum import digest, text_of
-from shardkeep.format.header import ALIGNMENT, MAX_BLOCK_NBYTES, MAX_HEADER_NBYTES, apart_nbytes, count_blocks
+from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import (
+    ALIGNMENT,
+    MAX_BLOCK_NBYTES,
+    MAX_HEADER_NBYTES,
+    count_blocks,
+    sidecar_nbytes,
+)
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
@@ -89,7 +95,7 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
         if self.blocks is None:
             return super().at_rest
         blocks = count_blocks(self.nbytes - self.header_nbytes, self.block_nbytes)
-        return [*super().at_rest, (self.blocks, apart_nbytes(blocks))]
+        return [*super().at_rest, (self.blocks, sidecar_nbytes(blocks))]
 
 
 class IndexEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
@@ -242,7 +248,7 @@ def decode_record(data: bytes, where: str) -> Record:
 
 
 def _tail(head: bytes) -> bytes:
-    return b',\n  "checksum": "' + text_of(digest(head)).encode() + b'"\n}\n'
+    return b',\n  "checksum": "' + checksum_text(digest(head)).encode() + b'"\n}\n'
 
 
 def _check(record: Record, where: str) -> None:

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.columns import IntArray, Rows, segment_starts
-from shardkeep.format.index import Strings, are_text, ends_fit
-from shardkeep.format.sections import Shapes, decoding, pack_sections, unpack_sections
+from shardkeep.format.boxes import IntArray, Rows, segment_starts
+from shardkeep.format.index import Shapes, Strings, are_text, decoding, ends_fit, pack_sections, unpack_sections
 
 MAGIC = b"SKTORCH1"
 _PLACES = ("place_key", "place_chunk", "place_hint", "place_file", "place_start", "place_nbytes", "place_data",

@@ -20,9 +20,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Final, TypeAlias
 
-from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile, UnsupportedLeaf
-from shardkeep.format.value_kinds import distinct
-from shardkeep.format.values import decode_value, encode_value
+from shardkeep.errors import (
+    CheckpointError,
+    InvalidShards,
+    KeyCollision,
+    MalformedFile,
+    UnsupportedLeaf,
+)
+from shardkeep.format.values import decode_value, distinct, encode_value
 
 MAX_DEPTH: Final = 100
 """Containers inside containers."""

@@ -31,10 +31,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
-from shardkeep.manage.problems import LeaseLost, RootInUse
-from shardkeep.store.process import host, started
-from shardkeep.store.protocol import Store, Version
+from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
+from shardkeep.storage.base import Store, Version
+from shardkeep.storage.system import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
 
@@ -116,9 +115,9 @@ class Lease:
         self._mine = Holder(
             id=secrets.token_hex(8),
             machine=socket.gethostname(),
-            host=host(),
+            host=host_identity(),
             pid=os.getpid(),
-            started=started(os.getpid()),
+            started=process_start(os.getpid()),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
@@ -335,6 +334,6 @@ def _decoded(data: bytes) -> Holder | None:
 
 
 def _certainly_gone(holder: Holder) -> bool:
-    if holder.host != host():
+    if holder.host != host_identity():
         return False
-    return started(holder.pid) != holder.started or (holder.pid == os.getpid() and holder.id not in _held)
+    return process_start(holder.pid) != holder.started or (holder.pid == os.getpid() and holder.id not in _held)

@@ -18,8 +18,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from shardkeep.errors import StateError
-from shardkeep.manage.entries import Entry
-from shardkeep.manage.lineage import newest_first
+from shardkeep.manage.catalog import Entry, newest_first
 
 Mode = Literal["min", "max"]
 
@@ -167,3 +166,39 @@ def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Col
     to_delete = [entry for entry in reversed(committed) if entry.name not in wanted and not entry.pinned]
     gone = {entry.name for entry in to_delete}
     return Retained([entry for entry in every if entry.name not in gone], to_delete)
+
+
+# From the arguments of a Checkpointer to one policy.
+
+Best = str | tuple[str, int] | tuple[str, int, Mode] | KeepBest
+
+
+def parse_best(best: Best | None) -> KeepBest | None:
+    """Read "loss", ("loss", 3) or ("accuracy", 3, "max")."""
+    if best is None or isinstance(best, KeepBest):
+        return best
+    try:
+        return KeepBest(best) if isinstance(best, str) else KeepBest(*best)
+    except TypeError as exc:
+        raise StateError(
+            f"keep_best={best!r}", hint='as in keep_best="loss" or keep_best=("accuracy", 3, "max")'
+        ) from exc
+
+
+def build_policy(
+    *,
+    last: int | None,
+    every: int | None,
+    best: KeepBest | None,
+    hours: float | None,
+    more: Policy | None,
+) -> Policy:
+    """Combine what was asked for; where nothing was, all is kept."""
+    policies = [
+        *([] if last is None else [KeepLast(last)]),
+        *([] if every is None else [KeepEvery(every)]),
+        *([] if best is None else [best]),
+        *([] if hours is None else [KeepYounger(3600 * hours)]),
+        *([] if more is None else [more]),
+    ]
+    return AnyOf(tuple(policies)) if policies else KeepAll()

@@ -1,41 +1,195 @@
 """
-The saves of a Checkpointer: where each goes, what it may overwrite, and what is done before the first and after each.
+Which attempt at its steps a job makes, and which steps it may overwrite.
+
+A job that restores step 100 while 200 exists, and goes on from there, saves other steps than those that are there. They
+are of a new timeline, which is newer than the old one whatever its numbers: the next `restore_latest` takes 150 of the
+new one and not 200 of the old. No clock has a say in this.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
-from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError
-from shardkeep.manage.aside import in_time
-from shardkeep.manage.copying import Limits
-from shardkeep.manage.courtesy import Courtesy
-from shardkeep.manage.housekeeping import Housekeeping
-from shardkeep.manage.in_use import InUse
-from shardkeep.manage.jobs import Job
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.engine.queue import SaveHandle
+from shardkeep.engine.report import SaveReport
+from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
+from shardkeep.events import Retried, emit
+from shardkeep.manage.background import PendingTasks, run_within
+from shardkeep.manage.catalog import (
+    FAR,
+    NEAR,
+    Entry,
+    Tiers,
+    began_after,
+    build_meta,
+    merge_tiers,
+    pinned,
+    require_readable,
+    restore_order,
+)
+from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.no_promotions import NoPromotions
-from shardkeep.manage.pending import Pending
-from shardkeep.manage.pins import pinned
-from shardkeep.manage.places import Places
-from shardkeep.manage.promoting import Terms
-from shardkeep.manage.promotions import Promotions
-from shardkeep.manage.refusals import Refused, meta_or_refusal
-from shardkeep.manage.restoring import Restored
+from shardkeep.manage.prune import CheckpointLocks, Pruner
+from shardkeep.manage.replicate.coordinator import ReplicationTerms
+from shardkeep.manage.replicate.copy import CopyLimits, Throttle
+from shardkeep.manage.replicate.replicator import NoReplicator, Replicator
+from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
-from shardkeep.manage.seams import Seams
-from shardkeep.manage.tiers import FAR, NEAR, Tiers, merged
-from shardkeep.manage.timelines import Timeline, timeline_of
-from shardkeep.ranks.agree import meet
-from shardkeep.run.handles import SaveHandle
-from shardkeep.run.reports import SaveReport
+from shardkeep.manage.schedule import Clock
 from shardkeep.saving import async_save, save
-from shardkeep.store.roots import Root
+from shardkeep.storage.base import Root, Store
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
+
+
+@dataclass
+class Timeline:
+    """Where a job is. Only rank 0 has to know."""
+
+    number: int = 0
+    after: int | None = None
+    """The step it goes on from; None where nothing was restored."""
+    began_after: tuple[int, int] | None = None
+    """Which timeline and step it began after; None for the first."""
+    saved: set[int] = field(default_factory=set)
+    """Steps that it has committed."""
+
+    def may_overwrite(self, step: int) -> bool:
+        """Say whether what there is of a step is of a past that this job has gone back from."""
+        return self.after is not None and step > self.after and step not in self.saved
+
+
+def find_timeline(
+    entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
+) -> Timeline:
+    """
+    Find out where a job is that is about to save its first step.
+
+    Args:
+        entries: what the root has.
+        restored: timeline and step that were restored.
+        step: what is to be saved.
+        roots: what the roots are called, the nearest first.
+
+    Raises:
+        CheckpointExists: nothing was restored, and the root has this step or later ones.
+        StateError: the step is before the one that was restored.
+        StorageError: a record cannot be read now, which may be of the newest timeline: its number would be used twice.
+
+    """
+    where = " and ".join(roots)
+    there = [entry for entry in restore_order(require_readable(entries, roots)) if entry.status != "unfinished"]
+    highest = max((entry.timeline for entry in there), default=0)
+    if restored is None:
+        newest = max((entry.step for entry in there), default=-1)
+        if step <= newest:
+            raise CheckpointExists(
+                f"{where} has checkpoints up to step {newest}, this job restored none of them and saves step {step}",
+                hint="call restore_latest() or restore(step) first, or choose another root",
+            )
+        return Timeline(highest, began_after=began_after(there, highest))
+    if step < restored[1]:
+        raise StateError(
+            f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
+            hint="count steps over the whole run; to go back, restore an earlier step",
+        )
+    newer = any(entry.age > restored for entry in there)
+    if newer:
+        return Timeline(highest + 1, after=restored[1], began_after=restored)
+    return Timeline(restored[0], after=restored[1], began_after=began_after(there, restored[0]))
+
+
+# What rank 0 knows to be wrong with a save before it begins: raised inside it, from where it reaches all ranks.
+#
+# Raised in the call of rank 0 alone it would leave the others waiting.
+
+
+def meta_or_refusal(
+    meta: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, timeline: Timeline
+) -> Mapping[str, Any]:
+    """Put metrics and the timeline to the user's own meta, or refuse the save."""
+    try:
+        return build_meta(meta, metrics, timeline.number, timeline.began_after)
+    except StateError as error:
+        return Refused(error)
+
+
+class Refused(Mapping[str, Any]):
+    """Meta that raises when it is looked at: inside the save, from where it reaches all ranks."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def __getitem__(self, key: str) -> NoReturn:
+        raise self._error
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error
+
+    def __len__(self) -> int:
+        return 1
+
+
+# Stores of the checkpoints of a Checkpointer, which try again what fails in passing, and tell of it.
+
+
+class CheckpointStores:
+    """Where checkpoints are written to and read from."""
+
+    def __init__(
+        self, roots: Sequence[Root], retries: int, sleep: Callable[[float], object], lease: Lease, job: RankContext
+    ) -> None:
+        """
+        Open nothing yet.
+
+        Args:
+            roots: the near one, and perhaps a far one.
+            retries: how often an operation is tried again.
+            sleep: waits for so many seconds.
+            lease: of the near root, which rank 0 insists on before each commit.
+            job: the ranks.
+
+        """
+        self._roots = roots
+        self._retries = retries
+        self._sleep = sleep
+        self._lease = lease
+        self._job = job
+
+    def to_read(self, candidate: Candidate) -> Store:
+        """Return where a checkpoint is read from."""
+        place = self._roots[candidate.tier].place(candidate.name)
+        # Files of torch's layout may be called, and be links to, anything: their reader knows the plain store.
+        return place if candidate.torch else RetryingStore(place, self._patience(place, candidate.step))
+
+    def to_write(self, name: str, step: int) -> Store:
+        """Return where the checkpoint of a step is saved."""
+        place = self._roots[NEAR].place(name)
+        before_put: Callable[[], None] | None = self._lease.insist if self._job.world.rank == 0 else None
+        return RetryingStore(place, self._patience(place, step), before_put=before_put)
+
+    def _patience(self, place: Store, step: int) -> RetryPolicy:
+        rank = self._job.world.rank
+
+        def told(attempt: int, error: StorageError, wait_s: float) -> None:
+            kind, message = type(error).__name__, str(error)
+            emit(
+                Retried,
+                lambda: Retried(
+                    rank=rank, where=place.url, step=step, attempt=attempt, kind=kind, message=message, wait_s=wait_s
+                ),
+            )
+
+        return RetryPolicy(self._retries, told=told, sleep=self._sleep)
+
+
+# The saves of a Checkpointer: where each goes, what it may overwrite, and what is done before the first and after
+# each.
 
 Saved = SaveHandle[SaveReport] | SaveReport
 """A save that goes on, or what one did that is over."""
@@ -56,12 +210,12 @@ class Saves:
         self,
         roots: Sequence[Root],
         tiers: Tiers,
-        job: Job,
-        seams: Seams,
+        job: RankContext,
+        seams: Clock,
         *,
         policy: Policy,
-        terms: Terms | None,
-        limits: Limits,
+        terms: ReplicationTerms | None,
+        limits: CopyLimits,
         retries: int,
         takeover: bool,
         max_in_flight: int,
@@ -90,7 +244,7 @@ class Saves:
             how_asynchronous: more arguments of asynchronous ones.
 
         """
-        self.pending = Pending(raises=raises)
+        self.pending = PendingTasks(raises=raises)
         self._last: tuple[int, Saved | None] | None = None
         """What was restored or saved last, and the save."""
         self._highest: int | None = None
@@ -109,16 +263,16 @@ class Saves:
             for each in tiers.all
         ]
         self._lease = leases[NEAR]
-        self.places = Places(roots, retries, seams.sleep, self._lease, job)
-        self._in_use = InUse()
-        self._house = Housekeeping(tiers.near, policy, self._lease, self._in_use, seams.now)
+        self.places = CheckpointStores(roots, retries, seams.sleep, self._lease, job)
+        self._in_use = CheckpointLocks()
+        self._house = Pruner(tiers.near, policy, self._lease, self._in_use, seams.now)
         self._session = secrets.token_hex(8)
         """Rank 0's is that of all."""
-        self._courtesy = Courtesy(seams.sleep)
-        self.promotions: Promotions | NoPromotions = NoPromotions()
+        self._courtesy = Throttle(seams.sleep)
+        self.promotions: Replicator | NoReplicator = NoReplicator()
         if terms is not None:
             about_near = self._house, self._in_use
-            self.promotions = Promotions(
+            self.promotions = Replicator(
                 roots[FAR], tiers, job, seams, leases[FAR], *about_near, terms, limits, retries, self._courtesy
             )
         self._timeline: Timeline | None = None
@@ -164,7 +318,7 @@ class Saves:
         """Give back the roots, and end threads."""
         with ExitStack() as ends:  # each, whatever becomes of the others; the last one first
             ends.callback(self.promotions.close)
-            ends.callback(in_time, self._lease.release, _RELEASE_S)
+            ends.callback(run_within, self._lease.release, _RELEASE_S)
             ends.callback(self._house.close)
             ends.callback(self.promotions.stop)  # it uses the near root
 
@@ -202,7 +356,7 @@ class Saves:
             return
         # Rank 0 may have to outwait the lease of a job that is gone.
         patient = replace(self._job.world, alone_s=2 * self._seams.lease_s)
-        with meet(patient, f"begin to save step {step} to {self._root.url}") as meeting:
+        with rendezvous(patient, f"begin to save step {step} to {self._root.url}") as meeting:
             found: list[Timeline] = []
             told = meeting.agree("begin", bytes, lambda payloads: self._begin(step, found, payloads))
         # Only now, so that all ranks begin again if one could not.
@@ -219,7 +373,7 @@ class Saves:
         self._lease.take()
         far = self.promotions.take_root()
         restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-        found.append(timeline_of(merged([*self._house.survey(), *far]), restored, step, roots=self._tiers.urls))
+        found.append(find_timeline(merge_tiers([*self._house.survey(), *far]), restored, step, roots=self._tiers.urls))
         return [self._session.encode()] * len(payloads)
 
     def save(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.format.columns import IntArray
+from shardkeep.format.boxes import IntArray
 
 Hashes = npt.NDArray[np.uint64]
 

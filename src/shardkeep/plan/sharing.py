@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from shardkeep.format.columns import IntArray, Rows, concat_ranges
+from shardkeep.format.boxes import IntArray, Rows, concat_ranges
 from shardkeep.plan.balance import SLICE_NBYTES, assign
 
 MESSAGE_NBYTES = 8 << 20
@@ -25,7 +25,7 @@ _WINDOW_PARTS = 32
 
 
 @dataclass(frozen=True)
-class Offer(Rows):
+class ShareOffer(Rows):
     """What one rank wants and others may want too, one row each."""
 
     what: IntArray
@@ -73,7 +73,7 @@ class _ShareLetter(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Orders:
+class SharePlan:
     """One rank's part in a sharing, as it gets it."""
 
     share: Share
@@ -83,24 +83,24 @@ class Orders:
     """From which messages are numbered, so that nothing of an exchange that broke off is taken for one of them."""
 
 
-def encode_offer(offer: Offer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
+def encode_offer(offer: ShareOffer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
     """Write an offer for rank 0, with the bytes that the rank reads in any case, and the memory it may use."""
     columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in offer.columns()]
     return msgspec.msgpack.encode(_OfferLetter(alone_nbytes, budget_nbytes, columns))
 
 
-def decode_orders(data: bytes) -> Orders:
+def decode_share_plan(data: bytes) -> SharePlan:
     """Read what rank 0 sent."""
     letter = msgspec.msgpack.decode(data, type=_ShareLetter)
     share = Share(*(np.frombuffer(column, "<i8") for column in letter.columns))
-    return Orders(share, letter.teams, letter.message_nbytes, letter.first_tag)
+    return SharePlan(share, letter.teams, letter.message_nbytes, letter.first_tag)
 
 
-def decide(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | None:
+def plan_sharing(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | None:
     """Share out what all ranks offer; return each rank's orders, or None where no two want the same."""
     decoded = [msgspec.msgpack.decode(letter, type=_OfferLetter) for letter in letters]
     columns = [[np.frombuffer(column, "<i8") for column in letter.columns] for letter in decoded]
-    offers = [Offer(what.reshape(-1, 2), *rest) for what, *rest in columns]
+    offers = [ShareOffer(what.reshape(-1, 2), *rest) for what, *rest in columns]
     alone = np.array([letter.alone_nbytes for letter in decoded], np.int64)
     message_nbytes = message_nbytes_for(min(letter.budget_nbytes for letter in decoded))
     shares, teams = share_out(offers, alone, message_nbytes=message_nbytes)
@@ -123,7 +123,7 @@ def _encode_share(share: Share, teams: list[list[int]], message_nbytes: int, fir
 
 
 def share_out(
-    offers: Sequence[Offer], alone_nbytes: IntArray, *, message_nbytes: int
+    offers: Sequence[ShareOffer], alone_nbytes: IntArray, *, message_nbytes: int
 ) -> tuple[list[Share], list[list[int]]]:
     """
     Share out equal wants over the ranks that have them.
@@ -188,7 +188,7 @@ class _Groups:
     want: IntArray
 
 
-def _wanted(offers: Sequence[Offer]) -> _Wanted:
+def _wanted(offers: Sequence[ShareOffer]) -> _Wanted:
     lengths = [len(offer) for offer in offers]
     rank = np.repeat(np.arange(len(offers), dtype=np.int64), lengths)
     want = concat_ranges(np.zeros(len(offers), np.int64), np.array(lengths, np.int64))

@@ -15,10 +15,9 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numpy.random import default_rng  # not when first used: see plan/saves.py
+from numpy.random import default_rng  # not when first used: see plan/save_plan.py
 
-from shardkeep.format.columns import Boxes, IntArray
-from shardkeep.format.region import Box, intersect
+from shardkeep.format.boxes import Box, Boxes, IntArray, intersect
 from shardkeep.plan import fingerprint
 
 _MOST_EXPLAINED = 4096

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardkeep.errors import import_optional
 from shardkeep.events import Event
-from shardkeep.reports.figures import BUCKETS_S, FIGURES, failed_call, figures_of
-from shardkeep.reports.problems import need
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
@@ -35,7 +35,9 @@ class OpenTelemetry:
             PackageMissing: opentelemetry-api is not installed.
 
         """
-        metrics = need("opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report")
+        metrics = import_optional(
+            "opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report"
+        )
         meter = metrics.get_meter("shardkeep") if meter is None else meter
         self._seconds: dict[str, Any] = {
             each.name: meter.create_histogram(
@@ -44,12 +46,12 @@ class OpenTelemetry:
                 description=each.text,
                 explicit_bucket_boundaries_advisory=BUCKETS_S,  # its own are for milliseconds
             )
-            for each in FIGURES
+            for each in METRICS
             if each.unit == "s"
         }
         self._last: dict[str, Any] = {
             each.name: meter.create_gauge(_metric(each.name), unit=each.unit, description=each.text)
-            for each in FIGURES
+            for each in METRICS
             if each.unit != "s"
         }
         self._failures: dict[str, Any] = {
@@ -60,7 +62,7 @@ class OpenTelemetry:
     def __call__(self, event: Event) -> None:
         """Record the figures of an event, if it has any."""
         attributes = {"shardkeep.rank": event.rank}
-        for name, value in figures_of(event).items():
+        for name, value in metrics_of(event).items():
             if name in self._seconds:
                 self._seconds[name].record(value, attributes)
             else:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event, SaveBegan, SaveCommitted, SaveFailed, SaveProgressed, on_event
-from shardkeep.reports.first_rank import from_first
+from shardkeep.reports.metrics import from_rank_zero
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -87,7 +87,7 @@ class _Bars:
         with self._changed:
             if isinstance(event, (SaveCommitted, SaveFailed)):
                 self._saves.pop(event.where, None)
-            elif isinstance(event, SaveBegan) and from_first(event):
+            elif isinstance(event, SaveBegan) and from_rank_zero(event):
                 self._saves[event.where] = _Bar(("stage", "write") if event.background else ("write",))
             elif isinstance(event, SaveProgressed) and event.where in self._saves:
                 bar = self._saves[event.where]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardkeep.errors import import_optional
 from shardkeep.events import Event, SaveCommitted
-from shardkeep.reports.figures import BUCKETS_S, FIGURES, failed_call, figures_of
-from shardkeep.reports.problems import need
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -39,16 +39,16 @@ class Prometheus:
             ValueError: the registry has them already.
 
         """
-        client = need("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
+        client = import_optional("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
         to = {"registry": client.REGISTRY if registry is None else registry}
         self._seconds: dict[str, Any] = {
             each.name: client.Histogram(_metric(each.name, each.unit), each.text, buckets=BUCKETS_S, **to)
-            for each in FIGURES
+            for each in METRICS
             if each.unit == "s"
         }
         self._last: dict[str, Any] = {
             each.name: client.Gauge(_metric(each.name, each.unit), each.text, **to)
-            for each in FIGURES
+            for each in METRICS
             if each.unit != "s"
         }
         self._failures = {
@@ -62,7 +62,7 @@ class Prometheus:
 
     def __call__(self, event: Event) -> None:
         """Take the figures of an event, if it has any."""
-        for name, value in figures_of(event).items():
+        for name, value in metrics_of(event).items():
             if name in self._seconds:
                 self._seconds[name].observe(value)
             else:

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardkeep.errors import import_optional
 from shardkeep.events import Event
-from shardkeep.reports.figures import failed_call, figures_of
-from shardkeep.reports.first_rank import from_first
-from shardkeep.reports.problems import need
+from shardkeep.reports.metrics import failed_call, from_rank_zero, metrics_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,7 +37,9 @@ class TensorBoard:
             PackageMissing: tensorboard is not installed.
 
         """
-        self._module = need("torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report")
+        self._module = import_optional(
+            "torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report"
+        )
         self._folder = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
         self._writer: SummaryWriter | None = None if isinstance(to, (str, os.PathLike)) else to
         self._closed = False
@@ -48,8 +49,8 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         """Write the scalars of an event, if it has any."""
-        figures, failed = figures_of(event), failed_call(event)
-        if not (figures or failed) or not from_first(event):
+        figures, failed = metrics_of(event), failed_call(event)
+        if not (figures or failed) or not from_rank_zero(event):
             return
         with self._lock:  # several threads may save at a time
             if not self._closed:

@@ -34,10 +34,10 @@ from shardkeep.events import (
     SaveFailed,
     Span,
     StepSkipped,
+    log_safely,
     on_event,
-    say,
 )
-from shardkeep.reports.first_rank import from_first, is_first
+from shardkeep.reports.metrics import from_rank_zero, is_rank_zero
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
@@ -99,7 +99,7 @@ class _Tracing:
         self._failure: OSError | None = None
         self._ended = False
         # Of another rank than the job's first there is no file, even if the process group has gone in the end.
-        self._first = is_first()
+        self._first = is_rank_zero()
         self._rows = _Rows()
 
     def hear(self, event: Event) -> None:
@@ -110,8 +110,8 @@ class _Tracing:
             elif event.where in self._under_way and isinstance(event, _ENDS):  # else it began before the trace did
                 self._under_way.remove(event.where)
                 self._changed.notify_all()
-            self._first = self._first and is_first()
-            if self._first and from_first(event) and not self._ended:
+            self._first = self._first and is_rank_zero()
+            if self._first and from_rank_zero(event) and not self._ended:
                 self._write(self._rows.entries(event))
 
     def close(self, *, wait: bool) -> None:
@@ -122,7 +122,7 @@ class _Tracing:
             while wait and self._under_way:
                 self._changed.wait()
             self._ended = True
-            if self._first and is_first():
+            if self._first and is_rank_zero():
                 self._write([])
             if self._file is not None:
                 try:
@@ -131,7 +131,7 @@ class _Tracing:
                 except OSError as exc:
                     self._failure = exc
             if self._failure is not None:
-                say(
+                log_safely(
                     logging.WARNING,
                     "the trace %s could not be written: %s; the saves and loads in it are not affected",
                     self._path,

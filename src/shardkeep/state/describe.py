@@ -15,13 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.format.columns import Boxes, IntArray, matrix_of
+from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
-from shardkeep.format.region import Ints
 from shardkeep.format.tree import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
-from shardkeep.state.leaves import Ordinary, TensorLeaf, describe_leaf, is_tensor, ordinary
-from shardkeep.state.objects.find import is_tensor_or_object
+from shardkeep.state.leaves import (
+    OrdinaryLeaf,
+    TensorLeaf,
+    describe_leaf,
+    describe_ordinary,
+    is_tensor,
+)
+from shardkeep.state.objects import is_tensor_or_object
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def describe_leaves(
     """Describe tensor leaves alone."""
     leaves = list(tensors.values())
     found = [
-        ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
+        describe_ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
         for key, leaf in tensors.items()
     ]
     # Those that needed a closer look: in most states none.
@@ -103,7 +108,7 @@ def describe_leaves(
     )
 
 
-_Found = Ordinary | TensorLeaf
+_Found = OrdinaryLeaf | TensorLeaf
 
 
 def _rows(

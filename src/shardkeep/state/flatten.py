@@ -8,14 +8,18 @@ lists and tuples only where a tensor, a mapping or a `PerRank` is inside, for a 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from shardkeep.errors import StateError, UnsupportedLeaf
+import torch
+
+from shardkeep.errors import InvalidShards, KeyCollision, StateError, UnsupportedLeaf
 from shardkeep.format.tree import MAX_DEPTH, Container, Node, Part, is_part, join, refuse_collisions
-from shardkeep.state.kinds import EveryRank, PerRank
+from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -252,3 +256,316 @@ def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]
             f"{_spell(name)} is a {type(value).__qualname__}, a tuple that cannot be built from its items: {exc}",
             hint="use a plain tuple or a list there",
         ) from exc
+
+
+# Nested state dicts to flat ones and back, by torch's rules.
+#
+# There are three sets of rules for what is gone into, and checkpoints of torch depend on each of them:
+#
+#                           mappings        lists                            tuples
+#     traverse_state_dict   always          those with a tensor or a         never
+#                                           mapping somewhere inside
+#     ..._v_2_3             those with a tensor somewhere inside             never
+#     traverse_everything   always          always                           always
+#
+# What is not gone into is one value. Keys become strings, items of lists stay integers; a flat name is the path
+# joined
+# by dots. Containers that are gone into and hold nothing leave no trace.
+
+PATH_ITEM = str | int
+OBJ_PATH = tuple[PATH_ITEM, ...]
+Visitor = Callable[[OBJ_PATH, Any], None]
+FLATTEN_MAPPING = dict[str, OBJ_PATH]
+"""The path each flat name came from."""
+T = TypeVar("T")
+
+
+def _keep_visiting_tensors(value: Any) -> bool:
+    """Say that a container with this value in it is gone into."""
+    return isinstance(value, torch.Tensor)
+
+
+def traverse_state_dict(
+    state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
+) -> None:
+    """
+    Call `visitor(path, value)` for each value, in order, going into mappings and into lists that hold state.
+
+    A list holds state if `keep_traversing` is true of an item, or an item is a mapping or such a list. Tuples are
+    values.
+    """
+
+    def opens(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return True
+        return isinstance(value, list) and any(opens(item) or keep_traversing(item) for item in value)
+
+    for key, value in state_dict.items():
+        _walk((str(key),), value, visitor, opens)
+
+
+def traverse_state_dict_v_2_3(
+    state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
+) -> None:
+    """
+    Call `visitor(path, value)` for each value, in order, as torch did up to version 2.3.
+
+    Mappings and lists are gone into only if `keep_traversing` is true of something inside. Tuples are values.
+    """
+
+    def opens(value: Any) -> bool:
+        if not isinstance(value, (Mapping, list)):
+            return False
+        items = value.values() if isinstance(value, Mapping) else value
+        return any(opens(item) or keep_traversing(item) for item in items)
+
+    for key, value in state_dict.items():
+        _walk((str(key),), value, visitor, opens)
+
+
+def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
+    """Call `visitor(path, value)` for each value, in order, going into every mapping, list and tuple."""
+    for key, value in state_dict.items():
+        traverse_obj((str(key),), value, visitor)
+
+
+def traverse_obj(path: OBJ_PATH, value: Any, visitor: Visitor) -> None:
+    """Call `visitor` for each value in one that stands at `path`, going into every mapping, list and tuple."""
+    _walk(path, value, visitor, lambda each: isinstance(each, (Mapping, list, tuple)))
+
+
+def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    """
+    Return the values by flat name, and the path of each name, as `traverse_state_dict` finds them.
+
+    Raises:
+        KeyCollision: two paths have one flat name, as "a.b" and "b" in "a" have.
+
+    """
+    return _flatten(state_dict, traverse_state_dict)
+
+
+def flatten_state_dict_v_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    """Do as `flatten_state_dict`, with the rules of torch 2.3, which older checkpoints were written by."""
+    return _flatten(state_dict, traverse_state_dict_v_2_3)
+
+
+def flatten_everything(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    """Do as `flatten_state_dict`, with the rules of `traverse_everything`; tuples come back as lists."""
+    return _flatten(state_dict, traverse_everything)
+
+
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
+    """
+    Return the nested state dict, given the values by flat name and the path of each name.
+
+    Raises:
+        KeyError: a name has no path.
+        StateError: two paths contradict each other.
+
+    """
+    nested: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        set_element(nested, mapping[key], value)
+    return nested
+
+
+def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
+    """
+    Put a value at a path, making the dicts and lists on the way; lists are filled up with None.
+
+    Raises:
+        StateError: something that is no container, or not the kind the path needs, is in the way.
+
+    """
+    if not path:
+        raise StateError("there is no place without a path: expected at least one key")
+    container: Any = root_dict
+    for depth, (key, following) in enumerate(itertools.pairwise(path)):
+        _make_room(container, path, depth)
+        child = container.get(key) if isinstance(container, Mapping) else container[key]
+        present = child is not None or (isinstance(container, Mapping) and key in container)
+        if not present:
+            child = [] if isinstance(following, int) else {}
+            container[key] = child
+        container = child
+    _make_room(container, path, len(path) - 1)
+    container[path[-1]] = value
+
+
+def get_element(root_dict: Mapping[str, Any], path: OBJ_PATH, default_value: T | None = None) -> T | None:
+    """Return the value at a path, or `default_value` where there is none; an index past a list's end is none."""
+    value: Any = root_dict
+    for part in path:
+        if isinstance(part, int):
+            if not isinstance(value, list) or not -len(value) <= part < len(value):
+                return default_value
+        elif not isinstance(value, Mapping) or part not in value:
+            return default_value
+        value = value[part]
+    return value  # type: ignore[no-any-return]  # the caller says what it expects there
+
+
+def print_tensor(path: OBJ_PATH, value: Any, print_fun: Callable[[str], None] = print) -> None:
+    """Print what kind of value stands at a path, and its size; a visitor for `traverse_state_dict`."""
+    _print_nested(value, str(path), print_fun)
+
+
+def _walk(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any], bool]) -> None:
+    if not opens(value):
+        visitor(path, value)
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            _walk((*path, str(key)), child, visitor, opens)
+    else:
+        for index, child in enumerate(value):
+            _walk((*path, index), child, visitor, opens)
+
+
+def _flatten(
+    state_dict: Mapping[str, Any], traverse: Callable[[Mapping[str, Any], Visitor], None]
+) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    flat: dict[str, Any] = {}
+    mapping: FLATTEN_MAPPING = {}
+
+    def keep(path: OBJ_PATH, value: Any) -> None:
+        name = ".".join(map(str, path))
+        if name in flat:
+            raise KeyCollision(
+                f"duplicated flatten key {name}: both {mapping[name]} and {path}",
+                hint="rename one of the two keys",
+                key=name,
+            )
+        flat[name] = value
+        mapping[name] = path
+
+    traverse(state_dict, keep)
+    return flat, mapping
+
+
+def _make_room(container: Any, path: OBJ_PATH, depth: int) -> None:
+    """Make sure that a value can be put at `path[depth]` of the container reached by then."""
+    key = path[depth]
+    if isinstance(key, int) and isinstance(container, list):
+        container.extend([None] * (key + 1 - len(container)))
+    elif not isinstance(container, Mapping):
+        raise StateError(
+            f"{path[:depth]} holds a {type(container).__qualname__}, so that nothing can be put at {path}",
+            hint="the paths of a flat state dict must not lead through its values",
+        )
+
+
+def _print_nested(value: Any, prefix: str = "", print_fun: Callable[[str], None] = print) -> None:
+    """Print what kind of value this is, and its size; of a sharded one also each part that is here."""
+    if is_sharded_tensor(value):
+        print_fun(f"{prefix} ShardedTensor size: {value.size()}")
+        for shard in value.local_shards():
+            _print_nested(shard.tensor, f"{shard.metadata.shard_offsets} ", print_fun)
+    elif is_dtensor(value):
+        print_fun(f"{prefix} DistributedTensor size: {value.size()}")
+        _print_nested(value._local_tensor, print_fun=print_fun)
+    elif isinstance(value, torch.Tensor):
+        print_fun(f"{prefix} Tensor size: {value.size()}")
+    else:
+        print_fun(f"{prefix} Type: {type(value)}")
+
+
+# ShardedTensors inside ShardedTensors, as FSDP over tensor parallelism makes them, turned into flat ones.
+#
+# Nothing is copied or communicated: the flat tensor is over the innermost memory, at its offsets in the whole tensor.
+
+
+def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the state dict with each ShardedTensor whose local shard is a ShardedTensor as one flat ShardedTensor.
+
+    Everything else passes through, in new dicts and lists. That includes a ShardedTensor of which this rank has no
+    shard, which torch drops with its key, and empty dicts, which torch drops too.
+
+    A flat ShardedTensor is right about the local shard and its place, which is all that saving and loading need. It
+    knows other ranks' shards only as far as this rank's own nesting tells, so it cannot be gathered or computed with.
+
+    Raises:
+        InvalidShards: (a ValueError) a nested tensor cannot be flattened; says which and why.
+
+    """
+    return {key: _flattened(value, (key,)) for key, value in state_dict.items()}
+
+
+def _flattened(value: Any, path: TreePath) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _flattened(child, (*path, key)) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_flattened(child, (*path, index)) for index, child in enumerate(value)]
+    if is_sharded_tensor(value) and any(is_sharded_tensor(shard.tensor) for shard in value.local_shards()):
+        return _flat(value, path)
+    return value
+
+
+def _flat(outer: Any, path: TreePath) -> Any:
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
+    from torch.distributed._shard.metadata import ShardMetadata  # noqa: PLC0415
+    from torch.distributed._shard.sharded_tensor.shard import Shard  # noqa: PLC0415
+
+    outer_shard, inner_shard = _only_shards(outer, path)
+    outer_at = outer_shard.metadata.shard_offsets
+    rank = dist.get_rank()
+
+    def moved(inner: Any, placement: str) -> ShardMetadata:
+        offsets = [a + b for a, b in zip(outer_at, inner.shard_offsets, strict=True)]
+        return ShardMetadata(shard_offsets=offsets, shard_sizes=list(inner.shard_sizes), placement=placement)
+
+    device = inner_shard.tensor.device
+    mine = moved(inner_shard.metadata, f"rank:{rank}/{device}")
+    # Who holds the rest is not known here; all that torch asks is that it be another rank.
+    elsewhere = f"rank:{0 if rank else 1}/{device.type if device.type == 'cpu' else f'{device.type}:0'}"
+    metadata = copy.deepcopy(outer.metadata())
+    metadata.tensor_properties.requires_grad = inner_shard.tensor.requires_grad
+    metadata.shards_metadata = [
+        *(
+            ShardMetadata(
+                shard_offsets=list(each.shard_offsets), shard_sizes=list(each.shard_sizes), placement=elsewhere
+            )
+            for each in outer.metadata().shards_metadata
+            if list(each.shard_offsets) != list(outer_at)
+        ),
+        *(
+            moved(each, elsewhere)
+            for each in outer_shard.tensor.metadata().shards_metadata
+            if list(each.shard_offsets) != list(inner_shard.metadata.shard_offsets)
+        ),
+        mine,
+    ]
+    return type(outer)._init_from_local_shards_and_global_metadata(
+        local_shards=[Shard(tensor=inner_shard.tensor, metadata=mine)], sharded_tensor_metadata=metadata
+    )
+
+
+def _only_shards(outer: Any, path: TreePath) -> tuple[Any, Any]:
+    """Return the one outer and the one inner shard of this rank; raise where there are more, or they do not match."""
+    name = path_name(path)
+    outer_shards = outer.local_shards()
+    if len(outer_shards) != 1:
+        raise InvalidShards(
+            f"{name!r} has {len(outer_shards)} local shards, some of them ShardedTensors: only one can be flattened",
+            hint="give each rank one shard of the outer tensor",
+            key=name,
+        )
+    inner = outer_shards[0].tensor
+    inner_shards = inner.local_shards()
+    if len(inner_shards) != 1:
+        raise InvalidShards(
+            f"{name!r}: the ShardedTensor inside has {len(inner_shards)} local shards, expected one",
+            hint="give each rank one shard of the inner tensor",
+            key=name,
+        )
+    if is_sharded_tensor(inner_shards[0].tensor):
+        raise InvalidShards(f"{name!r} is sharded in more than two ways, one inside the other", key=name)
+    inner_size, room = tuple(inner.size()), tuple(outer_shards[0].metadata.shard_sizes)
+    if inner_size != room:
+        raise InvalidShards(
+            f"{name!r}: the ShardedTensor inside has size {inner_size}, the shard it stands for {room}",
+            hint="the inner tensor must be the whole of the outer shard",
+            key=name,
+        )
+    return outer_shards[0], inner_shards[0]

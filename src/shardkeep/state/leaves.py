@@ -1,27 +1,224 @@
-"""
-Every tensor-like leaf of a state dict as the same plain value.
-
-A torch tensor of any kind, a DTensor, a ShardedTensor, a `ShardedBox` or a numpy array comes in; out comes its dtype,
-its global shape, and the pieces this rank holds, each a plain strided tensor over the leaf's own memory. Nothing is
-communicated and, but for what has no plain view (conjugates, reversed arrays), nothing is copied. What has no plain
-form at all is refused by name.
-"""
+"""Values a user wraps around a leaf to say what kind of state it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+import operator
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
+from shardkeep.format.boxes import Ints, slices
 from shardkeep.format.dtypes import known_to_torch, of_numpy, of_torch
-from shardkeep.format.region import Ints, slices
-from shardkeep.state.kinds import ShardedBox
-from shardkeep.state.overlap import overlaps_itself
 from shardkeep.state.placement import dtensor_boxes
-from shardkeep.state.toolkit.recognise import is_dtensor, is_pending, is_sharded_tensor
+
+
+class PerRank:
+    """
+    State that belongs to one rank: RNG, data loader position. Every rank's value is stored under its own rank.
+
+    `value` may be anything a state may hold, dicts and tensors included. Loading replaces `value` by what the same
+    rank number saved: a plain value may be None before, and a dict, or a list of tensors, needs the same nesting, as
+    everywhere in a state.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class EveryRank(PerRank):
+    """What all ranks saved under a `PerRank`, for one that is to be given all of it."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        super().__init__(None)
+        self.values = values
+
+
+class ShardedBox:
+    """
+    Local pieces of a tensor that some framework shards in its own way: each a tensor and where it begins.
+
+    ``ShardedBox(local, offsets=(4, 0), shape=(8, 16))`` is one piece; `ShardedBox.of` takes any number, none
+    included. Pieces of all ranks together must tile `shape` exactly; equal pieces on several ranks are replicas.
+    """
+
+    __slots__ = ("dtype", "pieces", "shape")
+
+    def __init__(self, local: torch.Tensor, *, offsets: Sequence[int], shape: Sequence[int]) -> None:
+        loaded = sys.modules.get("torch")  # to import it takes seconds, and where it is not loaded there is no tensor
+        if loaded is None or not isinstance(local, loaded.Tensor):
+            raise InvalidShards(f"ShardedBox: local is a {type(local).__qualname__}, expected a torch.Tensor")
+        self.pieces: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ((local, _ints("offsets", offsets)),)
+        self.shape = _ints("shape", shape)
+        self.dtype = local.dtype
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Iterable[tuple[torch.Tensor, Sequence[int]]],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> ShardedBox:
+        """Build from any number of `(tensor, offsets)`, which share one dtype."""
+        box = cls.__new__(cls)
+        box.pieces = tuple((tensor, _ints("offsets", offsets)) for tensor, offsets in pieces)
+        box.shape = _ints("shape", shape)
+        box.dtype = dtype
+        return box
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{tuple(t.shape)} at {o}" for t, o in self.pieces)
+        return f"ShardedBox(shape={self.shape}, dtype={self.dtype}, pieces=[{where}])"
+
+
+def _ints(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as exc:
+        raise InvalidShards(
+            f"ShardedBox: {name}={values!r}, expected integers, one for each dimension of the whole tensor"
+        ) from exc
+
+
+# Tensors whose own elements share memory, so that they cannot be filled.
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Say whether elements of a tensor may share memory: an axis steps no further than the smaller ones reach."""
+    reach = 0
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1:
+            if step <= reach:
+                return True
+            reach += step * (n - 1)
+    return False
+
+
+# Work in flight on accelerators, which our worker threads would neither wait for nor be waited for.
+
+
+def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """
+    Wait until all work queued on the accelerators that hold these tensors is done.
+
+    Streams belong to threads: a copy made by another thread is not ordered after what the caller has queued, nor
+    before what it queues next. Where all lie in host memory, no accelerator is asked for anything: torch refuses CUDA to
+    processes that are forked after that.
+    """
+    kind = torch.accelerator.current_accelerator()  # of this build of torch, whether one is there or not
+    for device in {tensor.device for tensor in tensors}:
+        if kind is not None and device.type == kind.type:
+            torch.accelerator.synchronize(device)
+
+
+# Which kind of tensor a leaf is, and tensors that are still on their way.
+#
+# DTensor, ShardedTensor and AsyncCollectiveTensor are looked for only where their modules are loaded already:
+# importing
+# them takes a second, and where they were never imported there is none.
+
+TreePath = tuple[Any, ...]
+"""Keys and indices that lead from the root of a tree to one of its values."""
+
+
+def is_dtensor(obj: Any) -> bool:
+    """Say whether this is a DTensor."""
+    return _is_a(obj, "torch.distributed.tensor", "DTensor")
+
+
+def is_sharded_tensor(obj: Any) -> bool:
+    """Say whether this is a ShardedTensor."""
+    return _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
+
+
+def is_plain(obj: Any) -> bool:
+    """Say whether this is a tensor that one rank holds as a whole."""
+    return isinstance(obj, torch.Tensor) and not is_dtensor(obj) and not is_sharded_tensor(obj)
+
+
+def wait_tensor(tensor: Any) -> Any:
+    """
+    Return the tensor once its values are there.
+
+    A tensor that an asynchronous collective is still writing is waited for. A DTensor over such a tensor comes back
+    as a new DTensor over the finished one; anything else as it is.
+    """
+    if is_dtensor(tensor):
+        local = tensor._local_tensor
+        if not is_pending(local):
+            return tensor
+        return type(tensor)(local.trigger_wait(), tensor._spec, requires_grad=tensor.requires_grad)
+    return tensor.trigger_wait() if is_pending(tensor) else tensor
+
+
+def path_name(path: TreePath) -> str:
+    """Write a path as errors show it."""
+    return ".".join(map(str, path)) if path else "the state dict itself"
+
+
+def is_pending(obj: Any) -> bool:
+    """Say whether this is a tensor that an asynchronous collective may still be writing."""
+    return _is_a(obj, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+
+def _is_a(obj: Any, module: str, name: str) -> bool:
+    loaded = sys.modules.get(module)
+    # A module that is still being imported, by another thread, has not all its names yet.
+    kind = getattr(loaded, name, None)
+    return kind is not None and isinstance(obj, kind)
+
+
+# Tensors as the bytes they are, for dtypes that torch can store and neither send nor copy.
+
+_SENT_BY_ALL: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""What every backend can send."""
+_CARRIERS: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as a row of bytes, which every backend can send."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def carrier_of(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype of the same size as which every backend can send the bits of this one; itself if it can."""
+    return dtype if dtype in _SENT_BY_ALL else _CARRIERS.get(dtype.itemsize, dtype)
+
+
+def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy tensors of one shape: bit for bit where the dtypes are the same, converted where they are not."""
+    if (
+        target.dtype == source.dtype
+        and target.dtype.itemsize == 1
+        and type(target) in _PLAIN
+        and type(source) in _PLAIN
+    ):
+        # torch has no copy of int4 and the like, which take a byte each.
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source, non_blocking=non_blocking)
+
+
+# Every tensor-like leaf of a state dict as the same plain value.
+#
+# A torch tensor of any kind, a DTensor, a ShardedTensor, a `ShardedBox` or a numpy array comes in; out comes its
+# dtype,
+# its global shape, and the pieces this rank holds, each a plain strided tensor over the leaf's own memory. Nothing is
+# communicated and, but for what has no plain view (conjugates, reversed arrays), nothing is copied. What has no plain
+# form at all is refused by name.
 
 # Looked up for every leaf otherwise, and there are many.
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
@@ -49,11 +246,11 @@ class TensorLeaf(NamedTuple):
     """Equal for two leaves that are the same memory seen the same way; None where there is no memory."""
 
 
-Ordinary = tuple[torch.dtype, torch.Size, int, torch.Tensor]
+OrdinaryLeaf = tuple[torch.dtype, torch.Size, int, torch.Tensor]
 """The same of a tensor that is all here, in order: dtype, shape, the address of its first byte, the piece."""
 
 
-class _Ask(NamedTuple):
+class _Request(NamedTuple):
     """Which leaf is described, and what for."""
 
     key: str
@@ -86,13 +283,13 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
         InvalidShards: its pieces are not what it says they are.
 
     """
-    found = ordinary(obj)
+    found = describe_ordinary(obj)
     if found is not None:
         dtype, size, pointer, plain = found
         shape, origin = tuple(size), (0,) * len(size)
         alias = (dtype, shape, origin, pointer, shape, obj.stride(), obj.device)
         return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
-    ask = _Ask(key, allow_meta, writable)
+    ask = _Request(key, allow_meta, writable)
     kind = type(obj)
     if kind is _TENSOR or kind is _PARAMETER:
         return _describe_plain(ask, obj)
@@ -107,7 +304,7 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
     return _describe_plain(ask, _unwrap(ask, obj))
 
 
-def ordinary(obj: Any) -> Ordinary | None:
+def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
     """
     Describe a tensor about which there is nothing special; None for whatever needs the closer look of `describe_leaf`.
 
@@ -139,14 +336,14 @@ def materialize(key: str, obj: Any) -> Any:
         pieces = [(materialize(key, tensor), offsets) for tensor, offsets in obj.pieces]
         return ShardedBox.of(pieces, shape=obj.shape, dtype=obj.dtype)
     if is_dtensor(obj):
-        return dressed_like(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
-    ask = _Ask(key, allow_meta=True, writable=True)
+        return with_attributes_of(obj, torch.empty_like(obj, device=obj.device_mesh.device_type))
+    ask = _Request(key, allow_meta=True, writable=True)
     if is_sharded_tensor(obj):
         ask.refuse("is a ShardedTensor on the meta device", "give its shards memory before loading into it")
     plain = _unwrap(ask, obj)
     device = torch.get_default_device()
     # Under `with torch.device("meta")` the default is no place to load to.
-    return dressed_like(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+    return with_attributes_of(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
 
 
 def needs_memory(obj: Any) -> bool:
@@ -156,10 +353,10 @@ def needs_memory(obj: Any) -> bool:
     return _on_meta(obj)
 
 
-def wanted_form(obj: Any) -> tuple[Any, ...]:
+def meta_signature(obj: Any) -> tuple[Any, ...]:
     """Return what a leaf on the meta device asks for: two that ask for the same may become one object."""
     if isinstance(obj, ShardedBox):
-        return (obj.shape, *((offsets, wanted_form(tensor)) for tensor, offsets in obj.pieces))
+        return (obj.shape, *((offsets, meta_signature(tensor)) for tensor, offsets in obj.pieces))
     with torch._C.DisableTorchFunctionSubclass():
         form = (type(obj), obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, obj.device)
     return (*form, getattr(obj, "_spec", None))  # of a DTensor
@@ -172,7 +369,7 @@ def _on_meta(obj: Any) -> bool:
         return isinstance(obj, torch.Tensor) and obj.is_meta
 
 
-def dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+def with_attributes_of(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """Give a fresh tensor the class, attributes and `requires_grad` of another."""
     kind: Any = type(model)
     if kind is torch.nn.Parameter:
@@ -185,7 +382,7 @@ def dressed_like(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
         return fresh.requires_grad_(model.requires_grad)
 
 
-def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
+def _describe_plain(ask: _Request, tensor: torch.Tensor) -> TensorLeaf:
     if tensor.layout is not torch.strided or tensor.is_nested:
         _refuse_layout(ask, tensor)
     shape = tuple(tensor.shape)
@@ -193,7 +390,7 @@ def _describe_plain(ask: _Ask, tensor: torch.Tensor) -> TensorLeaf:
 
 
 def _describe_parts(
-    ask: _Ask, dtype: torch.dtype, shape: Ints, parts: Iterable[tuple[Ints, torch.Tensor]]
+    ask: _Request, dtype: torch.dtype, shape: Ints, parts: Iterable[tuple[Ints, torch.Tensor]]
 ) -> TensorLeaf:
     """Describe a tensor of which this rank holds `parts`, each of plain strided layout and the same dtype."""
     _check_dtype(ask, dtype)
@@ -218,7 +415,7 @@ def _describe_parts(
     return TensorLeaf(dtype, shape, tuple(pieces), tuple(alias) if pieces and not on_meta else None)
 
 
-def _describe_box(ask: _Ask, box: ShardedBox) -> TensorLeaf:
+def _describe_box(ask: _Request, box: ShardedBox) -> TensorLeaf:
     parts = []
     for tensor, offsets in box.pieces:
         plain = _unwrap(ask, tensor)
@@ -227,7 +424,7 @@ def _describe_box(ask: _Ask, box: ShardedBox) -> TensorLeaf:
     return _describe_parts(ask, box.dtype, box.shape, parts)
 
 
-def _describe_dtensor(ask: _Ask, obj: Any) -> TensorLeaf:
+def _describe_dtensor(ask: _Request, obj: Any) -> TensorLeaf:
     local = _unwrap(ask, obj._local_tensor).detach()  # to_local() would put itself on the autograd tape
     whole = tuple(local.shape)
     boxes = dtensor_boxes(ask.key, obj._spec, whole)
@@ -235,7 +432,7 @@ def _describe_dtensor(ask: _Ask, obj: Any) -> TensorLeaf:
     return _describe_parts(ask, obj.dtype, tuple(obj.shape), parts)
 
 
-def _describe_sharded_tensor(ask: _Ask, obj: Any) -> TensorLeaf:
+def _describe_sharded_tensor(ask: _Request, obj: Any) -> TensorLeaf:
     shape = tuple(obj.metadata().size)
     parts = []
     for shard in obj.local_shards():
@@ -250,7 +447,7 @@ def _describe_sharded_tensor(ask: _Ask, obj: Any) -> TensorLeaf:
     return _describe_parts(ask, obj.dtype, shape, parts)
 
 
-def _check_inside(ask: _Ask, shape: Ints, offsets: Ints, sizes: Ints) -> None:
+def _check_inside(ask: _Request, shape: Ints, offsets: Ints, sizes: Ints) -> None:
     if len(offsets) == len(sizes) == len(shape) and all(
         o >= 0 and o + n <= full for o, n, full in zip(offsets, sizes, shape, strict=True)
     ):
@@ -262,7 +459,7 @@ def _check_inside(ask: _Ask, shape: Ints, offsets: Ints, sizes: Ints) -> None:
     )
 
 
-def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
+def _plain_view(ask: _Request, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
     """Return a tensor of at least one element as a detached plain view, and what tells its memory from any other."""
     pointer = tensor.data_ptr()
     # A freed storage is at address 0, so that a view into it seems to be at its offset.
@@ -281,7 +478,7 @@ def _plain_view(ask: _Ask, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[An
     return tensor.detach(), memory
 
 
-def _resolve(ask: _Ask, tensor: torch.Tensor) -> torch.Tensor:
+def _resolve(ask: _Request, tensor: torch.Tensor) -> torch.Tensor:
     if ask.writable:
         ask.refuse(
             "is a conjugate or negative view, which cannot be filled in place",
@@ -290,7 +487,7 @@ def _resolve(ask: _Ask, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
+def _unwrap(ask: _Request, obj: Any) -> torch.Tensor:
     """Return the plain tensor inside a leaf or piece that is a `torch.Tensor` of any class."""
     if is_pending(obj):
         obj = obj.trigger_wait()
@@ -310,7 +507,7 @@ def _unwrap(ask: _Ask, obj: Any) -> torch.Tensor:
     return obj  # type: ignore[no-any-return]  # checked above
 
 
-def _from_numpy(ask: _Ask, array: np.ndarray[Any, Any]) -> torch.Tensor:
+def _from_numpy(ask: _Request, array: np.ndarray[Any, Any]) -> torch.Tensor:
     """View an array as a tensor; copy it where torch cannot view it."""
     row = of_numpy(array.dtype)
     if row is None:
@@ -337,14 +534,14 @@ class _Unlocked:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _check_dtype(ask: _Ask, dtype: torch.dtype) -> None:
+def _check_dtype(ask: _Request, dtype: torch.dtype) -> None:
     try:
         of_torch(dtype)
     except UnsupportedLeaf as error:
         ask.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
 
 
-def _refuse_layout(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
+def _refuse_layout(ask: _Request, tensor: torch.Tensor) -> NoReturn:
     if tensor.is_nested:
         ask.refuse("is a nested tensor", "save its .values() and .offsets(), or t.unbind()")
     if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # absent from torch's stubs
@@ -352,7 +549,7 @@ def _refuse_layout(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
     ask.refuse(f"has layout {tensor.layout}", "save its indices and values, or t.to_dense()")
 
 
-def _refuse_without_memory(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
+def _refuse_without_memory(ask: _Request, tensor: torch.Tensor) -> NoReturn:
     if torch._is_functional_tensor(tensor):
         ask.refuse("is a functional tensor, which exists while torch traces", "save the tensor outside of tracing")
     ask.refuse(
@@ -361,7 +558,7 @@ def _refuse_without_memory(ask: _Ask, tensor: torch.Tensor) -> NoReturn:
     )
 
 
-def _refuse_subclass(ask: _Ask, obj: torch.Tensor) -> NoReturn:
+def _refuse_subclass(ask: _Request, obj: torch.Tensor) -> NoReturn:
     name = _name(type(obj))
     if type(obj).__name__ in ("FakeTensor", "FunctionalTensor"):
         ask.refuse(f"is a {name}, which has no values", "save the tensor outside of tracing and fake modes")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.region import Box, Ints, grid, whole
+from shardkeep.format.boxes import Box, Ints, grid, whole
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

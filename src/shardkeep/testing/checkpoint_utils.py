@@ -15,10 +15,8 @@ import tempfile
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-from shardkeep.codec.extensions import StreamTransformExtension
-from shardkeep.codec.problems import UnknownExtension
-from shardkeep.codec.registry import ExtensionRegistry
-from shardkeep.protocol.problems import BrokenProtocol
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, StreamTransformExtension
+from shardkeep.errors import BrokenProtocol, UnknownExtension
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

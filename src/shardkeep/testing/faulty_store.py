@@ -14,8 +14,16 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.store.aligned import flat
-from shardkeep.store.protocol import BlobInfo, BlobReader, BlobWriter, Store, Version, is_sequential, requests_of
+from shardkeep.storage.base import (
+    BlobInfo,
+    BlobReader,
+    BlobWriter,
+    Store,
+    Version,
+    is_sequential,
+    preferred_requests,
+)
+from shardkeep.storage.buffers import flat
 
 Fault = Literal["error", "full", "short", "slow", "crash", "truncate", "flip"]
 """
@@ -106,7 +114,7 @@ class FaultyStore:
     @property
     def requests(self) -> int:
         """Say what the inner store says; 0 where it does not mind."""
-        return requests_of(self.inner, 0)
+        return preferred_requests(self.inner, 0)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         fault = self.begin("put", name)

@@ -1,21 +1,13 @@
-"""
-What every store must do, as a test suite: subclass `StoreContract`, say how to make a store, run pytest.
-
-    from shardkeep.testing import StoreContract
-
-    class TestMyStore(StoreContract):
-        def make_store(self) -> Store:
-            return MyStore(...)
-
-Each test makes its own stores and leaves nothing behind but what is in them. Needs pytest.
-"""
+"""What the contract suites of stores share: bytes to write, whole blobs, and races."""
 
 from __future__ import annotations
 
 import errno
 import itertools
 import random
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -24,12 +16,160 @@ import numpy as np
 import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
-from shardkeep.store.aligned import aligned_buffer
-from shardkeep.store.protocol import Store, delete_all, is_sequential, requests_of
-from shardkeep.testing.contract_helpers import read_blob, same, sample, winners, write_blob
-from shardkeep.testing.put_contract import PutContract
+from shardkeep.storage.base import Store, delete_all, is_sequential, preferred_requests
+from shardkeep.storage.buffers import aligned_buffer
 
-__all__ = ["StoreContract", "read_blob", "same", "sample", "winners", "write_blob"]
+
+def same(expected: object, actual: object) -> None:
+    """Fail the test unless both are equal; says how they differ without printing megabytes."""
+    if expected != actual:
+        pytest.fail(f"expected {str(expected)[:200]}, got {str(actual)[:200]}")
+
+
+def sample(nbytes: int, seed: int = 0) -> bytes:
+    """Make bytes in which every misplaced piece shows."""
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311 -- test data, no secret
+
+
+def write_blob(store: Store, name: str, data: bytes) -> None:
+    """Write a whole blob in one part."""
+    writer = store.create(name, len(data))
+    writer.write_at(0, memoryview(data))
+    writer.finish()
+
+
+def read_blob(store: Store, name: str) -> bytes:
+    """Read a whole blob in one part."""
+    with closing(store.open(name)) as reader:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(data))
+        return bytes(data)
+
+
+def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
+    """Run all attempts at once; tell which succeeded. The others must fail with EEXIST."""
+    start = threading.Barrier(attempts)
+
+    def one(i: int) -> bool:
+        start.wait()
+        try:
+            attempt(i)
+        except StorageError as exc:
+            same(errno.EEXIST, exc.errno)
+            return False
+        return True
+
+    with ThreadPoolExecutor(attempts) as pool:
+        return [i for i, won in enumerate(pool.map(one, range(attempts))) if won]
+
+
+# What every store must do with small blobs, which are put in one step; a part of `StoreContract`.
+
+
+class PutContract:
+    """The promises about `put`, `get` and `version`, one test each."""
+
+    def make_store(self) -> Store:
+        """Make a new, empty store."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("data", [b"", b"abc", sample(1_000_001)])
+    def test_put_get(self, data: bytes) -> None:
+        """What was put is what is got, and `open` sees it too."""
+        store = self.make_store()
+        store.put("a", data)
+        same(data, store.get("a", limit=len(data)))
+        same(data, read_blob(store, "a"))
+
+    def test_put_keeps_what_is_there(self) -> None:
+        """Without `replace`, an existing blob is an error and stays."""
+        store = self.make_store()
+        store.put("a", b"old")
+        with pytest.raises(StorageError) as caught:
+            store.put("a", b"new")
+        same(errno.EEXIST, caught.value.errno)
+        same(b"old", store.get("a", limit=10))
+        same(["a"], [blob.name for blob in store.list()])
+
+    def test_put_replaces_when_told(self) -> None:
+        """With `replace`, the new bytes take the old ones' place, or an empty one."""
+        store = self.make_store()
+        store.put("a", b"old, and longer", replace=True)
+        store.put("a", b"new", replace=True)
+        same(b"new", store.get("a", limit=3))
+
+    def test_one_of_many_puts_wins(self) -> None:
+        """Of puts racing for one name, one succeeds, and its bytes are there whole."""
+        store = self.make_store()
+        won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
+        same(1, len(won))
+        same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
+
+    def test_put_over_a_version(self) -> None:
+        """A blob is replaced if it is of the version that was seen, and only then; one that is gone is not made anew."""
+        store = self.make_store()
+        same(None, store.version("a"))
+        store.put("a", b"one")
+        first = store.version("a")
+        same(first, store.version("a"))
+        store.put("a", b"two", over=first)
+        second = store.version("a")
+        same(False, first == second)
+        same(2, len({first, second}))
+        with pytest.raises(StorageError, match="replaced or deleted by another writer") as caught:
+            store.put("a", b"new", over=first)
+        same(errno.EEXIST, caught.value.errno)
+        same(b"two", store.get("a", limit=3))
+        store.delete("a")
+        with pytest.raises(StorageError) as caught:
+            store.put("a", b"new", over=second)
+        same(errno.EEXIST, caught.value.errno)
+        same([], list(store.list()))
+
+    def test_one_of_many_swaps_wins(self) -> None:
+        """Of puts racing to replace one version, one succeeds, round after round."""
+        store = self.make_store()
+        store.put("a", b"begin")
+        for turn in range(2):
+            seen, said = store.version("a"), sample(1000, seed=turn)
+            won = winners(lambda i: store.put("a", bytes([i]) + said, over=seen), 8)  # noqa: B023 - used at once
+            same(1, len(won))
+            same(bytes([won[0]]) + said, store.get("a", limit=1001))
+
+    def test_put_is_atomic(self) -> None:
+        """A reader beside a replacing writer sees the old bytes or the new ones, never a part."""
+        store, versions = self.make_store(), [bytes([i]) * (10_000 + i) for i in range(2)]
+        store.put("a", versions[0])
+
+        def replace() -> None:
+            for i in range(30):
+                store.put("a", versions[i % 2], replace=True)
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(replace)
+            while not done.done():
+                same(True, store.get("a", limit=20_000) in versions)
+                same(True, read_blob(store, "a") in versions)
+            done.result()
+
+    def test_get_limit(self) -> None:
+        """A blob of exactly the limit is read; one byte more is an error."""
+        store = self.make_store()
+        store.put("a", b"12345")
+        same(b"12345", store.get("a", limit=5))
+        with pytest.raises(MalformedFile, match="a: 5 bytes, expected at most 4"):
+            store.get("a", limit=4)
+
+
+# What every store must do, as a test suite: subclass `StoreContract`, say how to make a store, run pytest.
+#
+#     from shardkeep.testing import StoreContract
+#
+#     class TestMyStore(StoreContract):
+#         def make_store(self) -> Store:
+#             return MyStore(...)
+#
+# Each test makes its own stores and leaves nothing behind but what is in them. Needs pytest.
 
 BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
 GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
@@ -40,7 +180,7 @@ LARGE_NBYTES = (17 << 20) + 5
 
 
 class StoreContract(PutContract):
-    """The promises of `shardkeep.store.protocol`, one test each."""
+    """The promises of `shardkeep.storage.base`, one test each."""
 
     MANY = 1001
     """Blobs that are listed and deleted together: more than the service names in one answer. S3 names 1000."""
@@ -329,7 +469,7 @@ class StoreContract(PutContract):
         """A store says whether it wants parts in order, and how many requests it likes; at least one."""
         store = self.make_store()
         same(True, is_sequential(store) in {True, False})
-        same(True, requests_of(store, 3) >= 1)
+        same(True, preferred_requests(store, 3) >= 1)
 
     def test_url(self) -> None:
         """The store's url stands in its messages."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # absent from the stubs
 
-from shardkeep.ranks.world import World
+from shardkeep.dist.world import World
 
 T = TypeVar("T")
 

@@ -1,0 +1,466 @@
+"""
+Tensors of a checkpoint, block by block, so that one of any size is looked at in little memory. Imports torch.
+
+Blocks follow the boxes in which the tensor is stored: each is one run of a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardkeep.cli.contents import Item
+from shardkeep.engine.fill import read_whole
+from shardkeep.errors import UnsupportedLeaf
+from shardkeep.format.boxes import Box, flat_range_to_boxes, slices, whole
+from shardkeep.opening import Checkpoint, StoredTensor
+from shardkeep.options import Options, cores
+
+BLOCK_ELEMENTS = 4 << 20
+"""Read at a time, at most."""
+PIECE_ELEMENTS = 1 << 18
+"""Calculated with at a time: 2 MiB as float64, which stay in the CPU's cache and cost no fresh memory."""
+_MOST_THREADS = 4
+"""Each holds a block or two."""
+_SUB_BYTE = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+
+
+@contextmanager
+def compute_pool() -> Iterator[ThreadPoolExecutor]:
+    """
+    Lend threads that read and calculate, one a core. Work that waits is called off when the caller fails.
+
+    Torch itself calculates with one thread in each: its own would wait for each other in every small step.
+    """
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(min(_MOST_THREADS, cores()), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(before)
+
+
+def iter_blocks(stored: StoredTensor, block_elements: int = BLOCK_ELEMENTS) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most so many elements, in the order in which they are stored."""
+    for box in stored.boxes:
+        for start in range(0, box.volume, block_elements):
+            for part in flat_range_to_boxes(box.sizes, start, min(box.volume, start + block_elements)):
+                yield Box(tuple(map(sum, zip(box.offsets, part.offsets, strict=True))), part.sizes)
+
+
+def read_block(stored: StoredTensor, box: Box) -> torch.Tensor:
+    """Read one box."""
+    return stored[slices(box)]
+
+
+def iter_pieces(block: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a flat block into pieces to calculate with."""
+    for start in range(0, len(block), PIECE_ELEMENTS):
+        yield block.narrow(0, start, min(PIECE_ELEMENTS, len(block) - start))
+
+
+def as_numbers(block: torch.Tensor) -> torch.Tensor:
+    """
+    Return elements as something that can be calculated with, exactly: float64 or complex128; int64 where that rounds.
+
+    Raises:
+        UnsupportedLeaf: they are no numbers, such as raw bits, or several are packed in one.
+
+    """
+    dtype = block.dtype
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_complex:
+        return block.to(torch.complex128)
+    if dtype.is_floating_point and name != "float4_e2m1fn_x2":
+        return block.to(torch.float32).to(torch.float64) if dtype.itemsize == 1 else block.to(torch.float64)
+    if dtype == torch.uint64:
+        # Torch can hardly calculate with it, and int64 would wrap: float64 is exact up to 2**53.
+        array = block.numpy()
+        return torch.from_numpy(array.astype(np.int64 if not array.size or array.max() < 1 << 63 else np.float64))
+    if name in _SUB_BYTE or name.startswith(("bits", "float4")):
+        raise UnsupportedLeaf(f"there is no arithmetic with {name}: several numbers may lie in a byte")
+    return block.to(torch.int64 if dtype.itemsize == 8 else torch.float64)
+
+
+def plain_values(block: torch.Tensor) -> torch.Tensor:
+    """Return elements as something that can be printed; raw bits as the bytes that hold them."""
+    try:
+        numbers = as_numbers(block)
+    except UnsupportedLeaf:
+        return block.view(torch.uint8)
+    if block.dtype == torch.bool:
+        return block
+    if block.dtype in {torch.float32, torch.complex64}:
+        return block  # printed with the digits that it has
+    return numbers.to(torch.float32) if block.dtype.is_floating_point and block.dtype.itemsize < 4 else numbers
+
+
+def first_values(stored: StoredTensor, many: int) -> torch.Tensor:
+    """Read the first elements in the order of the tensor, flat."""
+    count = min(many, math.prod(stored.shape))
+    parts = [read_block(stored, box).reshape(-1) for box in flat_range_to_boxes(stored.shape, 0, count)]
+    return torch.cat([plain_values(part) for part in parts]) if parts else torch.empty(0)
+
+
+# Statistics and histogram of a stored tensor, in one pass each, in bounded memory. Imports torch.
+#
+# Sums are float64 and blocks are joined by their means, so that the deviation of a billion elements keeps its digits.
+
+Number = int | float
+
+
+@dataclass
+class Statistics:
+    """Of all elements so far; NaN and infinities are counted, and are in nothing else."""
+
+    count: int = 0
+    finite: int = 0
+    zeros: int = 0
+    nan: int = 0
+    positive_inf: int = 0
+    negative_inf: int = 0
+    least: Number | None = None
+    greatest: Number | None = None
+    mean: float = math.nan
+    _spread: float = 0.0
+    """Sum of squares of distances from the mean."""
+    of_magnitudes: bool = False
+    """The elements are complex, and these are statistics of their absolute values."""
+
+    @property
+    def std(self) -> float:
+        """The deviation, of all elements as they are (not of a sample)."""
+        return math.sqrt(self._spread / self.finite) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of the finite elements."""
+        return math.sqrt(self._spread + self.finite * self.mean * self.mean) if self.finite else 0.0
+
+    def add(self, block: torch.Tensor) -> None:
+        """Take the elements of one block into account."""
+        for piece in iter_pieces(block):
+            self._add(piece)
+
+    def _add(self, block: torch.Tensor) -> None:
+        numbers = _real(as_numbers(block))
+        self.of_magnitudes |= block.dtype.is_complex
+        self.count += numbers.numel()
+        self.zeros += int((numbers == 0).sum())
+        if numbers.is_floating_point():
+            good = numbers.isfinite()
+            if not good.all():
+                self.nan += int(numbers.isnan().sum())
+                self.positive_inf += int(numbers.isposinf().sum())
+                self.negative_inf += int(numbers.isneginf().sum())
+                numbers = numbers[good]
+        if numbers.numel():
+            self._join(numbers, *_bounds(block, numbers))
+
+    def _join(self, numbers: torch.Tensor, least: Number, greatest: Number) -> None:
+        floats = numbers.to(torch.float64)
+        mean = float(floats.mean())
+        spread = float((floats - mean).square_().sum())
+        self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
+
+    def merge(self, other: Statistics) -> None:
+        """Take the elements of others into account."""
+        for name in ("count", "zeros", "nan", "positive_inf", "negative_inf"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.of_magnitudes |= other.of_magnitudes
+        if not other.finite:
+            return
+        if not self.finite:
+            self.least, self.greatest, self.mean, self._spread = other.least, other.greatest, other.mean, other._spread
+        else:
+            self.least = min(x for x in (self.least, other.least) if x is not None)
+            self.greatest = max(x for x in (self.greatest, other.greatest) if x is not None)
+            both = self.finite + other.finite
+            apart = other.mean - self.mean
+            self.mean += apart * (other.finite / both)
+            self._spread += other._spread + apart * apart * self.finite * (other.finite / both)
+        self.finite += other.finite
+
+
+def _bounds(block: torch.Tensor, numbers: torch.Tensor) -> tuple[Number, Number]:
+    if block.dtype == torch.uint64:  # of which the numbers may be rounded
+        array = block.numpy()
+        return int(array.min()), int(array.max())
+    least, greatest = (bound.item() for bound in torch.aminmax(numbers))
+    is_whole = not block.dtype.is_floating_point and not block.dtype.is_complex
+    return (int(least), int(greatest)) if is_whole else (least, greatest)
+
+
+def _real(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.abs() if numbers.is_complex() else numbers.reshape(-1)
+
+
+@dataclass
+class Histogram:
+    """How many elements lie in each of equal intervals."""
+
+    low: float
+    high: float
+    counts: list[int] = field(default_factory=list)
+
+    def edges(self, at: int) -> tuple[float, float]:
+        """Return where an interval begins and ends."""
+        step = (self.high - self.low) / len(self.counts)
+        return self.low + at * step, self.low + (at + 1) * step
+
+
+def compute_statistics(stored: StoredTensor, on_block: Callable[[int], None] = lambda _: None) -> Statistics:
+    """Read a tensor once; `on_block` is told the bytes of each block."""
+
+    def work(box: Box) -> Statistics:
+        block = read_block(stored, box).reshape(-1)
+        found = Statistics()
+        found.add(block)
+        on_block(block.nbytes)
+        return found
+
+    whole = Statistics()
+    with compute_pool() as threads:
+        for found in threads.map(work, iter_blocks(stored)):
+            whole.merge(found)
+    return whole
+
+
+def compute_histogram(
+    stored: StoredTensor, found: Statistics, bins: int, on_block: Callable[[int], None] = lambda _: None
+) -> Histogram | None:
+    """
+    Read a tensor again, and count its finite elements; None where there are none, or all are one number.
+
+    Few whole numbers get an interval each.
+    """
+    if found.least is None or found.greatest is None or found.least == found.greatest:
+        return None
+    low, high = float(found.least), float(found.greatest)
+    if isinstance(found.least, int) and found.greatest - found.least < bins:
+        bins = int(found.greatest - found.least) + 1  # one for each number
+        high = low + bins
+    if not math.isfinite(high - low):
+        return None  # the whole range of float64: there is no width of an interval
+
+    def work(box: Box) -> torch.Tensor:
+        block = read_block(stored, box).reshape(-1)
+        counts = torch.zeros(bins, dtype=torch.int64)
+        for piece in iter_pieces(block):
+            numbers = _real(as_numbers(piece)).to(torch.float64)
+            good = numbers.isfinite()
+            inside = numbers if good.all() else numbers[good]
+            at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
+            counts += torch.bincount(at, minlength=bins)
+        on_block(block.nbytes)
+        return counts
+
+    whole = torch.zeros(bins, dtype=torch.int64)
+    with compute_pool() as threads:
+        for counts in threads.map(work, iter_blocks(stored)):
+            whole += counts
+    return Histogram(low, high, whole.tolist())
+
+
+# How the values of two stored tensors differ, block by block, in bounded memory. Imports torch.
+#
+# Without tolerances bits are compared: a NaN equals the same NaN, and -0.0 is not 0.0. With tolerances numbers are,
+# as
+# `torch.allclose(equal_nan=True)` does.
+
+
+@dataclass
+class TensorChange:
+    """How two tensors differ. Norms and the greatest distance are of elements that are finite in both."""
+
+    elements: int = 0
+    changed: int = 0
+    bits_alone: int = 0
+    """Of those changed, how many are the same number: -0.0 and 0.0, or one NaN and another."""
+    not_finite: int = 0
+    """Of those changed, how many are NaN or infinite on one side at least."""
+    max_abs: float = 0.0
+    squares: float = 0.0
+    """Of the distances, summed."""
+    base_squares: float = 0.0
+    """Of the first tensor's elements, summed."""
+    first: tuple[int, ...] | None = None
+    """Where the first element that changed is, in the order of storage."""
+    before: Any = None
+    after: Any = None
+    has_numbers: bool = True
+    """False where the dtype knows no arithmetic, and only bits were compared."""
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of the change."""
+        return math.sqrt(self.squares)
+
+    @property
+    def relative(self) -> float:
+        """The norm of the change, as a part of the norm of the first tensor."""
+        base = math.sqrt(self.base_squares)
+        return self.norm / base if base else math.inf if self.squares else 0.0
+
+
+class Tolerance(NamedTuple):
+    """How far apart numbers may be that count as equal; with 0 and 0, bits are compared."""
+
+    relative: float
+    absolute: float
+
+
+def compare_tensors(
+    one: StoredTensor, other: StoredTensor, tolerance: Tolerance, *, on_block: Callable[[int], None]
+) -> TensorChange:
+    """Read two tensors of one shape, and say how they differ; `on_block` is told the bytes read of the first."""
+    found = TensorChange()
+    for box in iter_blocks(one):
+        a, b = read_block(one, box), read_block(other, box)
+        _add_block(found, a, b, box, tolerance)
+        on_block(a.nbytes)
+    return found
+
+
+def compare_tensor_batch(
+    one: Checkpoint, other: Checkpoint, pairs: Sequence[tuple[Item, Item]], tolerance: Tolerance
+) -> list[TensorChange]:
+    """Read many small tensors of two checkpoints at once, and say how each pair differs."""
+    ours = _read(one, [item for item, _ in pairs])
+    theirs = _read(other, [item for _, item in pairs])
+    changes = []
+    for a, b in zip(ours, theirs, strict=True):
+        found = TensorChange()
+        if a.dtype == b.dtype and torch.equal(_raw(a.reshape(-1)), _raw(b.reshape(-1))):
+            found.elements = a.numel()
+        else:
+            _add_block(found, a, b, whole(tuple(a.shape)), tolerance)
+        changes.append(found)
+    return changes
+
+
+def _read(checkpoint: Checkpoint, items: Sequence[Item]) -> list[torch.Tensor]:
+    """Read tensors whole, those that are tied once."""
+    owners = checkpoint.index.tensors.alias[[item.row for item in items]].astype(np.int64)
+    rows, where = np.unique(owners, return_inverse=True)
+    tensors = read_whole(checkpoint.source, rows, Options())
+    return [tensors[at] for at in where.tolist()]
+
+
+def _add_block(found: TensorChange, a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> None:
+    a, b = a.reshape(-1), b.reshape(-1)
+    for start in range(0, len(a), PIECE_ELEMENTS):
+        many = min(PIECE_ELEMENTS, len(a) - start)
+        _add(found, _Piece(a.narrow(0, start, many), b.narrow(0, start, many), box, start), tolerance)
+
+
+class _Piece(NamedTuple):
+    """Some elements of a block of both tensors, in a row."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    box: Box
+    start: int
+    """How many elements of the block come before."""
+
+    def place_of(self, at: int) -> tuple[int, ...]:
+        """Return where an element of the piece is in the whole tensor."""
+        inside = np.unravel_index(self.start + at, self.box.sizes)
+        return tuple(offset + int(i) for offset, i in zip(self.box.offsets, inside, strict=True))
+
+
+def _add(found: TensorChange, piece: _Piece, tolerance: Tolerance) -> None:
+    a, b = piece.a, piece.b
+    found.elements += a.numel()
+    same_type = a.dtype == b.dtype
+    bits = _bits_differ(a, b) if same_type else None
+    try:
+        x, y = _both(as_numbers(a), as_numbers(b))
+    except UnsupportedLeaf:
+        found.has_numbers = False
+        differs = bits if bits is not None else torch.ones(a.shape, dtype=torch.bool)
+        _note(found, differs, _raw(a), _raw(b), piece)
+        return
+    finite = x.isfinite()
+    all_finite = bool(finite.all())
+    found.base_squares += float((x if all_finite else x[finite]).abs().to(torch.float64).square_().sum())
+    if bits is not None and not bits.any():
+        return
+    is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
+    # Of whole numbers bits tell, and need no rounding.
+    same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
+    distance = _distance_unsigned(a, b) if same_type and a.dtype == torch.uint64 else _distance(x, y)
+    if any(tolerance):
+        # Infinite distances are close to nothing, not even to an infinite tolerance.
+        differs = ~same_number & ~(
+            distance.isfinite() & (distance <= tolerance.absolute + tolerance.relative * y.abs().to(torch.float64))
+        )
+    elif bits is not None:
+        differs = bits
+        found.bits_alone += int((bits & same_number).sum())
+    else:
+        differs = ~same_number
+    _note(found, differs, x, y, piece)
+    both = finite & y.isfinite()
+    found.not_finite += int((differs & ~both & ~same_number).sum())
+    apart = distance[both & ~same_number]
+    if apart.numel():
+        found.max_abs = max(found.max_abs, float(apart.max()))
+        found.squares += float(apart.square_().sum())
+
+
+def _both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as one type; of whole numbers that float64 would round, as whole numbers."""
+    common = torch.promote_types(x.dtype, y.dtype)
+    return x.to(common), y.to(common)
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return |x - y| as float64; of int64 without a wrap."""
+    apart = x - y
+    if x.dtype != torch.int64:
+        return apart.abs().to(torch.float64)
+    wrapped = ((x ^ y) & (x ^ apart)) < 0
+    return torch.where(wrapped, x.to(torch.float64) - y.to(torch.float64), apart.to(torch.float64)).abs()
+
+
+def _distance_unsigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return |a - b| of uint64, which float64 rounds, and int64 does not hold."""
+    one, other = a.numpy(), b.numpy()
+    return torch.from_numpy(np.where(one > other, one - other, other - one).astype(np.float64))
+
+
+def _raw(elements: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of elements, a row each."""
+    return elements.contiguous().view(torch.uint8).reshape(len(elements), elements.element_size())
+
+
+def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Say of each element whether a bit of it differs."""
+    one, other = _raw(a), _raw(b)
+    if torch.equal(one, other):
+        return torch.zeros(len(a), dtype=torch.bool)
+    return (one != other).any(dim=1)
+
+
+def _note(found: TensorChange, differs: torch.Tensor, x: torch.Tensor, y: torch.Tensor, piece: _Piece) -> None:
+    many = int(differs.sum())
+    found.changed += many
+    if many and found.first is None:
+        at = int(differs.nonzero()[0])
+        found.first = piece.place_of(at)
+        found.before, found.after = (
+            # Numbers of this type may be rounded.
+            int(own.numpy()[at]) if own.dtype == torch.uint64 else number[at].tolist()
+            for own, number in ((piece.a, x), (piece.b, y))
+        )

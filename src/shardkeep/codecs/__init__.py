@@ -1,0 +1,1 @@
+"""Bytes to bytes: compression, encryption, and the stream extensions of torch."""

@@ -1,0 +1,171 @@
+"""
+Encryption: AES-256-GCM, frame by frame.
+
+A checkpoint has a data key of its own (`keys`). Each file has a key derived from it and from the file's name; each
+frame has a nonce of 96 random bits, which stands before it. The place of a frame is authenticated with it: a frame
+that was changed, cut, moved within its file, taken from another file or from another checkpoint is an error. Random
+nonces hold even where a process is restored from an image and writes the same frames again with other contents.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import struct
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, require_module
+from shardkeep.codecs.keys import KEY_NBYTES
+from shardkeep.errors import InvalidCodec, KeyMissing, NotAuthentic, OversizedFrame, WrongKey
+
+if TYPE_CHECKING:
+    from shardkeep.codecs.keys import KeySource
+
+_NONCE_NBYTES = 12
+_TAG_NBYTES = 16
+_SALT_NBYTES = 32
+_PLACE = struct.Struct("<QQQ")
+_HINT = "it was damaged, or somebody changed it: use another checkpoint, or another copy of this one"
+_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with {}, or give one by options"
+
+
+class Aes(CodecConfig, frozen=True):
+    """Encrypts with AES-256-GCM. Put it last: encrypted bytes do not shrink. Needs the package `cryptography`."""
+
+    name = "aes"
+
+    def begin(self, keys: KeySource | None) -> CodecRecord:
+        """Choose the data key of a checkpoint; record it as the user's key wraps it."""
+        _ciphers()
+        if keys is None:
+            raise KeyMissing(
+                "the codec 'aes' encrypts, and no key was given",
+                hint=_KEY_HINT.format("a key") + "; shardkeep.new_key() makes one",
+            )
+        key_id, wrapped = keys.wrap(secrets.token_bytes(KEY_NBYTES))
+        return {**super().begin(keys), "salt": secrets.token_hex(_SALT_NBYTES), WRAPPED: _written(key_id, wrapped)}
+
+    @classmethod
+    def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:
+        """Unwrap the data key."""
+        _ciphers()
+        try:
+            salt = bytes.fromhex(recorded["salt"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise _senseless("salt") from exc
+        return _AesCodec(_data_key(recorded, keys), salt)
+
+    @classmethod
+    def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:
+        """Wrap the data key anew."""
+        return {**recorded, WRAPPED: _written(*keys.wrap(_data_key(recorded, keys)))}
+
+
+class _AesCodec:
+    def __init__(self, data_key: bytes, salt: bytes) -> None:
+        # HKDF of RFC 5869 with SHA-256; every derived key is one block long.
+        self._root = hmac.digest(salt, data_key, "sha256")
+        self._file_key = lru_cache(maxsize=256)(lambda file: self._derived(b"file\0" + file.encode()))
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes + _NONCE_NBYTES + _TAG_NBYTES
+
+    def encode(self, data: memoryview, place: FramePlace) -> memoryview:
+        stored = np.empty(self.bound(data.nbytes), np.uint8).data  # not zeroed, as a bytearray is
+        self.encode_into(data, place, stored)
+        return stored
+
+    def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
+        nonce = os.urandom(_NONCE_NBYTES)
+        work = self._cipher(place, nonce).encryptor()
+        work.authenticate_additional_data(_bound_to(place, data.nbytes))
+        end = _NONCE_NBYTES + data.nbytes
+        into[:_NONCE_NBYTES] = nonce
+        work.update_into(data, into[_NONCE_NBYTES:])
+        work.finalize()
+        into[end : end + _TAG_NBYTES] = work.tag
+        return end + _TAG_NBYTES
+
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:
+        nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
+        if nbytes > most_nbytes:
+            raise OversizedFrame(
+                f"encrypted {place.named} is larger than what was written", hint=_HINT, file=place.file
+            )
+        plain = np.empty(max(nbytes, 0), np.uint8).data
+        self.decode_into(data, place, plain)
+        return plain
+
+    def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
+        nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
+        if nbytes < 0 or nbytes > into.nbytes:
+            raise NotAuthentic(f"encrypted {place.named} has not the size it had when it was written", hint=_HINT)
+        nonce, tag = bytes(data[:_NONCE_NBYTES]), bytes(data[data.nbytes - _TAG_NBYTES :])
+        work = self._cipher(place, nonce, tag).decryptor()
+        work.authenticate_additional_data(_bound_to(place, nbytes))
+        try:
+            work.update_into(data[_NONCE_NBYTES : data.nbytes - _TAG_NBYTES], into)
+            work.finalize()
+        except _exceptions().InvalidTag as exc:
+            raise NotAuthentic(
+                f"encrypted {place.named} is not what was encrypted there",
+                hint=_HINT,
+                file=place.file,
+                offset=place.offset,
+            ) from exc
+        return nbytes
+
+    def mac(self, data: bytes) -> bytes:
+        return hmac.digest(self._derived(b"mac"), data, "sha256")
+
+    def _derived(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._root, b"shardkeep aes/1 " + purpose + b"\x01", "sha256")
+
+    def _cipher(self, place: FramePlace, nonce: bytes, tag: bytes | None = None) -> Any:
+        ciphers = _ciphers()
+        return ciphers.Cipher(ciphers.algorithms.AES(self._file_key(place.file)), ciphers.modes.GCM(nonce, tag))
+
+
+def _ciphers() -> Any:
+    return require_module("cryptography.hazmat.primitives.ciphers", extra="crypto", wanted_by="the codec 'aes'")
+
+
+def _exceptions() -> Any:
+    return require_module("cryptography.exceptions", extra="crypto", wanted_by="the codec 'aes'")
+
+
+def _written(key_id: str, wrapped: bytes) -> dict[str, str]:
+    return {"key_id": key_id, "key": wrapped.hex()}
+
+
+def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:
+    try:
+        key_id, wrapped = str(recorded[WRAPPED]["key_id"]), bytes.fromhex(recorded[WRAPPED]["key"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _senseless(WRAPPED) from exc
+    if keys is None:
+        raise KeyMissing(
+            f"it is encrypted with the key {key_id}, and no key was given",
+            hint=_KEY_HINT.format("that key"),  # a new one opens nothing
+            key_id=key_id,
+        )
+    data_key = keys.unwrap(key_id, wrapped)
+    if len(data_key) != KEY_NBYTES:
+        raise WrongKey(f"the key {key_id} unwraps a data key of {len(data_key)} bytes instead of {KEY_NBYTES}")
+    return data_key
+
+
+def _senseless(entry: str) -> InvalidCodec:
+    return InvalidCodec(
+        f"the checkpoint's record of its codec 'aes' makes no sense: {entry!r} is missing or malformed",
+        hint="the commit record was edited or damaged: use another checkpoint",
+    )
+
+
+def _bound_to(place: FramePlace, nbytes: int) -> bytes:
+    # `nbytes` is what is encrypted, which an earlier codec may have made of the plain bytes.
+    return _PLACE.pack(place.number, place.offset, place.nbytes) + nbytes.to_bytes(8, "little") + place.file.encode()

@@ -1,0 +1,273 @@
+"""
+A chain of codecs over the frames of a file.
+
+Frames pass through the codecs in the order they were asked for, and back through them in reverse.
+
+What a caller has to keep: the names of files are never used twice with one chain for different contents, and no two
+frames of a file have one number. A frame is read with the very place it was written with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardkeep.codecs.base import (
+    Authenticates,
+    Codec,
+    CodecConfig,
+    CodecRecord,
+    DecodesInto,
+    EncodesInto,
+    EncodesMany,
+    FramePlace,
+)
+from shardkeep.codecs.keys import CachedKeys, KeySource
+from shardkeep.codecs.registry import codec_config, known_codecs
+from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, OversizedFrame
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    _Step = Callable[[memoryview, FramePlace], Buffer]
+
+_MOST_CODECS = 16
+_HINT = "use another checkpoint, or another copy of this one"
+
+
+class CodecChain:
+    """
+    The codecs of one checkpoint, opened: safe to use from any number of threads.
+
+    Made by `Chain.begin` for a new checkpoint, on one rank, and by `Chain.opened` from what that recorded, on every
+    other rank and by readers. Without codecs it passes bytes on as they are.
+    """
+
+    def __init__(self, recorded: Sequence[CodecRecord], codecs: Sequence[Codec]) -> None:
+        self.recorded = [dict(each) for each in recorded]
+        """What the checkpoint keeps of each codec, in the order of writing."""
+        self._codecs = tuple(codecs)
+        self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, EncodesMany)), None)
+        behind = self._codecs[0 if self._many is None else 1 :]
+        self._last = next((codec for codec in behind[-1:] if isinstance(codec, EncodesInto)), None)
+
+    @classmethod
+    def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
+        """
+        Begin a new checkpoint: choose its data keys and whatever else is its own.
+
+        Args:
+            codecs: Names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass them.
+            keys: Whoever wraps the data keys of codecs that encrypt.
+
+        Raises:
+            UnknownCodec: there is no codec of a name.
+            InvalidCodec: what was given are not codecs, or too many.
+            CodecUnavailable: a codec needs a package that is not installed.
+            KeyMissing: a codec encrypts, and `keys` is None.
+
+        """
+        if isinstance(codecs, (str, CodecConfig)):
+            codecs = [codecs]
+        keys = None if keys is None else CachedKeys(keys)  # what was wrapped just now need not be asked for
+        return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
+
+    @classmethod
+    def opened(cls, recorded: Sequence[CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
+        """
+        Open the chain of a checkpoint from what it recorded.
+
+        Raises:
+            UnknownCodec: a codec, or its version, is not known here.
+            InvalidCodec: what is recorded makes no sense.
+            CodecUnavailable: a codec needs a package that is not installed.
+            KeyMissing: a codec encrypts, and `keys` is None.
+            WrongKey: a codec encrypts, and none of the keys opens it.
+
+        """
+        if len(recorded) > _MOST_CODECS:
+            raise InvalidCodec(f"a chain of {len(recorded)} codecs; {_MOST_CODECS} are the most")
+        return cls(recorded, [_opened(each, keys) for each in recorded])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its codecs, in the order of writing."""
+        return [each["name"] for each in self.recorded]
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether what it stores can be read only with a key, and `mac` gives a code."""
+        return any(isinstance(each, Authenticates) for each in self._codecs)
+
+    def bound(self, nbytes: int) -> int:
+        """Return the most bytes that a frame of so many plain ones takes when it is stored."""
+        for codec in self._codecs:
+            nbytes = codec.bound(nbytes)
+        return nbytes
+
+    def encode(self, data: memoryview, place: FramePlace) -> Buffer:
+        """
+        Return what is stored for a frame; without codecs that is `data` itself.
+
+        Raises:
+            CodecFailed: a codec failed.
+
+        """
+        return self._encoded([codec.encode for codec in self._codecs], data, place)
+
+    def encode_all(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> list[Buffer]:
+        """
+        Return what `encode` would for each of some frames, in less time; some of it may lie in `room`.
+
+        Args:
+            data: the frames, one behind the other.
+            places: of each. They have one size; the last may have less.
+            room: has `room_nbytes` for each, and begins at a multiple of 8.
+
+        Raises:
+            CodecFailed: a codec failed.
+
+        """
+        whole = _bytes_of(data)
+        sizes = [place.nbytes for place in places]
+        alike = len({*sizes[:-1]}) <= 1 and (len(sizes) < 2 or 0 < sizes[-1] <= sizes[0])
+        if sum(sizes) != whole.nbytes or not alike:
+            raise CodecFailed(f"{whole.nbytes} bytes were given for frames of {sizes}")
+        steps: list[_Step] = [codec.encode for codec in self._codecs]
+        of_many, of_one = self._rooms(sizes[0] if sizes else 0)
+        end = len(sizes) * of_many
+        if self._many is not None:
+            coded = _one_by_one(self._many, whole, places, room[:end])
+            steps[0] = lambda data, place: next(coded)  # noqa: ARG005 - they come in order
+        stored = []
+        for row, place in enumerate(places):
+            if self._last is not None:
+                steps[-1] = _step_into(self._last, room[end + row * of_one :][:of_one])
+            stored.append(self._encoded(steps, whole[row * sizes[0] :][: place.nbytes], place))
+        return stored
+
+    def room_nbytes(self, nbytes: int) -> int:
+        """Return how much room `encode_all` needs for each frame of so many bytes."""
+        return sum(self._rooms(nbytes))
+
+    def _rooms(self, nbytes: int) -> tuple[int, int]:
+        """Return how much of it is for the first codec, and how much for the last."""
+        of_many = 0 if self._many is None else self._many.room_nbytes(nbytes)
+        of_one = 0 if self._last is None else self.bound(nbytes)
+        return -(-of_many // 64) * 64, -(-of_one // 64) * 64
+
+    def _encoded(self, steps: Sequence[_Step], data: memoryview, place: FramePlace) -> Buffer:
+        _check_place(data, place)
+        stored: Buffer = data
+        for step, codec, name in zip(steps, self._codecs, self.names, strict=True):
+            view = _bytes_of(stored)
+            try:
+                stored = step(view, place)
+                size = _bytes_of(stored).nbytes
+            except (CheckpointError, MemoryError):
+                raise
+            except Exception as exc:
+                raise CodecFailed(f"the codec {name!r} failed on {place.named}: {exc!r}") from exc
+            if (most := codec.bound(view.nbytes)) < size:
+                raise CodecFailed(
+                    f"the codec {name!r} made {size} bytes of {view.nbytes}, and {most} are its bound, of {place.named}",
+                    hint="its method `bound` is wrong",
+                )
+        return stored
+
+    def decode(self, stored: memoryview, into: memoryview, place: FramePlace) -> None:
+        """
+        Fill `into` with the plain bytes of a frame. After an error its contents mean nothing.
+
+        Raises:
+            DamagedFrame: (a DamagedCheckpoint) they cannot be had from what is stored.
+
+        """
+        _check_place(into, place)
+        bounds = [place.nbytes]
+        for codec in self._codecs[:-1]:
+            bounds.append(codec.bound(bounds[-1]))
+        data, filled = _bytes_of(stored), False
+        for at in reversed(range(len(self._codecs))):
+            codec, name = self._codecs[at], self.recorded[at]["name"]
+            try:
+                if at == 0 and isinstance(codec, DecodesInto):
+                    size, filled = codec.decode_into(data, place, into), True
+                else:
+                    data = _bytes_of(codec.decode(data, place, bounds[at]))
+                    size = data.nbytes
+            except (CheckpointError, MemoryError):
+                raise
+            except Exception as exc:
+                raise DamagedFrame(
+                    f"the codec {name!r} cannot read {place.named}: {exc!r}", hint=_HINT, file=place.file
+                ) from exc
+            if size > bounds[at]:
+                raise OversizedFrame(
+                    f"{place.named} became {size} bytes in the codec {name!r}, and {bounds[at]} are the most it may be",
+                    hint=_HINT,
+                    file=place.file,
+                )
+        size = size if filled else data.nbytes
+        if size != place.nbytes:
+            raise DamagedFrame(
+                f"{place.named} became {size} bytes instead of {place.nbytes}", hint=_HINT, file=place.file
+            )
+        if not filled:
+            into[:] = data
+
+    def mac(self, data: bytes) -> bytes | None:
+        """Return a code that proves, to those who have the key, that `data` are as written; None without a secret."""
+        for codec in reversed(self._codecs):
+            if isinstance(codec, Authenticates):
+                return codec.mac(data)
+        return None
+
+
+def rewrapped(recorded: Sequence[CodecRecord], keys: KeySource) -> list[CodecRecord]:
+    """
+    Return what is recorded of a chain with its data keys wrapped by the key that `keys` wraps with now.
+
+    Data stay as they are: to change a key, only the record is written anew.
+
+    Raises:
+        WrongKey: none of the keys opens what is recorded.
+
+    """
+    return [_class_of(each).rewrap(each, keys) for each in recorded]
+
+
+def _class_of(recorded: CodecRecord) -> type[CodecConfig]:
+    name = recorded.get("name") if isinstance(recorded, dict) else None
+    if not isinstance(name, str):
+        raise InvalidCodec(f"the checkpoint records {recorded!r} as one of its codecs, which has no name")
+    cls = known_codecs().find(name)
+    cls.check_version(recorded)
+    return cls
+
+
+def _opened(recorded: CodecRecord, keys: KeySource | None) -> Codec:
+    return _class_of(recorded).open(recorded, keys)
+
+
+def _one_by_one(
+    codec: EncodesMany, data: memoryview, places: Sequence[FramePlace], room: memoryview
+) -> Iterator[Buffer]:
+    """Give what a codec makes of each frame. Nothing is asked of it, and nothing fails, before the first is wanted."""
+    yield from codec.encode_many(data, places, room)
+    raise ValueError("it gave less frames than it was given")
+
+
+def _step_into(codec: EncodesInto, room: memoryview) -> _Step:
+    return lambda data, place: room[: codec.encode_into(data, place, room)]
+
+
+def _check_place(data: memoryview, place: FramePlace) -> None:
+    if data.nbytes != place.nbytes:
+        raise CodecFailed(f"{data.nbytes} bytes were given for {place.named}, which has {place.nbytes}")
+
+
+def _bytes_of(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    # What is empty cannot be cast, and need not be.
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

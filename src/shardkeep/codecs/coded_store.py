@@ -1,0 +1,638 @@
+"""
+Stores in which some blobs go through codecs: all above them reads and writes plain bytes, at any offset.
+
+Which blobs, and through which chain, is known by name: on the way in from rank 0's orders, on the way out from the commit
+record.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from shardkeep.codecs.base import FramePlace
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
+from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.frames import (
+    FOOTER_NBYTES,
+    FRAME_NBYTES,
+    MAGIC,
+    MAX_STORED_NBYTES,
+    FrameTable,
+    decode_table,
+    encode_table,
+    read_footer,
+    table_nbytes,
+)
+from shardkeep.format.record import Blob
+from shardkeep.storage.base import (
+    BlobReader,
+    BlobWriter,
+    Creates,
+    Deletes,
+    Gets,
+    Opens,
+    checked_end,
+    create_upto,
+)
+from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
+from shardkeep.storage.reread import (
+    RereadResult,
+    SecondRead,
+    decode_or_reread,
+    reread,
+    with_reread_result,
+)
+
+# A coded blob that is read: only the frames that hold wanted bytes are fetched, checked and decoded.
+#
+# What is stored is checked before it is decoded: damage is told from a wrong key, and no codec sees bytes that were
+# not
+# written. A frame that is wanted whole is decoded straight into place, a part of one by way of a buffer.
+
+_TAIL_NBYTES = 64 << 10
+"""What is read at first of the end of a blob: the whole table, of one of up to a gigabyte."""
+REQUEST_NBYTES = 4 << 20
+"""Frames that lie behind each other are fetched together, up to so much."""
+SCRATCH_NBYTES = len(MAGIC) + REQUEST_NBYTES + FRAME_NBYTES
+_HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
+
+
+def read_table(reader: BlobReader, entry: Blob, store: Opens | None = None) -> FrameTable:
+    """
+    Read and check the table of a coded blob that is as large as the commit record says.
+
+    `store` is where the blob is opened anew, if its table is damaged.
+
+    Raises:
+        ChecksumMismatch: it is not what was written.
+        MalformedFile: it makes no sense.
+
+    """
+    stored_nbytes = reader.nbytes
+    if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
+        raise MalformedFile(f"{entry.name}: too small to hold a table of frames", file=entry.name, offset=0)
+    with closing(SecondRead(entry.name, store, reader)) as again:
+
+        def read(offset: int, nbytes: int) -> bytearray:
+            data = bytearray(nbytes)
+            reader.read_into(offset, memoryview(data))
+            return data
+
+        nbytes = min(_TAIL_NBYTES, stored_nbytes)
+        return decode_or_reread(
+            _table_at_end(read, entry, nbytes, stored_nbytes),
+            lambda tail: _decoded_table(tail, entry, stored_nbytes),
+            lambda: _table_at_end(again.read, entry, nbytes, stored_nbytes),
+            name=entry.name,
+            offset=stored_nbytes - nbytes,
+            same=again.same,
+        )
+
+
+def _table_at_end(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
+    """Read the end of a blob, so much of it or, if the table is larger, all of that."""
+    tail = read(stored_nbytes - nbytes, nbytes)
+    with suppress(MalformedFile):  # told by whoever decodes it
+        wanted = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+        if wanted > nbytes:
+            return read(stored_nbytes - wanted, wanted)
+    return tail
+
+
+def _decoded_table(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable:
+    nbytes = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+    table = bytes(tail[-nbytes:])
+    found = checksum_text(digest(table))
+    if found != entry.table_checksum:
+        raise ChecksumMismatch(
+            f"{entry.name}: the table of frames has checksum {found}, the commit record says {entry.table_checksum}",
+            hint=_HINT,
+            file=entry.name,
+            offset=stored_nbytes - nbytes,
+        )
+    return decode_table(table, plain_nbytes=entry.nbytes, stored_nbytes=stored_nbytes, where=entry.name)
+
+
+def check_size(reader: BlobReader, entry: Blob) -> None:
+    """Insist that a coded blob is as large as the commit record says."""
+    if reader.nbytes != entry.stored_nbytes:
+        raise WrongSize(
+            f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.stored_nbytes}",
+            hint="the file was cut short or changed after the save",
+            file=entry.name,
+        )
+
+
+class FrameReader:
+    """A reader of plain bytes over a reader of what is stored. May be used by several threads."""
+
+    def __init__(
+        self,
+        inner: BlobReader,
+        entry: Blob,
+        table: FrameTable,
+        chain: CodecChain,
+        scratch: ScratchPool,
+        noted: list[DamagedCheckpoint] | None = None,
+        store: Opens | None = None,
+    ) -> None:
+        """
+        Read a blob whose size and table are known.
+
+        Args:
+            inner: reads what is stored.
+            entry: the blob.
+            table: its frames.
+            chain: what they went through.
+            scratch: has buffers of `SCRATCH_NBYTES`.
+            noted: damage is added to it and read as zeros; else it is raised.
+            store: where the blob is opened anew to read once more what is damaged; else `inner` is asked again.
+
+        """
+        self._inner = inner
+        self._store = store
+        self._entry = entry
+        self._table = table
+        self._scratch = scratch
+        self._noted = noted
+        self._holds = True
+        self.chain = chain
+        """What its bytes went through."""
+        scratch.hold()
+
+    @property
+    def nbytes(self) -> int:
+        """How many plain bytes there are."""
+        return self._entry.nbytes
+
+    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is at hand
+        """Say that they have to be waited for: small reads would decode frames several times."""
+        return False
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
+        """Fill all of `into` with plain bytes."""
+        view = flat(into)
+        if offset < 0 or offset + len(view) > self.nbytes:
+            raise WrongSize(
+                f"{self._entry.name}: wanted {len(view)} bytes at offset {offset}, of {self.nbytes}",
+                file=self._entry.name,
+                offset=offset,
+            )
+        with self._scratch.lease() as scratch:
+            for run in runs_of(self._table, offset, offset + len(view)):
+                self._read_run(run, offset, view, scratch)
+
+    def _read_run(self, run: range, offset: int, view: memoryview, scratch: memoryview) -> None:
+        table = self._table
+        base = int(table.stored_start[run.start])
+        nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
+        # What stands before the first frame is read and checked with it.
+        lead = len(MAGIC) if base == len(MAGIC) else 0
+        most = REQUEST_NBYTES + lead
+        stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
+        self._inner.read_into(base - lead, stored)
+        if lead and stored[:lead] != MAGIC:
+            verdict = self._mend(0, stored[:lead], lambda found: found == MAGIC)
+            if not verdict.fits:
+                self._note(_no_magic(self._entry, same=verdict.same))
+        stored = stored[lead:]
+        for frame in run:
+            at = int(table.stored_start[frame]) - base
+            place = frame_place(self._entry, table, frame)
+            low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
+            into = view[low - offset : high - offset]
+            whole = len(into) == place.nbytes
+            plain = into if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
+            try:
+                self._decode(frame, stored[at : at + int(table.stored_nbytes[frame])], plain, place)
+            except DamagedCheckpoint as error:
+                self._note(error)
+                plain[:] = bytes(len(plain))
+            if not whole:
+                copy(into, plain[low - place.offset : high - place.offset])
+
+    def _note(self, error: DamagedCheckpoint) -> None:
+        if self._noted is None:
+            raise error
+        self._noted.append(error)
+
+    def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
+        meant = self._table.digest(frame)
+        if digest(data) != meant:
+            at = int(self._table.stored_start[frame])
+            verdict = self._mend(at, data, _has_digest(meant))
+            if not verdict.fits:
+                raise damaged_frame(self._entry, self._table, frame, same=verdict.same)
+        try:
+            self.chain.decode(data, into, place)
+        except DamagedCheckpoint as error:
+            error.details.update(_where(self._entry, self._table, frame))
+            raise
+
+    def _mend(self, at: int, stored: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
+        return reread(self._entry.name, self._store, self._inner, at, stored, fits)
+
+    def close(self) -> None:
+        """Release what it holds."""
+        if self._holds:
+            self._holds = False
+            self._scratch.let_go()
+        self._inner.close()
+
+
+def frame_place(entry: Blob, table: FrameTable, frame: int) -> FramePlace:
+    """Return what a frame was written as."""
+    return FramePlace(entry.name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
+
+
+def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
+    """Go through the frames that hold plain bytes of a range, those together that are fetched together."""
+    if start >= stop:
+        return
+    first = int(np.searchsorted(table.start, start, "right")) - 1
+    last = int(np.searchsorted(table.start, stop, "left"))
+    starts = table.stored_start[first:last].tolist()
+    ends = (table.stored_start[first:last] + table.stored_nbytes[first:last]).tolist()
+    begin = 0
+    for row in range(1, last - first + 1):
+        joins = row < last - first and starts[row] == ends[row - 1] and ends[row] - starts[begin] <= REQUEST_NBYTES
+        if not joins:
+            yield range(first + begin, first + row)
+            begin = row
+
+
+def damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool | None = None) -> ChecksumMismatch:
+    """Describe a frame whose stored bytes were not those that were written, twice; `same`: both reads agree."""
+    at, place = int(table.stored_start[frame]), frame_place(entry, table, frame)
+    error = ChecksumMismatch(
+        f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
+        f" form of bytes {place.offset} to {place.offset + place.nbytes}",
+        hint=_HINT,
+        **_where(entry, table, frame),
+    )
+    return with_reread_result(error, same=same)
+
+
+def _no_magic(entry: Blob, *, same: bool | None) -> ChecksumMismatch:
+    text = f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved"
+    return with_reread_result(ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0), same=same)
+
+
+def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
+    start, offset = int(table.start[frame]), int(table.stored_start[frame])
+    stop = start + int(table.nbytes[frame])
+    return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
+
+
+def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens | None = None) -> Iterator[int]:
+    """
+    Read all that is stored, without decoding it, and go through the frames that are not what was written, also when they
+    are read once more: from `store`, where the blob is opened anew, or by the same reader.
+
+    Raises:
+        ChecksumMismatch: not even what stands before the first frame is.
+
+    """
+    magic = bytearray(len(MAGIC))
+    reader.read_into(0, memoryview(magic))
+    if magic != MAGIC:
+        verdict = reread(entry.name, store, reader, 0, memoryview(magic), lambda found: found == MAGIC)
+        if not verdict.fits:
+            raise _no_magic(entry, same=verdict.same)
+    order = np.argsort(table.stored_start, kind="stable")
+    starts = table.stored_start[order].tolist()
+    ends = (table.stored_start + table.stored_nbytes)[order].tolist()
+    buffer = memoryview(bytearray(MAX_STORED_NBYTES))
+    first = 0
+    while first < len(starts):
+        # As many as fit: they lie behind each other, without gaps.
+        last = max(first + 1, bisect_right(ends, starts[first] + len(buffer)))
+        base = starts[first]
+        reader.read_into(base, buffer[: ends[last - 1] - base])
+        for row in range(first, last):
+            frame = int(order[row])
+            stored, meant = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
+            if digest(stored) == meant:
+                continue
+            if not reread(entry.name, store, reader, starts[row], stored, _has_digest(meant)).fits:
+                yield frame
+        first = last
+
+
+def _has_digest(meant: bytes) -> Callable[[bytearray], bool]:
+    return lambda found: digest(found) == meant
+
+
+# A coded blob that is being written: plain bytes come in at any offset, frames go out one behind the other.
+#
+# Bytes are cut into frames, which the calling thread encodes; only then is it known how long they are, and where in
+# the
+# blob they go. So what is written last, such as a header, costs nothing, and the store below sees bytes nearly in
+# order.
+
+BATCH = 4
+"""Frames that are encoded and then written at once."""
+_SPARE_FRAMES = 64
+_SMALL_FRAME_NBYTES = 64 << 10
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """What the commit record says of a coded blob, besides what it says of a plain one."""
+
+    stored_nbytes: int
+    table_checksum: str
+
+
+class _Frame(NamedTuple):
+    place: FramePlace
+    stored_start: int
+    stored_nbytes: int
+    digest: bytes
+
+
+def room_for(nbytes: int, chain: CodecChain) -> int:
+    """
+    Return how much room to take for a coded blob.
+
+    Parts that are written may end anywhere, and with each a frame ends: there is room for frames that are much smaller
+    than they need be, which is given back in the end.
+    """
+    frames = -(-nbytes // FRAME_NBYTES)
+    extra = nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
+    overhead = max(0, chain.bound(FRAME_NBYTES) - FRAME_NBYTES, chain.bound(1) - 1)
+    return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
+
+
+class FrameWriter:
+    """A writer of plain bytes over a writer of what is stored. May be used by several threads."""
+
+    def __init__(
+        self,
+        inner: BlobWriter,
+        name: str,
+        nbytes: int,
+        chain: CodecChain,
+        scratch: ScratchPool,
+        sealed: Callable[[str, Seal], None],
+    ) -> None:
+        """
+        Begin a blob.
+
+        Args:
+            inner: a new blob with `room_for` these bytes.
+            name: what it is called, which codecs may bind frames to.
+            nbytes: how many plain bytes there will be.
+            chain: what they go through.
+            scratch: buffers of `scratch_nbytes`.
+            sealed: is told, when the blob is finished, its name and what stands for all of it.
+
+        """
+        self._inner = inner
+        self._name = name
+        self._nbytes = nbytes
+        self._chain = chain
+        self._scratch = scratch
+        self._room_nbytes = _room_nbytes(chain)
+        self._sealed = sealed
+        self._lock = threading.Lock()
+        self._numbered = 0
+        self._end = len(MAGIC)
+        self._frames: list[_Frame] = []
+        self._holds = True
+        inner.write_at(0, memoryview(MAGIC))
+        scratch.hold()
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Encode and write all of `data`."""
+        view = flat(data)
+        if offset < 0 or offset + len(view) > self._nbytes:
+            raise StorageError(
+                f"{self._name}: {len(view)} bytes at offset {offset} do not fit a blob of {self._nbytes}",
+                name=self._name,
+                offset=offset,
+                errno=errno.EINVAL,
+            )
+        for at in range(0, len(view), BATCH * FRAME_NBYTES):
+            self._write_batch(offset + at, view[at : at + BATCH * FRAME_NBYTES])
+
+    def _write_batch(self, offset: int, view: memoryview) -> None:
+        starts = range(0, len(view), FRAME_NBYTES)
+        with self._lock:
+            first, self._numbered = self._numbered, self._numbered + len(starts)
+        places = [
+            FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
+            for row, at in enumerate(starts)
+        ]
+        frames = []
+        with self._scratch.lease() as scratch:
+            room, together = scratch[: self._room_nbytes], scratch[self._room_nbytes :]
+            stored = self._encode(view, places, room)
+            total = sum(map(len, stored))
+            with self._lock:
+                start, self._end = self._end, self._end + total
+            # As far into a page as they will be into the blob's: so a disk takes most of them straight from here.
+            skew = start % ALIGNMENT
+            at = 0
+            for place, each in zip(places, stored, strict=True):
+                into = together[skew + at : skew + at + len(each)]
+                copy(into, each)
+                frames.append(_Frame(place, start + at, len(each), digest(into)))
+                at += len(each)
+            del stored, each
+            self._inner.write_at(start, together[skew : skew + total])
+        with self._lock:
+            self._frames.extend(frames)
+
+    def _encode(self, data: memoryview, places: list[FramePlace], room: memoryview) -> list[memoryview]:
+        stored = [flat(memoryview(each)) for each in self._chain.encode_all(data, places, room)]
+        for place, each in zip(places, stored, strict=True):
+            if len(each) > MAX_STORED_NBYTES:
+                raise StorageError(
+                    f"{self._name}: its codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
+                    f" {place.offset}",
+                    hint="use codecs that make less of it",
+                    name=self._name,
+                    offset=place.offset,
+                )
+        return stored
+
+    def finish(self, nbytes: int | None = None) -> None:
+        """Write the table, make the blob durable, and tell what stands for it."""
+        end = checked_end(self._name, self._name, nbytes, self._nbytes)
+        frames = sorted(self._frames, key=lambda frame: frame.place.offset)
+        rows = [(f.place.offset, f.place.nbytes, f.stored_start, f.stored_nbytes, f.place.number) for f in frames]
+        start, plain, stored_start, length, number = np.array(rows, np.int64).reshape(-1, 5).T
+        digests = b"".join(frame.digest for frame in frames)
+        table = FrameTable(start, plain, stored_start, length, number, digests)
+        if not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes) or table.plain_nbytes != end:
+            raise StorageError(
+                f"{self._name}: {table.plain_nbytes} bytes were written, not each of {end} once",
+                name=self._name,
+                errno=errno.EINVAL,
+            )
+        encoded = encode_table(table)
+        self._inner.write_at(self._end, memoryview(encoded))
+        stored = self._end + len(encoded)
+        self._inner.finish(stored)
+        self._let_go()
+        self._sealed(self._name, Seal(stored, checksum_text(digest(encoded))))
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._let_go()
+        self._inner.abandon()
+
+    def _let_go(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._scratch.let_go()
+
+
+def scratch_nbytes(chain: CodecChain) -> int:
+    """Return how large a buffer of a writer is: room for a batch, what it may become, and where in a page it begins."""
+    return _room_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
+
+
+def _room_nbytes(chain: CodecChain) -> int:
+    # In whole pages, as what comes behind it has to begin with one.
+    return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT
+
+
+_TABLES_NBYTES = 64 << 20
+
+
+class _Writes(Creates, Deletes, Protocol):
+    """What writing needs of a store."""
+
+
+class _Reads(Opens, Gets, Protocol):
+    """What reading needs of a store."""
+
+
+def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
+    """Return the checksum of plain bytes that the commit record shows; of what is secret it tells nothing."""
+    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
+    return checksum_text(digest(data if code is None else code))
+
+
+class EncodingStore:
+    """A store to write to. May be used by several threads."""
+
+    def __init__(self, inner: _Writes, chains: Mapping[str, CodecChain]) -> None:
+        """`chains` says which blobs go through which chain; all others are written as they are."""
+        self._inner = inner
+        self._chains = chains
+        self._scratch = {id(chain): ScratchPool(scratch_nbytes(chain)) for chain in chains.values()}
+        self.seals: dict[str, Seal] = {}
+        """What stands for each coded blob that is finished."""
+
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        """Begin a blob of so many plain bytes."""
+        chain = self._chains.get(name)
+        if chain is None:
+            return self._inner.create(name, nbytes)
+        writer = create_upto(self._inner, name, room_for(nbytes, chain))
+        try:
+            return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self._keep)
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def _keep(self, name: str, seal: Seal) -> None:
+        self.seals[name] = seal
+
+    def delete(self, name: str) -> None:
+        """Remove a blob."""
+        self._inner.delete(name)
+
+
+def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
+    """
+    Write a whole blob through a chain, durable on return, and return what stands for it.
+
+    `frame_nbytes` is the most plain bytes of a frame, from 64 KiB on: there is no room for the table of smaller ones.
+    """
+    coded = EncodingStore(store, {name: chain})
+    writer = coded.create(name, len(data))
+    try:
+        for at in range(0, len(data), frame_nbytes):
+            writer.write_at(at, memoryview(data)[at : at + frame_nbytes])
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return coded.seals[name]
+
+
+class DecodingStore:
+    """A store to read a checkpoint from. May be used by several threads."""
+
+    def __init__(self, inner: _Reads, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
+        """`blobs` are those of the commit record, and `chains` its chains, opened."""
+        self.inner = inner
+        self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
+        self._scratch = ScratchPool(SCRATCH_NBYTES)
+        self._tables: dict[str, FrameTable] = {}
+        self._room_nbytes = _TABLES_NBYTES
+        self._lock = threading.Lock()
+        self._noted: list[DamagedCheckpoint] | None = None
+        # Whoever asks how to use this store means the one below.
+        self.requests = getattr(inner, "requests", None)
+
+    def is_coded(self, name: str) -> bool:
+        """Tell whether a blob goes through codecs: what is asked for of it may be anywhere in what is stored."""
+        return name in self._coded
+
+    def noting(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
+        """Return one over the same store that adds damaged frames to a list, and gives zeros for them."""
+        other = DecodingStore(self.inner, (), ())
+        other._coded, other._noted = self._coded, noted
+        return other
+
+    def open(self, name: str) -> BlobReader:
+        """Open a blob, to read what it was before it went through codecs."""
+        reader = self.inner.open(name)
+        if name not in self._coded:
+            return reader
+        blob, chain = self._coded[name]
+        try:
+            check_size(reader, blob)
+            table = self._table(reader, blob)
+            return FrameReader(reader, blob, table, chain, self._scratch, self._noted, self.inner)
+        except BaseException:
+            reader.close()
+            raise
+
+    def _table(self, reader: BlobReader, blob: Blob) -> FrameTable:
+        """Return a blob's table; it is read once, unless it is large."""
+        with self._lock:
+            known = self._tables.get(blob.name)
+        if known is not None:
+            return known
+        table = read_table(reader, blob, self.inner)
+        nbytes = table_nbytes(len(table))
+        with self._lock:
+            if blob.name not in self._tables and nbytes <= self._room_nbytes:
+                self._room_nbytes -= nbytes
+                self._tables[blob.name] = table
+        return table
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        """Read a whole small blob; of a coded one, what it was before."""
+        if name not in self._coded:
+            return self.inner.get(name, limit=limit)
+        with closing(self.open(name)) as reader:
+            if reader.nbytes > limit:
+                raise MalformedFile(f"{name}: {reader.nbytes} bytes, expected at most {limit}", name=name)
+            data = bytearray(reader.nbytes)
+            reader.read_into(0, memoryview(data))
+            return bytes(data)

@@ -1,0 +1,1 @@
+"""Conversion between layouts, and export of weights."""

@@ -1,0 +1,95 @@
+"""
+Rotation of keys: the data keys of a checkpoint are wrapped by another key of the user, and nothing else changes.
+
+Only the commit record is written anew, over the version that was read; its signature leaves the wrapped keys out, so it
+holds before and after.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from msgspec.structs import replace
+
+from shardkeep.codecs.chain import rewrapped
+from shardkeep.engine.access import keys_for, open_chains
+from shardkeep.engine.sources import find
+from shardkeep.engine.torch_source import FoundTorch
+from shardkeep.errors import CheckpointError, CheckpointExists, KeyMissing, StateError, StorageError
+from shardkeep.format.record import FORMAT, RECORD_NAME, encode_record
+from shardkeep.layouts import native
+from shardkeep.options import Options
+from shardkeep.storage.base import Store
+from shardkeep.storage.resolve import open_store
+
+
+def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> bool:
+    r"""
+    Wrap the data keys of an encrypted checkpoint by the first of your keys; its files stay as they are.
+
+    Put the new key before the old one (in the key file, or in `KeyRing`), rotate every checkpoint, then take the old one
+    away. A copy of the old commit record still opens with the old key: keys that leaked call for a new save.
+
+    Args:
+        where: a native checkpoint.
+        options: `keys`, else what SHARDKEEP_KEY_FILE or SHARDKEEP_KEY names.
+
+    Returns:
+        Whether anything was to do.
+
+    Raises:
+        StateError: the checkpoint is not encrypted.
+        CheckpointError: it is, and is of torch's layout: that is to be converted anew.
+        KeyMissing: there are no keys.
+        WrongKey: none of the keys opens it.
+        NotAuthentic: its commit record was changed by somebody who has not the key.
+        CheckpointExists: another save has replaced it meanwhile.
+
+    Example:
+        >>> import shardkeep as sk, tempfile, torch
+        >>> where, old, new = tempfile.mkdtemp() + "/step-1", sk.new_key(), sk.new_key()
+        >>> keys = sk.Options(keys=sk.KeyRing.from_text(old))
+        >>> _ = sk.save({"w": torch.ones(4)}, where, codecs=["aes"], options=keys)
+        >>> sk.rotate_keys(where, options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
+        True
+        >>> sk.open(where, options=sk.Options(keys=sk.KeyRing.from_text(new)))["w"].shape
+        (4,)
+
+    """
+    options = options or Options()
+    store = open_store(where, direct=options.direct_io)
+    _refuse_others(store, options)
+    version = store.version(RECORD_NAME)
+    record = native.read_record(store)
+    keys = keys_for(options)
+    if keys is None:
+        raise KeyMissing("there are no keys", hint="set SHARDKEEP_KEY_FILE, the new key on its first line")
+    if not any(chain.is_secret for chain in open_chains(record, options, where=store.url)):
+        raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
+    renewed = replace(record, chains=[rewrapped(each, keys) for each in record.chains])
+    if renewed == record:
+        return False
+    open_chains(renewed, options, where=store.url)  # by keys that are asked for anew
+    try:
+        store.put(RECORD_NAME, encode_record(renewed), over=version)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        raise CheckpointExists(
+            f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
+        ) from exc
+    return True
+
+
+def _refuse_others(store: Store, options: Options) -> None:
+    """Insist that a checkpoint is native: torch's layout has the data key in the descriptor of every item."""
+    found = find(store)
+    if found.record.format == FORMAT:
+        return
+    if isinstance(found, FoundTorch) and found.open(options).is_secret:
+        raise CheckpointError(
+            f"{store.url}: torch layout: keys cannot be rotated here",
+            hint="convert it anew, with the new key first: shardkeep convert FROM TO --to dcp --codecs aes",
+        )
+    raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")

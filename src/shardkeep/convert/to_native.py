@@ -1,0 +1,208 @@
+"""
+A checkpoint of any layout, or what was picked of it, written anew in the native one: an index over new files.
+
+Nesting, plain values, ties and arrays of numpy go over as the bytes they are in the index. The work is planned and
+committed as a save of one rank is, so the place is claimed, files go through codecs if asked for, and the commit record
+is written last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardkeep.codecs.coded_store import DecodingStore
+from shardkeep.convert.pipeline import (
+    FileParts,
+    Progress,
+    TensorPart,
+    file_parts,
+    verify_written,
+    write_parts,
+)
+from shardkeep.engine.access import keys_for
+from shardkeep.engine.codecs import Codecs, FileCodecs
+from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.rank_plan import RankWritePlan
+from shardkeep.engine.reader import Source
+from shardkeep.engine.sources import open_native
+from shardkeep.format.boxes import Boxes
+from shardkeep.format.data_file import HeaderEntry, build_header
+from shardkeep.format.dtypes import by_code
+from shardkeep.format.index import Index
+from shardkeep.format.tree import decode_tree
+from shardkeep.layouts import native
+from shardkeep.layouts import orphans as leftovers
+from shardkeep.options import Options
+from shardkeep.plan.manifest import PlainValues, RankManifest, TensorNames, encode, ints
+from shardkeep.state.describe import Description, file_groups
+from shardkeep.storage.base import Store
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is to be written."""
+
+    index: Index
+    """Names, shapes, dtypes, ties, values and nesting of the new checkpoint; where anything lies is not looked at."""
+    rows: Sequence[int]
+    """For each tensor, the row of the one in the source that it is made of."""
+
+    @classmethod
+    def all_of(cls, source: Source) -> Contents:
+        """Write all of a checkpoint, as it is."""
+        return cls(source.index, range(len(source.index.keys)))
+
+
+class WrittenNative(NamedTuple):
+    """What was written."""
+
+    files: list[str]
+    nbytes: int
+    """Of the data files, as they lie in the store."""
+    infinite: set[str]
+    """Names of tensors of which finite numbers became infinite when they were converted."""
+
+
+def write_native(
+    store: Store,
+    source: Source,
+    contents: Contents,
+    *,
+    overwrite: bool,
+    codecs: Codecs,
+    options: Options,
+    progress: Progress | None,
+) -> WrittenNative:
+    """
+    Write a checkpoint, with the step and meta of the source.
+
+    Raises:
+        CheckpointExists: one is there, and `overwrite` was not given.
+
+    """
+    keys = keys_for(options)
+    coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
+    coordinator.label(source.record.step, source.record.meta)
+    with leftovers.holding_claim(coordinator.save_id):
+        try:
+            rows = _filled(contents.index)
+            [told] = coordinator.plan([encode(_draft(contents.index, rows))])
+            orders = msgspec.msgpack.decode(told, type=RankWritePlan)
+            coding = FileCodecs(orders, keys)
+            files = _files(contents, rows, orders)
+            digests, infinite = write_parts(coding.over(store), files, source, options, progress)
+            entries = [coding.entry_of(file.job) for file in files]
+            coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
+            verify_written(coded, files, digests, options, entries=entries)
+            coordinator.collect([entries])
+            coordinator.commit([b""])
+        except BaseException:
+            coordinator.withdraw()
+            raise
+    # Before what was replaced goes away: what was committed can be read.
+    open_native(store, native.read_record(store), options)
+    coordinator.tidy()
+    at_rest = [each for entry in entries for each in entry.at_rest]
+    return WrittenNative([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
+
+
+def _filled(index: Index) -> list[int]:
+    """Return the tensors that have elements."""
+    return [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
+
+
+def _draft(index: Index, rows: list[int]) -> RankManifest:
+    """Describe the checkpoint as one rank would that held all of it."""
+    tensors = index.tensors
+    shape = np.asarray(tensors.shape, np.int64)
+    keys = [raw.decode() for raw in index.keys.all()]
+    held = np.zeros(len(keys), bool)
+    held[rows] = True
+    alias = np.where(held, np.asarray(tensors.alias, np.int64), -1)
+    names = TensorNames(
+        keys=keys,
+        groups=_groups(index, keys),
+        dtype=np.asarray(tensors.dtype, np.uint8).tobytes(),
+        ndim=np.asarray(tensors.ndim, np.uint8).tobytes(),
+        origin=np.asarray(tensors.origin, np.uint8).tobytes(),
+    )
+    values = PlainValues(
+        keys=list(index.value_rows), data=[index.value_data.raw(row) for row in index.value_rows.values()]
+    )
+    return RankManifest(
+        axes=shape.shape[1],
+        names=encode(names),
+        shape=shape.tobytes(),
+        alias=alias.tobytes(),
+        row_tensor=np.array(rows, np.int64).tobytes(),
+        row_offsets=np.zeros_like(shape[rows]).tobytes(),
+        row_sizes=shape[rows].tobytes(),
+        check_replicas=False,
+        row_digest=b"",
+        tree=index.tree,
+        values=encode(values),
+    )
+
+
+def _groups(index: Index, keys: list[str]) -> list[str]:
+    tensors = index.tensors
+    empty = np.zeros((0, tensors.shape.shape[1]), np.int64)
+    described = Description(
+        tree=decode_tree(index.tree),
+        values={},
+        leaves={},
+        keys=keys,
+        dtype=tensors.dtype,
+        ndim=tensors.ndim,
+        shape=tensors.shape,
+        origin=tensors.origin,
+        alias=tensors.alias,
+        row_tensor=np.zeros(0, np.int64),
+        boxes=Boxes(empty, empty),
+        pieces=[],
+    )
+    return file_groups(described)
+
+
+def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[FileParts]:
+    """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
+    index = contents.index
+    file, row = ints(orders.file), ints(orders.row)
+    shape = (len(row), orders.axes)
+    boxes = Boxes(ints(orders.offsets).reshape(shape), ints(orders.sizes).reshape(shape))
+    made = []
+    for at, (name, data_nbytes, block_nbytes) in enumerate(orders.files):
+        parts: list[TensorPart] = []
+        whole: list[bool] = []
+        for piece in np.flatnonzero(file == at).tolist():
+            tensor = rows[int(row[piece])]
+            box = boxes.box(piece, int(index.tensors.ndim[tensor]))
+            dtype = by_code(int(index.tensors.dtype[tensor]))
+            parts.append(TensorPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype))
+            whole.append(box.sizes == index.shape(tensor))
+        apart = orders.apart and orders.chain[at] is None
+        header = build_header(
+            _entries(parts, whole),
+            save_id=orders.save_id,
+            data_nbytes=data_nbytes,
+            block_nbytes=block_nbytes,
+            apart=apart,
+        )
+        made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, apart=apart))
+    return made
+
+
+def _entries(parts: list[TensorPart], whole: list[bool]) -> list[HeaderEntry]:
+    entries, at = [], 0
+    for part, is_whole in zip(parts, whole, strict=True):
+        kind, shape = part.dtype.in_safetensors(part.box.sizes)
+        name = native.chunk_name(part.key, None if is_whole else part.box)
+        entries.append(HeaderEntry(name, kind, shape, at, at + part.nbytes))
+        at += part.nbytes
+    return entries

@@ -1,0 +1,1 @@
+"""What stands behind the names of `shardkeep.dcp`: planners, values, drivers, storages, and the import hook."""

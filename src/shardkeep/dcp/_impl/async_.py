@@ -1,0 +1,712 @@
+"""
+Lanes: where saves go on after the call that began them has returned.
+
+Saves of one group of ranks run one after the other on one thread, in the order of the calls, which is the same on all
+ranks. They meet under keys of their own in the group's store, so that whatever the training thread does meanwhile,
+collectives and other saves included, is never mixed up with them. A failure that nobody asks for is logged, and raised
+by the next asynchronous save of the rank, which is made all the same: other ranks may not know of the failure yet.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+import functools
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from shardkeep.dcp._impl.calls import (
+    _dcp_method_logger,
+    _profile,
+    _stateful_to_state_dict,
+    _storage_setup,
+    logged,
+    without_ranks,
+)
+from shardkeep.dcp._impl.dist import _DistWrapper, in_step
+from shardkeep.dcp._impl.driver import Reservation, _logged_states, _run_save, destination_of, load, reserve, save
+from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaveRequest, SaverProcess
+from shardkeep.engine.queue import (
+    drop_frames,
+    earlier_save_failed,
+    exit_code,
+    report_at_exit,
+    report_cancelled_at_exit,
+    wait_for_all,
+)
+from shardkeep.engine.stagers import (
+    AsyncStager,
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+    StateDictStager,
+    open_tensor,
+    tensors_in,
+)
+from shardkeep.errors import CheckpointException
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    LoadPlanner,
+    Metadata,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from shardkeep.options import Options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardkeep.errors import EarlierSaveFailed
+
+
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
+
+
+class SaveFuture(Future[T]):
+    """The result of a save; remembers whether anybody has asked for it. A save that was begun cannot be cancelled."""
+
+    def __init__(self, what: str, failed: list[SaveFuture[Any]]) -> None:
+        super().__init__()
+        self.what = what
+        self._failed = failed
+        """Those that nobody has asked for."""
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return what was saved, or raise what went wrong."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._note()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return what went wrong."""
+        error = super().exception(timeout)
+        self._note()
+        return error
+
+    def _note(self) -> None:
+        if self.done():
+            with contextlib.suppress(ValueError):  # not among them, or no more
+                self._failed.remove(self)
+
+
+class SaveQueue:
+    """The saves of one group of ranks, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
+        # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
+        threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
+        self._process_id = os.getpid()
+        self._number: int | None = None
+        self._order = threading.Lock()
+        self._begun: list[SaveFuture[Any]] = []
+        self._failed: list[SaveFuture[Any]] = []
+        self.saver: SaverProcess | None = None
+        """The process that writes, once there is one; used by this lane's thread alone."""
+        self.starting = threading.Lock()
+        """Held by whoever starts that process."""
+
+    def submit(self, work: Callable[[], T], what: str, *uses: object) -> SaveFuture[T]:
+        """Run a save after those before it, of this lane and of those that use the same objects."""
+        exit_code().watch()
+        future: SaveFuture[T] = SaveFuture(what, self._failed)
+        with self._order:  # the same in all lines
+            turn = reserve(*uses, what=what, thread=lambda: self._number)
+            try:
+                self._thread.submit(self._carry_out, [work], turn, future)
+                self._begun = [*(each for each in self._begun if not each.done()), future]
+            except BaseException:  # no more at this time of the interpreter's life
+                turn.give_up()
+                raise
+        return future
+
+    def take_unasked(self) -> EarlierSaveFailed | None:
+        """Return the failure of an earlier save that nobody has asked for, once."""
+        failed = [each for each in self._failed if each.done()]
+        if not failed:
+            return None
+        return earlier_save_failed(
+            failed[0].what,
+            [each.exception() for each in failed],
+            hint="ask each future for its result before the next save; this save has been begun, and goes on",
+        )
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process_id:  # a fork, in which those saves never end
+            return
+        try:
+            self._wait_for_all()
+            if (earlier := self.take_unasked()) is not None:
+                report_at_exit(earlier)
+        except KeyboardInterrupt:
+            if places := self._still_under_way():  # the second one: nothing is waited for
+                report_cancelled_at_exit(places)
+                raise
+            self._at_exit()  # perhaps something is still to be told
+
+    def _wait_for_all(self) -> None:
+        """
+        Wait for all saves, which cannot be cancelled: at a first Ctrl-C say so, and go on.
+
+        Not for their thread: one whose `join` was interrupted is taken for ended by Python, though it is not.
+        """
+        try:
+            wait_for_all(self._begun)
+        except KeyboardInterrupt:
+            log.warning(
+                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
+                ", ".join(self._still_under_way()),
+            )
+            wait_for_all(self._begun)
+        self._thread.shutdown()
+
+    def _still_under_way(self) -> list[str]:
+        self._begun = [each for each in self._begun if not each.done()]
+        return [each.what for each in self._begun]
+
+    def _carry_out(self, box: list[Callable[[], T]], turn: Reservation, future: SaveFuture[T]) -> None:
+        self._number = threading.get_ident()
+        try:
+            with turn.taken():
+                # Taken out of its box: nothing here may hold the state when the future is done.
+                result = box.pop()()
+        except BaseException as error:  # read by whoever asks, or raised by the next save
+            log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
+            drop_frames(error)
+            self._failed.append(future)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
+def _save_queues_of(process_id: int) -> dict[str, SaveQueue]:
+    del process_id
+    return {}
+
+
+def save_queue_of(group: ProcessGroup | None, *, no_dist: bool) -> SaveQueue:
+    """Return the lane of a group of ranks, or of this process alone."""
+    lanes = _save_queues_of(os.getpid())
+    name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
+    return lanes[name] if name in lanes else lanes.setdefault(name, SaveQueue())
+
+
+def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
+    """Return the ranks that save together, who meet apart from everything else that they do."""
+    ranks = _DistWrapper(group, not is_alone(no_dist), coordinator_rank=0)
+    world = ranks._world
+    if world.store is not None:
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
+
+        ranks._world = replace(world, store=PrefixStore("asynchronous", world.store))
+    return ranks
+
+
+def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives: bool) -> NoReturn:
+    """Raise what kept this rank from beginning, on all ranks: the others are in their first step."""
+    if ranks.get_world_size() > 1:
+
+        def fail() -> NoReturn:
+            raise error
+
+        ranks.reduce_scatter("plan" if use_collectives else "write", fail, lambda results: results)
+    raise error
+
+
+def is_alone(no_dist: bool) -> bool:
+    """Say whether a save is this process's own."""
+    dist = sys.modules.get("torch.distributed")
+    return no_dist or dist is None or not dist.is_available() or not dist.is_initialized()
+
+
+def _name_of(group: ProcessGroup | None) -> str:
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
+
+    return str(c10d._get_process_group_name(c10d._get_default_group() if group is None else group))
+
+
+# Saves on a thread of this process.
+
+
+class _AsyncCheckpointExecutor(abc.ABC):
+    """Saves a state that has been staged, or is about to be, while its caller goes on."""
+
+    @abc.abstractmethod
+    def execute_save(
+        self,
+        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """
+        Begin a save; all ranks of the group must call this, in the same order.
+
+        Returns:
+            A future of what was saved.
+
+        """
+
+
+class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
+    """Saves on a thread, after the saves before it."""
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """Begin a save, and return the future of what was saved."""
+        ranks = ranks_of_queue(process_group, no_dist=no_dist)
+
+        box = [staging_future_or_state_dict]
+        del staging_future_or_state_dict
+
+        def work() -> Metadata:
+            return _save_staged(
+                ranks,
+                box.pop(),  # a failure that is kept must not keep the state
+                checkpoint_id=checkpoint_id,
+                storage_writer=storage_writer,
+                planner=planner,
+                use_collectives=use_collectives,
+            )
+
+        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
+        return save_queue_of(process_group, no_dist=no_dist).submit(
+            call, destination_of(checkpoint_id, storage_writer), storage_writer, planner
+        )
+
+
+def save_wrapper(
+    staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a staged state on the calling thread, once it is there."""
+    return _save_staged(
+        ranks_of_queue(process_group, no_dist=no_dist),
+        staging_future_or_state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        use_collectives=use_collectives,
+    )
+
+
+def _save_staged(
+    ranks: _DistWrapper,
+    staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    use_collectives: bool,
+) -> Metadata:
+    with _profile():
+        try:
+            state = _stateful_to_state_dict(once_staged(staged))
+            writer = _storage_setup(storage_writer, checkpoint_id)
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
+            fail_together(ranks, error, use_collectives=use_collectives)
+        return _run_save(ranks, lambda: state, writer, planner, use_collectives)
+
+
+def once_staged(staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]) -> STATE_DICT_TYPE:
+    """Return the staged state, when it is there; raises what staging raised."""
+    return staged.result() if isinstance(staged, Future) else staged
+
+
+# Saves in a process of their own.
+#
+# The thread that waits for that process also meets the other ranks, as for any other save: a process that dies is a
+# failure of its rank in the step under way, and known to all ranks at once. The processes do not know of each other.
+
+
+class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
+    """
+    Saves in a process that is spawned at the first save and serves the later ones.
+
+    The state reaches it in shared memory; the writer and the planner are pickled. It is given the rank and the size of
+    the default group, and cannot talk to other ranks. One that has died is replaced at the next save.
+    """
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+    ) -> Future[Metadata]:
+        """Begin a save, and return the future of what was saved."""
+        ranks = ranks_of_queue(process_group, no_dist=no_dist)
+        lane = save_queue_of(process_group, no_dist=no_dist)
+        world = _rank_in_world(no_dist=no_dist)
+        timeout_s = Options().timeout_s
+        with contextlib.suppress(SaverDied):  # said by the save
+            _start_saver(lane, world)
+        box = [staging_future_or_state_dict]
+        del staging_future_or_state_dict
+
+        def work() -> Metadata:
+            try:
+                saver = _saver_of(lane, world, timeout_s)
+                order = SaveRequest(
+                    # Taken out of its box: one copy of the state is enough.
+                    state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
+                    checkpoint_id=checkpoint_id,
+                    storage_writer=storage_writer,
+                    planner=planner,
+                    rank=ranks.rank,
+                    is_coordinator=ranks.is_coordinator,
+                    use_collectives=use_collectives,
+                )
+            except BaseException as error:  # noqa: BLE001 - raised on all ranks
+                fail_together(ranks, error, use_collectives=use_collectives)
+            remote = RemoteSave(saver, order)
+            try:
+                return _run_remotely(ranks, remote, use_collectives=use_collectives)
+            finally:
+                with contextlib.suppress(SaverDied):
+                    remote.forget()
+
+        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
+        return lane.submit(call, destination_of(checkpoint_id, storage_writer), storage_writer, planner)
+
+
+def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: bool) -> Metadata:
+    if not use_collectives:
+        mine: list[bytes] = []
+
+        def alone() -> None:
+            [plan] = remote.decide([remote.plan()])
+            mine.append(remote.finish([remote.write(plan)]))
+
+        ranks.all_gather("write", alone)
+        [written] = mine
+    else:
+        plan = ranks.reduce_scatter("plan", remote.plan, remote.decide)
+        try:
+            written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
+        except CheckpointException as failed:
+            # Where the coordinator itself failed, it may have been after the checkpoint was complete.
+            if ranks.coordinator_rank not in failed.failures:
+                with contextlib.suppress(SaverDied):
+                    remote.discard()
+            raise
+    metadata: Metadata = pickle.loads(written)
+    return metadata
+
+
+def _start_saver(lane: SaveQueue, world: RankInWorld | None) -> None:
+    """
+    Start the lane's process if it has none, or a dead one.
+
+    On the thread of the caller: once the main script has ended, which is before the last save has, Python no longer
+    knows where the script is, and a process that is started then has none of its classes.
+    """
+    with lane.starting:
+        # A dead one is left to the lane's thread, which may be about to hear of it.
+        if lane.saver is None or not lane.saver.alive():
+            lane.saver = SaverProcess(world)
+
+
+def _saver_of(lane: SaveQueue, world: RankInWorld | None, timeout_s: float) -> SaverProcess:
+    """Return the lane's process, ready; a new one if there is none, or it is dead, or this rank has become another."""
+    if lane.saver is not None and lane.saver.world != world:
+        lane.saver.close()
+    _start_saver(lane, world)
+    saver = lane.saver
+    if saver is None:
+        raise SaverDied("the process that saves is gone")
+    saver.wait_until_ready(timeout_s)
+    return saver
+
+
+def _rank_in_world(*, no_dist: bool) -> RankInWorld | None:
+    if is_alone(no_dist):
+        return None
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
+
+    return RankInWorld(dist.get_rank(), dist.get_world_size())
+
+
+def _in_shared_memory(state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """Return a state whose tensors another process can map: itself, or a copy in a few large pieces."""
+    parts: list[Any] = [part for tensor in tensors_in(state) for part in open_tensor(tensor).parts]
+    # Those without elements have no memory; those on an accelerator are said to be shared.
+    if all(part.is_shared() and part.device.type == "cpu" for part in parts if part.numel()):
+        return state
+    shared: STATE_DICT_TYPE = StateDictStager(share_memory=True).stage(state)
+    return shared
+
+
+# A save that goes on while training does: the state is copied first, then saved from the copy.
+#
+# Nothing that belongs to training waits for it. Copying that fails fails the save, on all ranks.
+
+Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+
+
+class AsyncCheckpointerType(enum.Enum):
+    """Where an asynchronous save runs."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+@dataclass
+class AsyncSaveResponse:
+    """The two futures of a save whose stager works in the background."""
+
+    staging_completion: Future[None]
+    """Done when the state may be changed; fails if it could not be copied."""
+    upload_completion: Future[Metadata]
+    """Done when the checkpoint is complete."""
+
+
+@_dcp_method_logger(log_exceptions=True)
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """
+    Copy a state, and save the copy while the caller goes on.
+
+    Saves of one group run in the order of the calls, one after the other; all ranks must make the calls in the same
+    order. They use no collective: the group needs no backend for the CPU.
+
+    Args:
+        state_dict: This rank's part of the state.
+        checkpoint_id: Where to save, in the terms of the storage.
+        storage_writer: Writes the data; it is also the stager, if it is one and no other is given.
+        planner: Decides what is written; by default everything, replicated values once.
+        process_group: The ranks that save; all of them by default.
+        async_checkpointer_type: Save on a thread, or in a process of its own, which needs an importable main module.
+        async_stager: Copies the state; the caller closes it after the last save.
+        no_dist: Save on this process alone.
+        use_collectives: False to have each rank write a checkpoint of its own, with its own metadata.
+
+    Returns:
+        A future of what was saved; with a stager that works in the background, an `AsyncSaveResponse`. The state may
+        be changed when this returns, or when `staging_completion` is done.
+
+    Raises:
+        EarlierSaveFailed: An earlier save of the group failed, and nobody on this rank asked for its result. This save
+            has been begun all the same: what would have been returned is the exception's `response`.
+        Exception: What the stager raised. The save fails on the other ranks too.
+
+    """
+    in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
+    executor: _AsyncCheckpointExecutor = (
+        _ProcessBasedAsyncCheckpointExecutor() if in_process else _ThreadBasedAsyncCheckpointExecutor()
+    )
+    no_dist = without_ranks(no_dist, "saves")
+
+    def begin(staged: Staged) -> Future[Metadata]:
+        return executor.execute_save(
+            staged,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+
+    stager, own = _choose(async_stager, storage_writer, in_process=in_process)
+
+    def stage() -> Staged:
+        return logged(stager.stage, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
+
+    earlier = save_queue_of(process_group, no_dist=no_dist).take_unasked()
+    try:
+        response = _stage_and_begin(stage, begin, stager)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+    if own is not None:
+        closing = own
+        upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        upload.add_done_callback(lambda _: closing.close())
+    if earlier is not None:
+        # Not before: the other ranks, who may not know of that failure yet, make this save and need its part of it.
+        earlier.response = response
+        raise earlier
+    return response
+
+
+def _choose(given: AsyncStager | None, writer: object, *, in_process: bool) -> tuple[AsyncStager, DefaultStager | None]:
+    """Return the stager to use, and again if it is ours to close."""
+    if given is not None:
+        return given, None
+    if isinstance(writer, AsyncStager):
+        if isinstance(writer, BlockingAsyncStager):
+            writer._share_memory = in_process  # so that its copy needs not be copied again for the other process
+        return writer, None
+    own = DefaultStager(StagingOptions(False, in_process, False, False))
+    return own, own
+
+
+def _stage_and_begin(
+    stage: Callable[[], Staged], begin: Callable[[Staged], Future[Metadata]], stager: AsyncStager
+) -> Future[Metadata] | AsyncSaveResponse:
+    try:
+        staged = stage()
+    except BaseException as error:
+        _tell_others(begin, error)
+        raise
+    if isinstance(staged, Future):
+        response = AsyncSaveResponse(Future(), begin(staged))
+        staged.add_done_callback(lambda done: _pass_on(done, response.staging_completion))
+        return response
+    if not stager.should_synchronize_after_execute:
+        return begin(staged)
+    # Saved only if the stager says that it is there: the future of a failed one fails.
+    checked: Future[STATE_DICT_TYPE] = Future()
+    upload = begin(checked)
+    try:
+        logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
+    except BaseException as error:
+        checked.set_exception(error)
+        upload.add_done_callback(_ask)  # the caller gets it now
+        raise
+    checked.set_result(staged)
+    return upload
+
+
+def _tell_others(begin: Callable[[Staged], Future[Metadata]], error: BaseException) -> None:
+    """Let the save fail on the other ranks, which have staged theirs and would wait for this one."""
+    failed: Future[STATE_DICT_TYPE] = Future()
+    failed.set_exception(error)
+    begin(failed).add_done_callback(_ask)  # it is raised now
+
+
+def _ask(upload: Future[Metadata]) -> None:
+    """Take a failure as asked for: the next save need not raise it."""
+    upload.exception()
+
+
+def _pass_on(staging: Future[STATE_DICT_TYPE], to: Future[None]) -> None:
+    try:
+        staging.result()
+    except BaseException as error:  # noqa: BLE001 - of whoever waits
+        to.set_exception(error)
+    else:
+        to.set_result(None)
+
+
+# One object that saves, saves asynchronously and loads, always with the same storages and planners.
+
+
+class _Checkpointer:
+    """
+    Saves to one storage and loads from another, as `save`, `async_save` and `load` do.
+
+    Args:
+        storage_writer: What is saved to.
+        storage_reader: What is loaded from.
+        process_group: The ranks that take part; all of them by default.
+        coordinator_rank: The rank of the group that decides, in `save`.
+        no_dist: Save and load on this process alone.
+        load_planner: Decides what is read; by default everything.
+        save_planner: Decides what is written; by default everything.
+
+    """
+
+    def __init__(
+        self,
+        storage_writer: StorageWriter,
+        storage_reader: StorageReader,
+        *,
+        process_group: ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        load_planner: LoadPlanner | None = None,
+        save_planner: SavePlanner | None = None,
+    ) -> None:
+        self.storage_writer = storage_writer
+        self.storage_reader = storage_reader
+        self.process_group = process_group
+        self.coordinator_rank = coordinator_rank
+        self.no_dist = no_dist
+        self.load_planner = load_planner
+        self.save_planner = save_planner
+
+    def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
+        """Save a state, and return what was saved."""
+        if self.coordinator_rank and not self.no_dist:
+            ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
+            state = in_step(ranks, lambda: _stateful_to_state_dict(state_dict))
+            return _run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
+        return save(
+            state_dict,
+            storage_writer=self.storage_writer,
+            planner=self.save_planner,
+            process_group=self.process_group,
+            no_dist=self.no_dist,
+        )
+
+    def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
+        """Save a state while training goes on; the future holds what was saved once the checkpoint is complete."""
+        response = async_save(
+            state_dict,
+            storage_writer=self.storage_writer,
+            planner=self.save_planner,
+            process_group=self.process_group,
+            no_dist=self.no_dist,
+        )
+        return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Fill a state in place."""
+        load(
+            state_dict,
+            storage_reader=self.storage_reader,
+            planner=self.load_planner,
+            process_group=self.process_group,
+            no_dist=self.no_dist,
+        )

@@ -1,0 +1,743 @@
+"""
+Conversion between files of `torch.save` and checkpoints, in either direction and in bounded memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import math
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.futures import Future
+
+from shardkeep.convert.torch_archive import (
+    StoragePart,
+    TensorPlaceholder,
+    destination,
+    file_exists,
+    is_blob_url,
+    local_path,
+    open_blob,
+    pickle_state,
+    write_archive,
+)
+from shardkeep.dcp._impl.dist import _DistWrapper
+from shardkeep.dcp._impl.driver import _save_state_dict
+from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_plain
+from shardkeep.dcp._impl.plans import (
+    _create_chunk_list,
+    _create_read_item_for_byteio,
+    clashes,
+    create_read_items_for_chunk_list,
+    current_device,
+    device_of_group,
+    saved_path,
+    within,
+)
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World, current_world
+from shardkeep.engine.memory import view_memory
+from shardkeep.engine.workers import run_workers, window_for
+from shardkeep.errors import (
+    BlobNotFound,
+    BrokenProtocol,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    MalformedFile,
+    MissingKeys,
+    NoMetadata,
+    PickleRefused,
+    StateMismatch,
+    UnsupportedLeaf,
+)
+from shardkeep.format import checksum as crc
+from shardkeep.format.boxes import Box, flat_range_to_boxes
+from shardkeep.format.dtypes import by_name, of_torch, to_torch
+from shardkeep.format.torch_zip import ArchiveLayout
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    StorageReader,
+    TensorProperties,
+    TensorStorageMetadata,
+    is_tensor_entry,
+)
+from shardkeep.options import Options
+from shardkeep.state import collectives as stream
+from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches
+from shardkeep.state.distribute import plain_source
+from shardkeep.state.flatten import flatten_state_dict, set_element
+from shardkeep.storage.base import BlobReader
+from shardkeep.storage.file_systems import BlobInput
+from shardkeep.storage.local import PathStore
+
+# A checkpoint that is read in windows: first its objects and what its tensors are, then the tensors' values in parts.
+#
+# Any storage reader will do. What it raises comes as from a load: as `CheckpointException`.
+
+T = TypeVar("T")
+
+_MOST_ELEMENTS = 1 << 58
+"""No file is large enough for more."""
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint, read in parts."""
+
+    def __init__(self, reader: StorageReader) -> None:
+        self._reader = reader
+        self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
+        self._metadata = Metadata({})
+        self._transformed: set[str] = set()
+        """Tensors that were saved through an extension: no part of them can be read alone."""
+        self._held: tuple[str, torch.Tensor] | None = None
+
+    def read_state(self) -> dict[str, Any]:
+        """Return the state that the checkpoint holds, nested as it was saved, with a `StandIn` for each tensor."""
+        self._step("plan", self._open)
+        state: dict[str, Any] = {}
+        objects = []
+        for key, entry in self._metadata.state_dict_metadata.items():
+            stored = is_tensor_entry(entry)
+            set_element(state, saved_path(self._metadata, key), _stand_in(key, entry) if stored else None)
+            if not stored:
+                objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
+
+        def put(key: str, value: Any) -> None:
+            set_element(state, saved_path(self._metadata, key), value)
+
+        self._read(objects, _Objects(put))
+        return state
+
+    def fill(self, parts: list[tuple[TensorPlaceholder, StoragePart]]) -> None:
+        """Read bytes of tensors."""
+        planner = _Boxes()
+        plan: list[ReadItem] = []
+        for tensor, part in parts:
+            values = torch.frombuffer(part.into, dtype=torch.uint8)
+            if tensor.key in self._transformed and values.numel() < tensor.nbytes:
+                values.copy_(self._decoded(tensor)[part.start : part.stop])
+                continue
+            plan += self._items(
+                tensor, values.view(to_torch(tensor.dtype)), part.start // tensor.dtype.itemsize, planner
+            )
+        self._read(plan, planner)
+
+    def _items(self, tensor: TensorPlaceholder, values: torch.Tensor, start: int, planner: _Boxes) -> list[ReadItem]:
+        """Return what is to be read for a run of elements, which begins at `start` and has a place in `values`."""
+        at, chunks = 0, []
+        for box in flat_range_to_boxes(tensor.shape, start, start + values.numel()):
+            planner.add(tensor.key, values[at : at + box.volume].view(box.sizes))
+            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            at += box.volume
+        entry: Any = self._metadata.state_dict_metadata[tensor.key]
+        return create_read_items_for_chunk_list(tensor.key, entry, chunks)
+
+    def _decoded(self, tensor: TensorPlaceholder) -> torch.Tensor:
+        """Return the bytes of a whole tensor; one is held at a time."""
+        if self._held is None or self._held[0] != tensor.key:
+            self._held = None
+            values = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+            planner = _Boxes()
+            self._read(self._items(tensor, values.view(to_torch(tensor.dtype)), 0, planner), planner)
+            self._held = tensor.key, values
+        return self._held[1]
+
+    def _open(self) -> None:
+        try:
+            metadata = self._reader.read_metadata()
+        except BlobNotFound as error:
+            metadata = self._own_metadata(error)
+        for key, entry in metadata.state_dict_metadata.items():
+            if is_tensor_entry(entry):
+                _check_chunks(key, entry)
+        self._metadata = metadata
+        places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+        self._transformed = {
+            index.fqn for index, place in places.items() if getattr(place, "transform_descriptors", None)
+        }
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def _own_metadata(self, error: BlobNotFound) -> Metadata:
+        """Return what rank 0 alone wrote, where ranks were saved without collectives."""
+        try:
+            return self._reader.read_metadata(rank=0)
+        except BlobNotFound:
+            raise NoMetadata(
+                f"metadata is None; global metadata read failed: {error.message}",
+                hint="is there a complete checkpoint at this place?",
+            ) from error
+
+    def _read(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
+        if items:
+            self._step("read", lambda: self._reader.read_data(LoadPlan(items), planner).wait())
+
+    def _step(self, name: str, work: Callable[[], T]) -> T:
+        return self._alone.all_gather(name, work)[0]
+
+
+def _stand_in(key: str, entry: Any) -> TensorPlaceholder:
+    try:
+        return TensorPlaceholder(key, tuple(entry.size), of_torch(entry.properties.dtype))
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{key!r}: {error.message}", hint=error.hint, key=key) from error
+
+
+def _check_chunks(key: str, entry: Any) -> None:
+    """Insist that every element of a tensor is stored, and once."""
+    if any(n < 0 for n in entry.size) or math.prod(entry.size) >= _MOST_ELEMENTS:
+        raise MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
+    chunks = list({(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in entry.chunks}.values())
+    outside = [chunk for chunk in chunks if not within(entry.size, chunk)]
+    wrong = f"{outside[0]} is not inside" if outside else ""
+    if not wrong and (pairs := clashes(chunks)):
+        wrong = f"{pairs[0][0]} and {pairs[0][1]} overlap in"
+    stored = 0 if wrong else sum(math.prod(chunk.sizes) for chunk in chunks)
+    if not wrong and stored != math.prod(entry.size):
+        wrong = f"only {stored} elements are stored of"
+    if wrong:
+        raise MalformedFile(f"{key!r}: {wrong} a tensor of {tuple(entry.size)}", key=key)
+
+
+class _Objects(DefaultLoadPlanner):
+    """Hands over objects as they are read."""
+
+    def __init__(self, put: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._put = put
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self._put(key, load_object(value, key=key))
+
+
+class _Boxes(DefaultLoadPlanner):
+    """Knows the memory of each box that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._boxes: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, key: str, memory: torch.Tensor) -> None:
+        """Give memory for the next box of a tensor."""
+        self._boxes.setdefault(key, []).append(memory)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._boxes[index.fqn][index.index or 0]
+
+
+# Opening files that `torch.save` wrote: checked, mapped where that can be, and without running anything they name.
+
+_ZIP = b"PK\3\4"
+_LOCAL_NBYTES = 30
+_READ_AHEAD_NBYTES = 1 << 20
+
+
+class _Entry(NamedTuple):
+    name: str
+    start: int
+    nbytes: int
+    crc: int
+
+
+def load_torch_file(path: str | os.PathLike[str]) -> Any:
+    """
+    Return what a file of `torch.save` holds, on the CPU. Tensors are mapped: their bytes are read when looked at.
+
+    Every entry of the file is compared with its checksum first. Files of the form that torch wrote before version 1.6
+    have none, and are read into memory. So is a file of a store, given by its URL.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        PickleRefused: it names a class that is not known to be safe, and the user did not say that any is.
+        ChecksumMismatch: its bytes are not those that were written.
+        MalformedFile: it is no file of `torch.save`.
+
+    """
+    blob = isinstance(path, str) and is_blob_url(path)
+    where = os.fspath(path) if blob else os.path.abspath(local_path(path))
+    try:
+        if not blob and not os.path.isfile(where):
+            raise BlobNotFound(f"{where}: there is no such file", file=where)
+        reader = open_blob(where) if blob else PathStore(direct=False).open(where)
+    except BlobNotFound as exc:
+        raise CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
+    with closing(reader):
+        begin = bytearray(min(len(_ZIP), reader.nbytes))
+        reader.read_into(0, memoryview(begin))
+        archive = begin == _ZIP
+        if archive:
+            _check(reader, _entries(reader, where), where)
+        return _load(where, archive=archive, blob=reader if blob else None)
+
+
+def _load(where: str, *, archive: bool, blob: BlobReader | None = None, device: str = "cpu") -> Any:
+    how: dict[str, Any] = {"map_location": device, "mmap": archive and device == "cpu" and blob is None}
+
+    def source() -> Any:
+        return where if blob is None else _stream(blob)
+
+    try:
+        if Options().allow_pickle:
+            return torch.load(source(), weights_only=False, **how)
+        if archive:  # others are several pickles in a row, which only torch's own reader tells apart
+            try:
+                return load_plain(source(), **how)
+            except PickleRefused:
+                pass
+        return torch.load(source(), weights_only=True, **how)
+    except pickle.UnpicklingError as error:
+        said = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), None)
+        if said is None:
+            raise MalformedFile(f"{where}: not a file that torch.save wrote: {error}", file=where) from error
+        raise PickleRefused(
+            f"{where} is a pickle that is not known to be safe: {said}",
+            hint="if you trust the file: torch.serialization.add_safe_globals([that class]) first,"
+            " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
+            file=where,
+        ) from error
+    except Exception as error:  # torch raises whatever the contents of a broken file lead to
+        raise MalformedFile(f"{where}: not a file that torch.save wrote: {error!r}", file=where) from error
+
+
+def _stream(reader: BlobReader) -> io.BufferedReader:
+    return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES)
+
+
+def _entries(reader: BlobReader, where: str) -> list[_Entry]:
+    """Return what the file's directory says, if it can be one of torch's."""
+    try:
+        with zipfile.ZipFile(_stream(reader)) as archive:
+            listed = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, IndexError) as error:
+        raise MalformedFile(
+            f"{where}: no archive of torch.save, or one that was cut short: {error}",
+            hint="copy the file again",
+            file=where,
+        ) from error
+    names = [each.filename for each in listed]
+    # Torch would take a compiled program for what it is, and load it with another loader.
+    program = any(name.endswith("/constants.pkl") for name in names)
+    if program or len(set(names)) < len(names) or any(each.compress_type for each in listed):
+        raise MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
+    return [_entry(reader, each, where) for each in listed]
+
+
+def _entry(reader: BlobReader, listed: zipfile.ZipInfo, where: str) -> _Entry:
+    header = bytearray(_LOCAL_NBYTES)
+    if 0 <= listed.header_offset <= reader.nbytes - _LOCAL_NBYTES:
+        reader.read_into(listed.header_offset, memoryview(header))
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    start = listed.header_offset + _LOCAL_NBYTES + lengths
+    if header[:4] != _ZIP or start + listed.file_size > reader.nbytes:
+        raise MalformedFile(f"{where}: {listed.filename} is not where the directory says", file=where)
+    return _Entry(listed.filename, start, listed.file_size, listed.CRC)
+
+
+def _check(reader: BlobReader, entries: list[_Entry], where: str) -> None:
+    """Read everything once, on several threads, and compare it with the checksums; it stays at hand for the next read."""
+    options = Options()
+    threads, window = window_for(options.io_threads, options.host_budget_bytes)
+    found: dict[tuple[int, int], int] = {}
+
+    def pieces() -> Iterator[tuple[int, int, int]]:
+        for number, entry in enumerate(entries):
+            # Torch can be told to write none: then they are 0.
+            for at in range(0, entry.nbytes if entry.crc else 0, window):
+                yield number, at, min(window, entry.nbytes - at)
+
+    def work(piece: tuple[int, int, int], buffer: memoryview) -> bool:
+        number, at, nbytes = piece
+        view = buffer[:nbytes]
+        reader.read_into(entries[number].start + at, view)
+        found[number, at] = zlib.crc32(view)
+        return True
+
+    run_workers(pieces(), work, threads=threads, buffer_nbytes=window)
+    sums: dict[int, int] = {}
+    for (number, at), each in sorted(found.items()):
+        nbytes = min(window, entries[number].nbytes - at)
+        sums[number] = crc.combine_crc32(sums[number], each, nbytes) if number in sums else each
+    for number, got_crc in sums.items():
+        entry = entries[number]
+        if got_crc != entry.crc:
+            keys = _keys_at(where, reader, entry.start)
+            of_keys = f" ({', '.join(map(repr, keys))})" if keys else ""
+            raise ChecksumMismatch(
+                f"{where}: {entry.name}{of_keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
+                hint="the file was damaged after it was written: copy it again",
+                file=where,
+                keys=keys,
+                offset=entry.start,
+            )
+
+
+def _keys_at(where: str, reader: BlobReader, start: int) -> list[str]:
+    """Return the keys of the tensors whose bytes begin here, if they can be found out."""
+    with suppress(Exception):  # the file is damaged, and this is only for the message
+        flat, _ = flatten_state_dict(
+            _load(where, archive=True, blob=reader if is_blob_url(where) else None, device="meta")
+        )
+        return [
+            key
+            for key, value in flat.items()
+            if isinstance(value, torch.Tensor) and getattr(value.untyped_storage(), "_checkpoint_offset", None) == start
+        ]
+    return []
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """
+    Convert a checkpoint into a file that `torch.load` reads: nested as the state that was saved, tensors whole.
+
+    The file replaces what is at its place, once it is complete. Objects are held in memory; of tensors, two windows
+    are, or one whole tensor where it was saved through an extension.
+
+    Args:
+        dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
+        torch_save_path: the file to write: a path or a URL.
+
+    Raises:
+        CheckpointException: the checkpoint cannot be read.
+        StorageError: the file cannot be written.
+
+    """
+    path = destination(torch_save_path)
+    checkpoint = CheckpointTensors(FileSystemReader(dcp_checkpoint_dir))
+    pickled = pickle_state(checkpoint.read_state())
+    storages = pickled.storages
+
+    def fill(parts: list[StoragePart]) -> None:
+        stored: list[tuple[TensorPlaceholder, StoragePart]] = []
+        for part in parts:
+            storage = storages[part.storage]
+            if isinstance(storage, TensorPlaceholder):
+                stored.append((storage, part))
+            else:
+                part.into[:] = _bytes_of(storage)[part.start : part.stop]
+        checkpoint.fill(stored)
+
+    sizes = [each.nbytes if isinstance(each, TensorPlaceholder) else each.nbytes() for each in storages]
+    write_archive(path, ArchiveLayout(pickled.data, sizes), fill)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """View a storage that came with an object."""
+    return view_memory(storage.data_ptr(), storage.nbytes())
+
+
+def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+    """
+    Convert a file of `torch.save` into a checkpoint.
+
+    The file is mapped and not read into memory, unless it has the form that torch wrote before version 1.6, or is in a
+    store. A checkpoint that is at the place is replaced, once the new one is complete.
+
+    Args:
+        torch_save_path: the file, by its path or URL; its top-level value must be a dict.
+        dcp_checkpoint_dir: the directory to write the checkpoint to, or the URL of a place.
+
+    Raises:
+        PickleRefused: the file names a class that is not known to be safe.
+        DamagedCheckpoint: the file is no file of `torch.save`, or is damaged.
+        CheckpointException: the checkpoint cannot be written.
+
+    """
+    state = load_torch_file(torch_save_path)
+    if not isinstance(state, dict):
+        raise BrokenProtocol(
+            f"{os.fspath(torch_save_path)} holds a {type(state).__qualname__}, and a checkpoint is made from a dict",
+            hint="load the file, put its value into a dict, and save that",
+        )
+    _save_state_dict(state, storage_writer=FileSystemWriter(dcp_checkpoint_dir), no_dist=True)
+
+
+# Files of `torch.save` loaded on many ranks: one rank reads, all get the tensors, and each keeps its own part.
+#
+# The ranks first agree on what is sent, and make room for it; whatever is wrong with the file, its keys or a rank's
+# tensors is raised on all of them then. The tensors go through one buffer of a fixed size, from the mapped file.
+
+log = logging.getLogger("shardkeep")
+
+
+class BroadcastingTorchSaveReader(StorageReader):
+    """
+    Reads a file of `torch.save` on one rank and gives every rank its part; made for `DynamicMetaLoadPlanner`.
+
+    Only tensors are loaded. All ranks of the default process group take part.
+    """
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
+        """
+        Point to a file.
+
+        Args:
+            checkpoint_id: the file; only the coordinator must be able to open it.
+            coordinator_rank: the rank that reads, which must be the one that coordinates the load.
+
+        """
+        self.checkpoint_id = checkpoint_id
+        self.coordinator_rank = coordinator_rank
+        self.is_coordinator = False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return nothing: the planner knows from its state what is to be loaded."""
+        return Metadata(state_dict_metadata={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Begin a load."""
+        del metadata
+        rank = _current_world().rank
+        if is_coordinator and rank != self.coordinator_rank:
+            raise BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
+        self._file()
+        self.is_coordinator = is_coordinator
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plans of all ranks ask for; all ranks must call this."""
+        world = _current_world()
+        sources: dict[str, torch.Tensor] = {}
+        berths: list[Destination] = []
+
+        def describe() -> bytes:
+            wanted = _wanted(plan.items, planner)
+            held = self._held(planner, sources) if self.is_coordinator else None
+            return json.dumps([wanted, held]).encode()
+
+        def prepare() -> bytes:
+            berths.extend(_berths(cargoes, plan.items, planner))
+            return b""
+
+        with rendezvous(world, "load a file of torch.save") as meeting:
+            told, batch_bytes = json.loads(meeting.agree("describe", describe, _decide))
+            cargoes = [TensorSpec(key, tuple(shape), to_torch(by_name(dtype))) for key, shape, dtype in told]
+            meeting.agree("prepare", prepare, lambda said: [b""] * len(said))
+        with torch.no_grad():
+            broadcast_batches(
+                cargoes,
+                [sources[cargo.name] for cargo in cargoes] if self.is_coordinator else None,
+                berths,
+                torch.device("cpu") if world.solo else current_device(device_of_group().type),
+                None,
+                batch_bytes=batch_bytes,
+                sender=self.coordinator_rank,
+            )
+        for berth in berths:
+            for item, target in berth.result:
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read from this file from now on."""
+        self.checkpoint_id = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether there is such a file."""
+        where = os.fspath(checkpoint_id)
+        return file_exists(where) if is_blob_url(where) else os.path.isfile(where)
+
+    def _file(self) -> str | os.PathLike[str]:
+        if self.checkpoint_id is None:
+            raise BrokenProtocol("no file to load from", hint="give it as checkpoint_id, to the load or to the reader")
+        return self.checkpoint_id
+
+    def _held(self, planner: LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Open the file, keep its tensors in `sources`, and describe each; where one cannot be sent, say why."""
+        state = load_torch_file(self._file())
+        if not isinstance(state, dict):
+            raise BrokenProtocol(
+                f"{self._file()} holds a {type(state).__qualname__}, and a state is loaded from a dict"
+            )
+        if getattr(planner, "flatten_state_dict", True):
+            state, _ = flatten_state_dict(state)
+        held: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(key, str):
+                continue  # of a state that is not flattened; no plan names it
+            if not isinstance(value, torch.Tensor):
+                held[key] = f"{key!r} is a {type(value).__qualname__} in {self._file()}, and a tensor in the state"
+                continue
+            try:
+                sources[key] = plain_source(value, (key,))
+                held[key] = [list(value.shape), of_torch(value.dtype).name]
+            except UnsupportedLeaf as error:
+                held[key] = error.message
+        return held
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """
+    Plans a load from the state alone, for storages that have no metadata; made for `BroadcastingTorchSaveReader`.
+
+    Only tensors are loaded.
+    """
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """
+        Begin a load, with metadata that describe what the state holds.
+
+        Raises:
+            BrokenProtocol: (a RuntimeError) the state holds something that is no tensor.
+
+        """
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        entries: dict[str, STORAGE_TYPES] = {}
+        for key, value in self.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                raise _only_tensors(key, self)
+            entries[key] = TensorStorageMetadata(
+                TensorProperties(dtype=value.dtype), value.size(), _create_chunk_list(value)
+            )
+        self.metadata = Metadata(state_dict_metadata=entries)
+
+
+def _current_world() -> World:
+    return current_world(None, timeout_s=Options().timeout_s)
+
+
+def _only_tensors(key: str, loader: object) -> BrokenProtocol:
+    return BrokenProtocol(
+        f"Non-tensor value identified at {key}. At this time {type(loader).__name__} only supports loading Tensors.",
+        hint="take the key out of the state, and set its value after the load",
+        key=key,
+    )
+
+
+def _wanted(items: Iterable[ReadItem], planner: LoadPlanner) -> dict[str, list[int] | None]:
+    """Return the keys that a rank wants, and the size that it expects each to have, as far as its planner knows."""
+    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+    wanted: dict[str, list[int] | None] = {}
+    for item in items:
+        key = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            raise _only_tensors(key, planner)
+        size = getattr(entries.get(key), "size", None)
+        wanted[key] = None if size is None else list(size)
+    return wanted
+
+
+def _decide(said: list[bytes]) -> list[bytes]:
+    """Compare what the ranks want with what the file holds, and return what is sent."""
+    heard = [json.loads(each) for each in said]
+    held = next((each for _, each in heard if each is not None), None)
+    if held is None:
+        raise BrokenProtocol("no rank was told to coordinate the load", hint="use the reader with `load`")
+    wanted = {key: size for sizes, _ in heard for key, size in sizes.items()}
+    if missing := sorted(wanted.keys() - held.keys()):
+        raise MissingKeys(
+            f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
+            hint="take the keys out of the state, or load another file",
+            missing=missing,
+        )
+    for key in wanted:
+        if isinstance(held[key], str):
+            raise StateMismatch(held[key], hint="take the key out of the state", key=key)
+    for rank, (sizes, _) in enumerate(heard):
+        for key, size in sizes.items():
+            if size is not None and size != held[key][0]:
+                raise StateMismatch(
+                    f"Size mismatch between saved {held[key][0]} and current {size} for {key!r} on rank {rank}",
+                    hint="load into a state of the model that was saved",
+                    key=key,
+                    mismatched=[key],
+                )
+    sent = [[key, *held[key]] for key in held if key in wanted]
+    return [json.dumps([sent, stream.BATCH_BYTES]).encode()] * len(said)
+
+
+def _berths(cargoes: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:
+    """Ask the planner for the memory of all that this rank wants; a berth's result is what to tell it afterwards."""
+    by_key: dict[str, list[ReadItem]] = {}
+    for item in items:
+        by_key.setdefault(item.storage_index.fqn, []).append(item)
+    berths = []
+    for cargo in cargoes:
+        asked = by_key.get(cargo.name, [])
+        targets = [planner.resolve_tensor(item).detach() for item in asked]
+        boxes = [_box(item, target, cargo) for item, target in zip(asked, targets, strict=True)]
+        berths.append(Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True))))
+    return berths
+
+
+def _box(item: ReadItem, target: torch.Tensor, cargo: TensorSpec) -> Box:
+    """Return which box of the whole tensor an item wants."""
+    chunk = item.storage_index.offset or (0,) * len(item.lengths)
+    offsets = tuple(there + inside for there, inside in zip(chunk, item.storage_offsets, strict=True))
+    box = Box(offsets, tuple(item.lengths))
+    if tuple(target.shape) != box.sizes or not within(cargo.shape, box):
+        raise StateMismatch(
+            f"{cargo.name!r}: {box} of a tensor of {cargo.shape} cannot be put into one of {tuple(target.shape)}",
+            hint="the planner's items do not fit the file",
+            key=cargo.name,
+        )
+    if target.dtype != cargo.dtype:
+        log.warning("%r is converted as it is loaded: %s -> %s", cargo.name, cargo.dtype, target.dtype)
+        _try_conversion(cargo, target)
+    return box
+
+
+def _try_conversion(cargo: TensorSpec, target: torch.Tensor) -> None:
+    """Raise now, and not in the midst of sending, if torch cannot convert the tensor."""
+    try:
+        torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=cargo.dtype, device="cpu"))
+    except RuntimeError as error:
+        raise StateMismatch(
+            f"{cargo.name!r}: {cargo.dtype} cannot be loaded as {target.dtype}", key=cargo.name
+        ) from error
+
+
+# The command that converts between files of `torch.save` and checkpoints, with torch's arguments.
+
+
+class FormatMode(Enum):
+    """Which way to convert."""
+
+    TORCH_TO_DCP = "torch_to_dcp"
+    DCP_TO_TORCH = "dcp_to_torch"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Convert what the command line names."""
+    parser = argparse.ArgumentParser(description="Convert between a file of torch.save and a checkpoint directory.")
+    parser.add_argument("mode", type=str, choices=[mode.value for mode in FormatMode], help="which way to convert")
+    parser.add_argument("src", type=str, help="what to convert: a file of torch.save, or a checkpoint's directory")
+    parser.add_argument("dst", type=str, help="where the result goes")
+    args = parser.parse_args(argv)
+    to_checkpoint = args.mode == FormatMode.TORCH_TO_DCP.value
+    print(f"Converting checkpoint from {args.src} to {args.dst} using method: '{args.mode}'")  # noqa: T201
+    if "://" not in args.src and not (os.path.isfile if to_checkpoint else os.path.isdir)(args.src):
+        print(f"No checkpoint found at {args.src}. Skipping conversion.")  # noqa: T201
+        return
+    (torch_save_to_dcp if to_checkpoint else dcp_to_torch_save)(args.src, args.dst)

@@ -1,0 +1,247 @@
+"""
+Steps that all ranks of a group make together, in which each rank's failure reaches all of them.
+
+Objects travel pickled, through the key-value store that the ranks met by, and not through collectives: no backend and
+no device memory is involved, a rank that fails or dies never leaves the others waiting past a deadline, and a step
+that ranks do not make together is an error that says so.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from traceback import StackSummary
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World, current_world
+from shardkeep.errors import (
+    WRAPPED_EXCEPTION,
+    BrokenProtocol,
+    CheckpointError,
+    CheckpointException,
+    RanksSilent,
+    _get_failure_dict,
+    _wrap_exception,
+    picklable_failure,
+)
+from shardkeep.options import Options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+R = TypeVar("R")
+Decide = Callable[[list[Any]], Sequence[Any]]
+
+
+class _DistWrapper:
+    """
+    The ranks of a process group, one of which coordinates; this process alone where `use_dist` is False.
+
+    The methods that take a step's name and functions raise `CheckpointException` on all ranks if a function fails on
+    any of them.
+    """
+
+    def __init__(self, group: ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> None:
+        self.group = group
+        self.use_dist = use_dist
+        self.coordinator_rank = coordinator_rank
+        if not use_dist:
+            self._world = World(0, 1)
+            self.global_coordinator_rank = self.rank = 0
+            self.is_coordinator = True
+            return
+        import torch.distributed as dist  # noqa: PLC0415 - initialised by the caller
+
+        self.rank = dist.get_rank(group)
+        self.global_coordinator_rank = (
+            coordinator_rank if group is None else dist.get_global_rank(group, coordinator_rank)
+        )
+        self.is_coordinator = self.rank == coordinator_rank
+        self._world = _led_by(coordinator_rank, current_world(group, timeout_s=Options().timeout_s))
+
+    def get_rank(self) -> int:
+        """Return this rank's number in the group."""
+        return self.rank
+
+    def get_world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self._world.size
+
+    def patient(self, alone_s: float) -> _DistWrapper:
+        """Return the same ranks, who wait so much longer for the coordinator, which has work that they do not have."""
+        ranks = copy(self)
+        ranks._world = replace(self._world, alone_s=alone_s)
+        return ranks
+
+    # -- objects -------------------------------------------------------------------------------------------------------
+
+    def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - torch's name
+        """Return the coordinator's object, on all ranks."""
+        mine = object if self.is_coordinator else None
+        return cast("T", self._exchange("broadcast", mine, lambda all_: [all_[self.coordinator_rank]] * len(all_)))
+
+    def gather_object(self, object: T) -> list[T] | None:  # noqa: A002 - torch's name
+        """Return the objects of all ranks on the coordinator, None on the others."""
+        kept: list[Any] = []
+
+        def keep(everything: list[Any]) -> list[None]:
+            kept.extend(everything)
+            return [None] * len(everything)
+
+        self._exchange("gather", object, keep)
+        return kept if self.is_coordinator else None
+
+    def all_gather_object(self, object: T) -> list[T]:  # noqa: A002 - torch's name
+        """Return the objects of all ranks, on all ranks."""
+        return cast("list[T]", self._exchange("all_gather", object, lambda all_: [all_] * len(all_)))
+
+    def scatter_object(self, object_list: list[T] | None) -> T:
+        """Return this rank's item of the coordinator's list."""
+
+        def deal(everything: list[Any]) -> list[Any]:
+            dealt = everything[self.coordinator_rank]
+            if dealt is None or len(dealt) != len(everything):
+                raise BrokenProtocol(f"the coordinator has no list of {len(everything)} objects, one for each rank")
+            return list(dealt)
+
+        return cast("T", self._exchange("scatter", object_list if self.is_coordinator else None, deal))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]) -> R:
+        """Run `map_fun` on all ranks and `reduce_fun` on all results at the coordinator; return this rank's item."""
+
+        def deal(results: list[T]) -> list[R]:
+            dealt = reduce_fun(results)
+            if len(dealt) != len(results):
+                raise BrokenProtocol(f"step {step!r} made {len(dealt)} results for {len(results)} ranks")
+            return dealt
+
+        return cast("R", self._step(step, map_fun, deal))
+
+    def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
+        """Run `map_fun` on all ranks and `reduce_fun` on all results at the coordinator; return what it returned."""
+        return cast("R", self._step(step, map_fun, lambda results: [reduce_fun(results)] * len(results)))
+
+    def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
+        """Run `map_fun` on all ranks; return all results."""
+        return cast("list[T]", self._step(step, map_fun, lambda results: [results] * len(results)))
+
+    def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
+        """Run `map_fun` on the coordinator; return its result on all ranks."""
+        work = map_fun if self.is_coordinator else lambda: None
+        return cast("T", self._step(step, work, lambda results: [results[self.coordinator_rank]] * len(results)))
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._exchange("barrier", None, lambda everything: everything)
+
+    def _step(self, step: str, work: Callable[[], Any], decide: Decide) -> Any:
+        def judge(results: list[Any]) -> Sequence[Any]:
+            failures = _get_failure_dict(results)
+            if not failures:
+                try:
+                    return decide(results)
+                except BaseException as error:  # noqa: BLE001 - raised on all ranks
+                    failures = {self.coordinator_rank: _wrap_exception(error)}
+            if not self._world.solo:
+                failures = {rank: picklable_failure(failure) for rank, failure in failures.items()}
+            return [CheckpointException(step, failures)] * len(results)
+
+        mine: Any
+        cause: BaseException | None = None
+        try:
+            mine = work()
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
+            cause, failure = error, _wrap_exception(error)
+            mine = failure if self._world.solo else picklable_failure(failure)
+        try:
+            answer = self._exchange(step, mine, judge)
+        except CheckpointError as error:  # ranks that are silent, gone, or elsewhere
+            raise CheckpointException(step, self._absent(error)) from (cause or error)
+        if isinstance(answer, CheckpointException):
+            raise answer from cause
+        return answer
+
+    def _absent(self, error: CheckpointError) -> dict[int, WRAPPED_EXCEPTION]:
+        ranks = error.ranks if isinstance(error, RanksSilent) else list(error.by_rank)
+        away = [(rank + self.coordinator_rank) % self._world.size for rank in ranks] or [self.rank]
+        return dict.fromkeys(away, (error, StackSummary()))
+
+    def _exchange(self, step: str, mine: Any, decide: Decide) -> Any:
+        """Send an object to the coordinator, and return what it decides on for this rank."""
+        if self._world.solo:
+            return decide([mine])[0]
+
+        def send() -> bytes:
+            return pickle.dumps(mine)
+
+        def reply(letters: list[bytes]) -> list[bytes]:
+            size = len(letters)
+            answers = decide([pickle.loads(letters[(rank - self.coordinator_rank) % size]) for rank in range(size)])
+            # What several ranks get is pickled, and stored, once.
+            written: dict[int, bytes] = {}
+            for answer in answers:
+                if id(answer) not in written:
+                    written[id(answer)] = pickle.dumps(answer)
+            return [written[id(answers[(place + self.coordinator_rank) % size])] for place in range(size)]
+
+        with rendezvous(self._world, f"checkpoint step {step}") as meeting:
+            return pickle.loads(meeting.agree(step, send, reply))
+
+
+def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
+    """
+    Do what comes before a step, and return what gives its result in the step.
+
+    Where it fails and there are other ranks, the failure is raised in the step, so that they learn of it there and do
+    not wait for this rank. A process alone raises it at once.
+    """
+    try:
+        prepared = prepare()
+    except Exception as error:
+        if ranks.get_world_size() == 1:
+            raise
+        failure = error  # the name in the except clause ends with it
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: prepared
+
+
+def _led_by(coordinator: int, world: World) -> World:
+    """Return the world with its ranks counted from the coordinator, who is the one that decides."""
+    if world.store is None:
+        return world
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
+
+    place = (world.rank - coordinator) % world.size
+    return replace(world, rank=place, store=PrefixStore(f"checkpoint/{coordinator}", world.store))
+
+
+def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = None) -> set[str]:
+    """Return the keys of all ranks' dicts."""
+    ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
+    return {key for keys in ranks.all_gather_object(list(local_dict)) for key in keys}
+
+
+def _assert_same_keys(state_dict: dict[str, Any], process_group: ProcessGroup | None = None) -> None:
+    """
+    Make sure that the dicts of all ranks have the same keys; all ranks must call this.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) other ranks have keys that this one lacks; names them.
+
+    """
+    missing = _all_gather_keys(state_dict, process_group) - set(state_dict)
+    if missing:
+        raise BrokenProtocol(
+            f"other ranks have keys that this one lacks: {', '.join(sorted(map(str, missing)))}",
+            hint="all ranks must pass the same keys",
+        )

@@ -1,0 +1,930 @@
+"""
+The storage writer for Hugging Face models: safetensors files, whole or one set a rank, and their index.
+
+All files of a save are written beside what is there, by all ranks, and take its place when the last one is durable: until
+then an older model is as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.futures import Future
+
+from shardkeep.dcp._impl.filesystem import CheckpointThere, FileSystemWriter
+from shardkeep.dcp._impl.hf_files import (
+    SHARDED_DIR_NAME,
+    FileToWrite,
+    NewFile,
+    _gen_file_name,
+    _metadata_fn,
+    no_tensor,
+    write_hf_files,
+)
+from shardkeep.dcp._impl.hf_reader import storage_place
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import current_world
+from shardkeep.engine.safetensors_source import (
+    Catalog,
+    CatalogChunk,
+    CatalogEntry,
+    catalog_of,
+    read_headers,
+    read_weight_map,
+)
+from shardkeep.engine.workers import run_workers, window_for
+from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, MalformedFile, StateError
+from shardkeep.format.boxes import (
+    Box,
+    IntArray,
+    Ints,
+    contiguous_run,
+    flat_range_to_boxes,
+    intersect,
+    relative,
+    slices,
+)
+from shardkeep.layouts.safetensors import (
+    CUSTOM_METADATA_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    SafetensorsFile,
+    alignment_of,
+    build_header,
+    read_header,
+)
+from shardkeep.layouts.safetensors_publish import (
+    SaveNames,
+    begin_save,
+    can_rename,
+    discard_save,
+    made_by_writer,
+    prepare_directory,
+    publish_model,
+)
+from shardkeep.layouts.safetensors_stored import ModelDirectory, OpensAndGets, list_model
+from shardkeep.layouts.torch_values import (
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    SerializationFormat,
+    WriteItem,
+    WriteResult,
+    _StorageInfo,
+    is_tensor_entry,
+)
+from shardkeep.options import Options
+from shardkeep.storage.base import BlobReader, Opens, Store, preferred_requests
+from shardkeep.storage.file_systems import by_store
+from shardkeep.storage.resolve import open_store
+from shardkeep.storage.same_place import same_place
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Whole tensors from their shards: each output file in windows, filled from the shards that meet them, on several
+# threads.
+#
+# A window is a run of elements in the order of the output file. What a shard has of it is a run of the shard as well,
+# so
+# every read is in one piece, whatever axis the tensor was cut along. Memory is two windows a thread, however large
+# the
+# tensors; several threads work on one file. Files are durable on return; if anything fails, all of them are removed.
+
+_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Bytes are moved as these, whatever they mean."""
+_MOST_OPEN = 128
+"""Files open at a time; a checkpoint may have more than a process may open."""
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to make, with its tensors in order."""
+
+    name: str
+    header: bytes
+    tensors: Sequence[CatalogEntry]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes after the header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def output_file(name: str, tensors: Mapping[str, CatalogEntry]) -> OutputFile:
+    """Describe a file that holds these tensors, whole."""
+    inorder = dict(sorted(tensors.items(), key=lambda entry: -alignment_of(entry[1].nbytes)))
+    parts = {key: (tensor.dtype, tensor.shape) for key, tensor in inorder.items()}
+    return OutputFile(name, build_header(parts, {FORMAT_KEY: FORMAT_VALUE}, where=name), list(inorder.values()))
+
+
+class _Shards:
+    """The chunks of a tensor, found by the box they meet."""
+
+    def __init__(self, stored: CatalogEntry) -> None:
+        self.stored = stored
+        table = len(stored.chunks), len(stored.shape)
+        self._low: IntArray = np.array([c.box.offsets for c in stored.chunks], np.int64).reshape(table)
+        self._high = self._low + np.array([c.box.sizes for c in stored.chunks], np.int64).reshape(table)
+
+    def meeting(self, box: Box) -> list[CatalogChunk]:
+        if len(self.stored.chunks) == 1:
+            return self.stored.chunks
+        low = np.array(box.offsets, np.int64)
+        hit = np.all((self._low < low + np.array(box.sizes, np.int64)) & (self._high > low), axis=1)
+        return [self.stored.chunks[row] for row in np.flatnonzero(hit).tolist()]
+
+
+class _Inputs:
+    """Files, opened when first read and kept open as long as there is room. Close it when done."""
+
+    def __init__(self, store: Opens) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, BlobReader] = OrderedDict()
+        self._users: dict[str, int] = {}
+
+    @contextmanager
+    def reader(self, path: str) -> Iterator[BlobReader]:
+        """Lend a reader of a file."""
+        with self._lock:
+            reader = self._open.get(path)
+            if reader is None:
+                self._make_room()
+                reader = self._open[path] = self._store.open(path)
+            self._open.move_to_end(path)
+            self._users[path] = self._users.get(path, 0) + 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def _make_room(self) -> None:
+        idle = [path for path in self._open if not self._users.get(path)]
+        for path in idle[: max(0, len(self._open) - _MOST_OPEN + 1)]:
+            self._open.pop(path).close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for reader in self._open.values():
+                reader.close()
+            self._open.clear()
+
+
+class _Span(NamedTuple):
+    """Some elements of a tensor in a window."""
+
+    shards: _Shards
+    first: int
+    last: int
+
+
+class _Window(NamedTuple):
+    file: NewFile
+    start: int
+    """Where it begins in the data."""
+    spans: list[_Span]
+
+
+def write_whole(
+    store: Store, files: Sequence[OutputFile], shards: Opens, *, names: SaveNames, threads: int, budget_nbytes: int
+) -> None:
+    """Write files of whole tensors, from shards that `shards` opens; durable on return."""
+    if not files:
+        return
+    threads, both = window_for(threads, budget_nbytes)
+    window = both // 2
+    with closing(_Inputs(shards)) as inputs, ExitStack() as undo:
+
+        def work(task: _Window, buffer: memoryview) -> bool:
+            at = 0
+            for span in task.spans:
+                at += _fill(span, buffer[at:window], buffer[window:], inputs)
+            task.file.write(task.start, buffer[:at])
+            return True
+
+        run_workers(_windows(store, files, names, window, undo), work, threads=threads, buffer_nbytes=both)
+        undo.pop_all()
+
+
+def _windows(
+    store: Store, files: Sequence[OutputFile], names: SaveNames, window: int, undo: ExitStack
+) -> Iterator[_Window]:
+    """Open the files, one after the other, and cut their data into windows of whole elements."""
+    for file in files:
+        output = NewFile(store, names.written(file.name), file.header, file.data_nbytes, undo)
+        if not file.data_nbytes:
+            yield _Window(output, 0, [])
+        start = nbytes = 0
+        spans: list[_Span] = []
+        for stored in file.tensors:
+            size = stored.dtype.itemsize
+            first, count = 0, stored.nbytes // size
+            shards = _Shards(stored)
+            while first < count:
+                last = min(count, first + (window - nbytes) // size)
+                if last > first:
+                    spans.append(_Span(shards, first, last))
+                    nbytes += (last - first) * size
+                first = last
+                if first < count or nbytes == window:
+                    yield _Window(output, start, spans)
+                    start, nbytes, spans = start + nbytes, 0, []
+        if spans:
+            yield _Window(output, start, spans)
+
+
+def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: _Inputs) -> int:
+    """Read the elements of a span into the beginning of a window; return their bytes."""
+    stored = span.shards.stored
+    size = stored.dtype.itemsize
+    at = 0
+    for box in flat_range_to_boxes(stored.shape, span.first, span.last):
+        nbytes = box.volume * size
+        for chunk in span.shards.meeting(box):
+            common = intersect(box, chunk.box)
+            if common is not None:
+                _copy(chunk, common, box, size, window[at : at + nbytes], scratch, inputs)
+        at += nbytes
+    return at
+
+
+def _copy(
+    chunk: CatalogChunk, common: Box, box: Box, size: int, window: memoryview, scratch: memoryview, inputs: _Inputs
+) -> None:
+    """Read the common part of a chunk and of the window's box to where it belongs in the window."""
+    source = chunk.start + _run_of(chunk.box.sizes, relative(common, chunk.box)) * size
+    goal = relative(common, box)
+    run = contiguous_run(box.sizes, goal)
+    into = scratch[: common.volume * size] if run is None else window[run[0] * size :][: run[1] * size]
+    with inputs.reader(chunk.path) as reader:
+        reader.read_into(source, into)
+    if run is None:
+        whole = np.frombuffer(window, _RAW[size]).reshape(box.sizes)
+        whole[slices(goal)] = np.frombuffer(into, _RAW[size]).reshape(goal.sizes)
+
+
+def _run_of(shape: Ints, box: Box) -> int:
+    """Return where a box begins in a chunk, of which it is one run: it spans all axes after the one that cuts it."""
+    start = 0
+    for offset, full in zip(box.offsets, shape, strict=True):
+        start = start * full + offset
+    return start
+
+
+# From the shards of a checkpoint to a Hugging Face model: whole tensors, files as a mapping says, and an index of
+# them.
+#
+# All headers are read and checked first, so that nothing is written for shards that are not one whole checkpoint. New
+# files are written beside what is there and take its place when all of them are durable, the index file last.
+
+logger = logging.getLogger("shardkeep")
+
+SLOWEST_BYTES_PER_S = 50 << 20
+"""A rank that writes this fast is waited for, however much it has to write."""
+
+
+_MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
+"""What only this makes."""
+
+
+class BadMapping(StateError, ValueError, KeyError):
+    """A mapping from tensors to files that does not fit the tensors."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be made."""
+
+    inputs: OpensAndGets
+    """Opens the shards."""
+    output: Store
+    files: dict[int, OutputFile]
+    """By their number."""
+    weights: dict[str, str]
+    total_nbytes: int
+
+    @property
+    def names(self) -> list[str]:
+        """What the files are called."""
+        return [file.name for file in self.files.values()]
+
+
+def consolidate_safetensors_files(
+    input_dir: str,
+    output_dir: str,
+    fqn_to_index_mapping: dict[str, int],
+    num_threads: int = 1,
+) -> None:
+    """
+    Make whole tensors of sharded ones: files `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.
+
+    Args:
+        input_dir: holds the shards, as `HuggingFaceStorageWriter` of ours or torch's writes them: a path or a URL.
+        output_dir: where the model goes: a path or a URL. One that is there stays as it is until the new one is complete.
+        fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; None for one file.
+        num_threads: how many threads to use at least.
+
+    Raises:
+        MalformedFile: (a ValueError) the shards are not one whole checkpoint; nothing was written.
+        BadMapping: (a ValueError) the mapping names tensors that there are not; nothing was written.
+
+    """
+    begun = time.monotonic()
+    save_id = str(uuid.uuid4())
+    _make(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), save_id, num_threads)
+    logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
+
+
+def consolidate_files(
+    store: Store,
+    names: Sequence[str],
+    output_dir: str,
+    fqn_to_index_mapping: Mapping[str, int] | None,
+    num_threads: int,
+) -> None:
+    """Do the same for shards that are known by their names in a store."""
+    headers = read_headers(names, threads=_threads(num_threads), opens=store)
+    job = _plan_of(store, catalog_of(headers), _place(output_dir), fqn_to_index_mapping)
+    _make(job, str(uuid.uuid4()), num_threads)
+
+
+def consolidate_safetensors_files_on_every_rank(
+    input_dir: str,
+    output_dir: str,
+    fqn_to_index_mapping: dict[str, int],
+    num_threads: int = 1,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """
+    Do the same on all ranks, each of which makes some of the files. Returns when all of them are there.
+
+    Args:
+        input_dir: holds the shards; all ranks see the same ones.
+        output_dir: where the model goes.
+        fqn_to_index_mapping: the number of the file that each tensor goes to; the same on all ranks.
+        num_threads: how many threads each rank uses at least.
+        process_group: the ranks that take part; all of them by default.
+
+    Raises:
+        CheckpointError: some rank failed; the same on all ranks. What was in `output_dir` is still there.
+
+    """
+    world = current_world(process_group, timeout_s=Options().timeout_s)
+    if world.solo:
+        consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
+        return
+    jobs: list[_Job] = []
+
+    def plan() -> bytes:
+        jobs.append(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
+        return b""
+
+    def begin_all(_: list[bytes]) -> list[bytes]:
+        [job] = jobs
+        names = begin_save(job.output, str(uuid.uuid4()), prepare_directory(job.output))
+        return [json.dumps(asdict(names)).encode()] * world.size
+
+    with rendezvous(world, "consolidate safetensors files") as meeting:
+        names = SaveNames(**json.loads(meeting.agree("plan", plan, begin_all)))
+    [job] = jobs
+    mine = [number for number in job.files if number % world.size == world.rank]
+
+    def write() -> bytes:
+        _write(job, mine, names, num_threads)
+        return b""
+
+    def complete(_: list[bytes]) -> list[bytes]:
+        _publish(job, names)
+        return [b""] * world.size
+
+    patient = replace(world, timeout_s=world.timeout_s + job.total_nbytes / SLOWEST_BYTES_PER_S)
+    try:
+        with rendezvous(patient, "consolidate safetensors files") as meeting:
+            meeting.agree("write", write, complete)
+    except CheckpointError:
+        if world.rank == 0:
+            # Ranks that did not fail leave their files: only here is it known that nobody will publish them.
+            with suppress(CheckpointError):
+                prepare_directory(job.output)
+        raise
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Job:
+    output, shards = _place(output_dir), _place(input_dir)
+    folder = list_model(shards)
+    if not folder.files:
+        raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+    headers = read_headers(folder.files.values(), threads=_threads(num_threads), opens=folder.opens)
+    if same_place(shards, output):
+        # What an earlier call made of earlier shards.
+        headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
+    for file in headers:
+        if not _is_shard(file):
+            raise MalformedFile(
+                f"{file.path}: no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds",
+                hint="only what a distributed checkpoint wrote can be consolidated; move other files elsewhere",
+                file=file.path,
+            )
+    return _plan_of(folder.opens, catalog_of(headers), output, mapping)
+
+
+def _place(directory: str | os.PathLike[str]) -> Store:
+    return open_store(directory, direct=Options().direct_io)
+
+
+def _is_shard(file: SafetensorsFile) -> bool:
+    return bool(file.metadata.get(CUSTOM_METADATA_KEY))
+
+
+def _plan_of(inputs: OpensAndGets, catalog: Catalog, output: Store, mapping: Mapping[str, int] | None) -> _Job:
+    numbers = dict.fromkeys(catalog, 1) if mapping is None else mapping
+    check_mapping(numbers)
+    if missing := sorted(numbers.keys() - catalog.keys()):
+        raise BadMapping(
+            f"fqn_to_index_mapping names {len(missing)} tensors that the shards do not have: {missing[:4]}",
+            hint="leave them out of the mapping, or save them",
+            key=missing[0],
+        )
+    if dropped := sorted(catalog.keys() - numbers.keys()):
+        logger.warning("fqn_to_index_mapping leaves out %d tensors of the shards: %s …", len(dropped), dropped[:4])
+    last = max(numbers.values())
+    groups: dict[int, Catalog] = {}
+    for key, number in numbers.items():
+        groups.setdefault(number, {})[key] = catalog[key]
+    files = {number: output_file(_gen_file_name(number, last), group) for number, group in sorted(groups.items())}
+    weights = {key: _gen_file_name(number, last) for key, number in numbers.items()}
+    return _Job(inputs, output, files, weights, sum(catalog[key].nbytes for key in numbers))
+
+
+def check_mapping(mapping: Mapping[str, int]) -> None:
+    """Make sure that a mapping gives each tensor the number of a file."""
+    if not mapping:
+        raise BadMapping("fqn_to_index_mapping is empty: there is no file to write")
+    for key, number in mapping.items():
+        if type(number) is not int or number < 1:
+            raise BadMapping(
+                f"fqn_to_index_mapping gives {key!r} the file {number!r}", hint="files are counted from 1", key=key
+            )
+
+
+def _make(job: _Job, save_id: str, num_threads: int) -> None:
+    names = begin_save(job.output, save_id, prepare_directory(job.output))
+    try:
+        _write(job, list(job.files), names, num_threads)
+        _publish(job, names)
+    except BaseException:
+        with suppress(CheckpointError):
+            discard_save(job.output, save_id)
+        raise
+
+
+def _write(job: _Job, numbers: Sequence[int], names: SaveNames, num_threads: int) -> None:
+    write_whole(
+        job.output,
+        [job.files[number] for number in numbers],
+        job.inputs,
+        names=names,
+        threads=_threads(num_threads),
+        budget_nbytes=Options().host_budget_bytes,
+    )
+
+
+def _publish(job: _Job, names: SaveNames) -> None:
+    # Where new files cannot take the names of those that they replace, these have to go.
+    there = () if names.renames else list_model(job.output).files
+    old = [name for name in there if name in job.names or _MARKED.fullmatch(name)]
+    publish_model(
+        job.output,
+        names,
+        job.names,
+        weights=job.weights,
+        total_nbytes=job.total_nbytes,
+        replaces_saves=False,
+        removes=old,
+    )
+
+
+def _threads(asked: int) -> int:
+    return max(asked, Options().io_threads)
+
+
+# Which file of a Hugging Face checkpoint each item of a save goes to.
+#
+# In come the plans of all ranks, out go names of files and what each holds. Names are torch's. Where torch's would
+# make
+# ranks overwrite each other, or a second shard of a tensor replace the first, there are more files.
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the names of a rank's files are made of."""
+
+    mapping: Mapping[str, int] | None
+    """The number of each tensor's file; None where all go to file 1."""
+    last: int
+    """The largest number."""
+    shard: int | None = None
+    """Of this rank; None where files are not cut by rank."""
+    ranks: int = 0
+    """A rank's further shards of one tensor are in shards of numbers that are larger by this, each time."""
+    instead: Mapping[int, int] = field(default_factory=dict)
+    """Other numbers for this rank's files, where other ranks have tensors for the same ones."""
+
+
+def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
+    """
+    Return the items of each file.
+
+    Raises:
+        BadMapping: (a KeyError) the mapping has no file for a tensor.
+
+    """
+    if mapping is None:
+        return {1: list(items)}
+    found: dict[int, list[WriteItem]] = {}
+    for item in items:
+        key = item.index.fqn
+        if key not in mapping:
+            raise BadMapping(
+                f"fqn_to_index_mapping has no file for {key!r}", hint="give every tensor of the state one", key=key
+            )
+        found.setdefault(mapping[key], []).append(item)
+    return found
+
+
+Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
+"""Gives the items of each file, as `split` does; a writer that extends ours may have another."""
+
+
+def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) -> list[FileToWrite]:
+    """Return the files that a rank writes."""
+    files = []
+    for number, group in by(numbers.mapping, list(items)).items():
+        layers = _layers(group)
+        if len(layers) > 1 and not numbers.ranks:
+            raise InvalidShards(
+                f"{layers[-1][0].index.fqn!r} has {len(layers)} shards on one rank, and a file holds only one",
+                hint="save with save_distributed=True",
+                key=layers[-1][0].index.fqn,
+            )
+        for depth, layer in enumerate(layers):
+            shard = None if numbers.shard is None else numbers.shard + depth * numbers.ranks
+            name = _gen_file_name(numbers.instead.get(number, number), numbers.last, shard)
+            files.append(FileToWrite(name, layer))
+    return files
+
+
+def _layers(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide items so that no tensor is twice in one layer."""
+    seen: Counter[str] = Counter()
+    layers: list[list[WriteItem]] = []
+    for item in items:
+        depth = seen[item.index.fqn]
+        seen[item.index.fqn] += 1
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(item)
+    return layers
+
+
+def number_shards(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
+    """Number the files of a save in which every rank writes its own: rank 0 has shard 1."""
+    last = _last(mapping)
+    return [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
+
+
+def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split = split) -> list[Numbers]:
+    """
+    Number the files of a save of whole tensors, of which mostly rank 0 has all.
+
+    Where several ranks have tensors for one file, each writes a file of its own.
+
+    Raises:
+        InvalidShards: an item is only a part of its tensor.
+
+    """
+    for plan in plans:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None and tuple(data.chunk.sizes) != tuple(data.size):
+                raise InvalidShards(
+                    f"{item.index.fqn!r} is spread over ranks: of {list(data.size)}, this rank has {list(data.chunk.sizes)}",
+                    hint="save with save_distributed=True, or gather the state on rank 0 first",
+                    key=item.index.fqn,
+                )
+    last = _last(mapping)
+    wanted = [_numbers_of(plan, mapping, by) for plan in plans]
+    if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
+        return [Numbers(mapping, last) for _ in plans]
+    pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
+    logger.warning("several ranks have tensors for one file: there will be up to %d files instead", len(pairs))
+    new = {pair: place for place, pair in enumerate(pairs, start=1)}
+    return [
+        Numbers(mapping, len(pairs), instead={number: new[number, rank] for number in numbers})
+        for rank, numbers in enumerate(wanted)
+    ]
+
+
+def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None, by: Split) -> list[int]:
+    """Return the files that a rank may write to: all, where it only sent word that its plan has not changed."""
+    if not plan.usable:
+        return sorted(set(mapping.values())) if mapping is not None else [1]
+    return sorted(by(mapping, plan.items)) if plan.items else []
+
+
+def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:
+    """
+    Make sure that a mapping names no tensor that nobody saves, before anything is written for it.
+
+    Raises:
+        BadMapping: it does.
+
+    """
+    saved = {item.index.fqn for plan in plans for item in plan.items}
+    if missing := sorted(mapping.keys() - saved):
+        raise BadMapping(
+            f"fqn_to_index_mapping names {len(missing)} tensors that the state does not have: {missing[:4]}",
+            hint="leave them out of the mapping",
+            key=missing[0],
+        )
+
+
+def _last(mapping: Mapping[str, int] | None) -> int:
+    if mapping is None:
+        return 1
+    check_mapping(mapping)
+    return max(mapping.values())
+
+
+_OURS = "shardkeep"
+"""Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
+
+
+class HuggingFaceStorageWriter(FileSystemWriter):
+    """
+    Writes tensors as a Hugging Face model.
+
+    Objects that are no tensors have no place in such a model and are refused.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fqn_to_index_mapping: dict[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+    ) -> None:
+        """
+        Point to a directory.
+
+        Args:
+            path: where the model goes: a directory, or the URL of a place.
+            fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; one file by default.
+            thread_count: how many threads to write with, at least.
+            save_distributed: every rank writes its own shards; otherwise tensors must be whole.
+            enable_consolidation: make whole tensors of the shards, in `path`; the shards go to `path/sharded`.
+            thread_count_consolidation: how many threads to do that with, at least.
+
+        """
+        super().__init__(path=path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
+        self.fqn_to_index_mapping: dict[str, int] | None = fqn_to_index_mapping
+        self.save_distributed: bool = save_distributed
+        self.enable_consolidation: bool = enable_consolidation
+        self.consolidated_output_path: str | None = None
+        self.thread_count_consolidation = thread_count_consolidation
+        self._new_save: str | None = None
+        self._keys_known = True
+        self._names: SaveNames | None = None
+        self._alone = False
+        self.fs, self.path = by_store(self.fs, self.path)
+        self._point_to(self.path)
+
+    def _point_to(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        if self.enable_consolidation:
+            self.consolidated_output_path = str(path)
+            self.path = self.fs.concat_path(path, SHARDED_DIR_NAME)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.fs, self.path = by_store(self.fs, self.path)
+            self._point_to(self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._new_save = self._names = None
+        if not self.use_collectives and self.rank:
+            raise BrokenProtocol(
+                "a Hugging Face model is one for all ranks, and cannot be saved by each rank on its own",
+                hint="save with use_collectives=True",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """
+        Make sure that the plan has tensors only.
+
+        Raises:
+            UnsupportedLeaf: (a TypeError) it has something else; names it.
+
+        """
+        storage_place(self)
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise no_tensor(item)
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide on all files of the save, and make the directory ready for them."""
+        mapping = self.fqn_to_index_mapping
+        if self.save_distributed:
+            numbered = number_shards(plans, mapping)
+            if mapping is not None and self.enable_consolidation and all(plan.usable for plan in plans):
+                check_complete(plans, mapping)
+        else:
+            numbered = number_whole(plans, mapping, self._split_by_storage_plan)
+        # Unknown where a rank only sent word that its plan has not changed.
+        count = None
+        self._keys_known = all(plan.usable for plan in plans)
+        if self._keys_known:
+            count = sum(
+                len(files_of(plan.items, numbers, self._split_by_storage_plan))
+                for plan, numbers in zip(plans, numbered, strict=True)
+                if plan.items
+            )
+        store = storage_place(self)
+        self._alone = len(plans) == 1
+        folder = prepare_directory(store)
+        self._check_place(folder, {item.index.fqn for plan in plans for item in plan.items})
+        self._names = begin_save(store, self.save_id, folder)
+        new_plans = []
+        for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
+            storage_data: dict[str, Any] = {}
+            if mapping is not None:
+                storage_data["fqn_to_index_mapping"] = mapping
+            if self.save_distributed:
+                storage_data["shard_index"] = place
+            decided = {"save_id": self.save_id, "marks": self._names.marks, "files": count, "numbers": numbers}
+            storage_data[_OURS] = decided
+            new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
+        return new_plans
+
+    def _check_place(self, folder: ModelDirectory, keys: set[str]) -> None:
+        """Refuse to put shards beside a model that they do not replace: readers take it for the one, or for both."""
+        if not self.save_distributed:
+            return
+        named = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
+        for name in folder.files:
+            if made_by_writer(folder, name):
+                continue
+            if name in named:
+                raise CheckpointThere(
+                    f"{folder.path}: holds a model ({name}, …) with an index file; shards beside it would never be read",
+                    hint="save to another directory, or delete the model",
+                    file=name,
+                )
+            if twice := sorted(keys.intersection(_keys_in(folder, name))):
+                raise CheckpointThere(
+                    f"{folder.path}: {name}, which no save made, holds {len(twice)} of the tensors to save: {twice[:4]}; "
+                    "with shards beside it they would be there twice",
+                    hint="save to another directory, or delete the file",
+                    file=name,
+                    key=twice[0],
+                )
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
+        storage_place(self)
+        results: list[WriteResult] = []
+        if plan.items:
+            results = self._write(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        said: dict[str, Any] = plan.storage_data or {}
+        decided = said.get(_OURS)
+        if decided is None:
+            # A plan that somebody else made, as torch's `prepare_global_plan` does: there is nobody to wait for.
+            mapping = said.get("fqn_to_index_mapping")
+            numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
+            decided = {"save_id": self.save_id, "marks": False, "files": None, "numbers": numbers}
+        numbers, store = decided["numbers"], storage_place(self)
+        names = SaveNames(decided["save_id"], renames=can_rename(store), marks=decided["marks"])
+        self._new_save = names.save_id
+        files = files_of(plan.items, numbers, self._split_by_storage_plan)
+        options = Options()
+        threads = max(self.thread_count, preferred_requests(store, options.io_threads))
+        threads, window = window_for(threads, options.host_budget_bytes)
+        if _OURS not in said and not names.renames:
+            for file in files:
+                store.delete(file.name)
+        sizes = write_hf_files(
+            store,
+            files,
+            lambda item: _tensor(planner, item),
+            names=names,
+            file_count=decided["files"],
+            threads=threads,
+            window_nbytes=window,
+        )
+        if _OURS not in said and names.renames:
+            for file in files:
+                new = os.path.join(str(self.path), names.written(file.name))
+                os.replace(new, os.path.join(str(self.path), file.name))
+        return [
+            WriteResult(item.index, sizes[id(item)], _StorageInfo(file.name, 0, sizes[id(item)]))
+            for file in files
+            for item in file.items
+        ]
+
+    def _alone_s(self, metadata: Metadata) -> float:
+        if self.save_distributed and not self.enable_consolidation:
+            return 0.0
+        # All of it is written, or written once more, by one rank.
+        tensors: list[Any] = [entry for entry in metadata.state_dict_metadata.values() if is_tensor_entry(entry)]
+        total = sum(torch.Size(entry.size).numel() * entry.properties.dtype.itemsize for entry in tensors)
+        return float(total / SLOWEST_BYTES_PER_S)
+
+    def _discard_written(self) -> None:
+        """Remove what all ranks wrote last, unless it is being published; for a save that will not be."""
+        if self._new_save is not None:
+            discard_save(storage_place(self), self._new_save, last=self._alone)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""
+        written = [result for each in results for result in each]
+        store = storage_place(self)
+        weights, total = None, 0
+        if not self.save_distributed:  # otherwise tensors are in several files, and no index can say where each one is
+            weights = {result.index.fqn: result.storage_data.relative_path for result in written}
+            total = sum(result.storage_data.length for result in written)
+        files = list(dict.fromkeys(result.storage_data.relative_path for result in written))
+        names = self._names or SaveNames(self.save_id, renames=can_rename(store))
+        try:
+            if not self._keys_known:
+                self._check_place(list_model(store), {result.index.fqn for result in written})
+            publish_model(store, names, files, weights=weights, total_nbytes=total, replaces_saves=True)
+        except Exception:
+            with suppress(CheckpointError):
+                discard_save(store, self.save_id)
+            raise
+        if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and files:
+            consolidate_files(
+                store,
+                list(map(names.final, files)),
+                self.consolidated_output_path,
+                self.fqn_to_index_mapping,
+                self.thread_count_consolidation,
+            )
+
+    def _split_by_storage_plan(
+        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        return split(storage_plan, items)
+
+    @property
+    def metadata_path(self) -> str:
+        """The name of the index file."""
+        return _metadata_fn
+
+
+def _keys_in(folder: ModelDirectory, name: str) -> Iterable[str]:
+    try:
+        return read_header(folder.files[name], folder.opens).tensors
+    except CheckpointError:
+        return ()  # readers will name it
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    if not isinstance(found, torch.Tensor):
+        raise no_tensor(item)
+    return found

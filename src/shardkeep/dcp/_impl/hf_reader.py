@@ -1,0 +1,437 @@
+"""
+The storage reader for Hugging Face models and for shards of them: only headers and wanted ranges are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from shardkeep.dcp._impl.filesystem import FileSystemReader
+from shardkeep.dcp._impl.hf_files import _HFStorageInfo
+from shardkeep.dcp._impl.interop import to_classes_of_caller
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner
+from shardkeep.engine.fill import ChunkRead, ChunkRequest, fill_items, read_chunks
+from shardkeep.engine.reader import ReadableStore
+from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog
+from shardkeep.engine.torch_source import Item, ItemFiles, item_batches
+from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
+from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
+from shardkeep.format.boxes import Box, whole
+from shardkeep.format.dtypes import DType, Ints, to_torch
+from shardkeep.layouts.lazy_dicts import LazyItems
+from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
+from shardkeep.layouts.safetensors_stored import list_model
+from shardkeep.layouts.torch_metadata import ItemLocation
+from shardkeep.layouts.torch_values import (
+    ChunkStorageMetadata,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    is_torchs,
+)
+from shardkeep.options import Options
+from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.file_systems import by_store, is_local, store_of
+from shardkeep.storage.local import PathStore
+
+# A safetensors file as the safetensors library hands it out: keys, whole tensors, slices. For readers that users
+# extend.
+
+
+class SafeFile:
+    """An open file; what `safetensors.safe_open` returns has these methods."""
+
+    def __init__(self, file: SafetensorsFile, opens: ReadableStore) -> None:
+        self._file = file
+        self._opens = opens
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._file.tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return what the header says besides."""
+        return self._file.metadata or None
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """Return a tensor to take slices of."""
+        if name not in self._file.tensors:
+            raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
+        return SafeSlice(self._opens, self._file.path, name, self._file.tensors[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor."""
+        found = self.get_slice(name)
+        return found.read(whole(found.part.shape))
+
+
+class SafeSlice:
+    """A stored tensor of which only what is asked for is read."""
+
+    def __init__(self, opens: ReadableStore, path: str, key: str, part: HeaderTensor) -> None:
+        self._opens = opens
+        self.path = path
+        self.key = key
+        self.part = part
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return list(self.part.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype, as safetensors spells it."""
+        return str(self.part.dtype.safetensors)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        given = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in given:
+            at = given.index(Ellipsis)
+            given = (*given[:at], *([slice(None)] * (len(self.part.shape) - len(given) + 1)), *given[at + 1 :])
+        ranges = [
+            range(full)[each] if isinstance(each, slice) else range(full)[each : each + 1 or None]
+            for each, full in zip(given, self.part.shape, strict=False)
+        ]
+        ranges += [range(full) for full in self.part.shape[len(ranges) :]]
+        if any(each.step != 1 for each in ranges):
+            raise MalformedFile("only slices of step 1 can be read", file=self.path)
+        found = self.read(Box(tuple(each.start for each in ranges), tuple(map(len, ranges))))
+        single = [axis for axis, each in enumerate(given) if not isinstance(each, slice)]
+        for axis in reversed(single):
+            found = found.squeeze(axis)
+        return found
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Read a box."""
+        options, part = Options(), self.part
+        found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
+        files = ItemFiles(self._opens, {})
+        read = chunk_read(
+            files, self.key, part.dtype, CatalogChunk(self.path, part.start, whole(part.shape)), box, found
+        )
+        threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
+        read_chunks(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)
+        return found
+
+
+def chunk_read(
+    files: ItemFiles, key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor
+) -> ChunkRead:
+    """Say how to fill a tensor with a box of a chunk."""
+    shape = chunk.box.sizes
+    item = Item(files.number(chunk.path), chunk.start, math.prod(shape) * dtype.itemsize, key)
+    return ChunkRead(item, chunk.start, shape, dtype, box, into)
+
+
+_LARGEST_NBYTES = 8
+"""Of an element, in whatever a planner makes for it."""
+_HOOKS = ("_process_read_request", "_read_files_from_queue")
+"""Methods that a subclass may override; then whole requests go through them, as in torch."""
+
+
+class HuggingFaceStorageReader(FileSystemReader):
+    """Reads a Hugging Face model, or the shards of one, into a state."""
+
+    def __init__(self, path: str, thread_count: int = 1) -> None:
+        """
+        Point to a directory.
+
+        Args:
+            path: holds the model: a directory, or the URL of a place.
+            thread_count: how many threads to read with, at least.
+
+        """
+        super().__init__(path=path)
+        self.fs, self.path = by_store(self.fs, self.path)
+        self.thread_count = thread_count
+        self._catalog: Mapping[str, CatalogEntry] = {}
+        self._chunks: dict[str, dict[Ints, tuple[DType, CatalogChunk]]] = {}
+        self._headers: dict[str, SafetensorsFile] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the previous load; the next one is from `checkpoint_id`, if given."""
+        super().reset(checkpoint_id)
+        self.fs, self.path = by_store(self.fs, self.path)
+        self._catalog, self._chunks, self._headers = {}, {}, {}
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def read_metadata(self) -> Metadata:
+        """
+        Describe what the directory holds. An index file, where there is one, says which files count.
+
+        Raises:
+            MalformedFile: the files are not one whole checkpoint.
+
+        """
+        place = storage_place(self)
+        self._chunks = {}
+        self._catalog = read_catalog(list_model(place), threads=self._threads())
+        metadata = Metadata(
+            LazyItems.of(_Entries(self._catalog)),
+            storage_data=LazyItems.of(_Places(self._catalog)),
+            storage_meta=StorageMeta(load_id=self.load_id),
+        )
+        return to_classes_of_caller(metadata)
+
+    def stored_chunk(self, index: MetadataIndex) -> tuple[DType, CatalogChunk]:
+        """
+        Find a chunk that an item names.
+
+        Raises:
+            NoSuchValue: there is none.
+
+        """
+        at: Ints = tuple(index.offset or ())
+        found = self._chunks.get(index.fqn)
+        if found is None and index.fqn in self._catalog:
+            stored = self._catalog[index.fqn]
+            found = self._chunks[index.fqn] = {chunk.box.offsets: (stored.dtype, chunk) for chunk in stored.chunks}
+        chunk = (found or {}).get(at)
+        info = self.storage_data.get(index)
+        if chunk is not None and (info is None or info.relative_path == chunk[1].path):
+            return chunk
+        # Metadata that another reader read, or that were changed: the file says the rest.
+        if info is None:
+            raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
+        header = self._header(info.relative_path)
+        if index.fqn not in header.tensors:
+            raise NoSuchValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
+        part = header.tensors[index.fqn]
+        return part.dtype, CatalogChunk(header.path, part.start, Box(at, part.shape))
+
+    def _header(self, path: str) -> SafetensorsFile:
+        if path not in self._headers:
+            self._headers[path] = read_header(path, self._opens())
+        return self._headers[path]
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner asks for, straight into its tensors where they allow it."""
+        storage_place(self)
+        for req in plan.items:
+            if req.type == LoadItemType.BYTE_IO:
+                raise UnsupportedLeaf(
+                    f"{req.dest_index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
+                    hint="leave it out of this load",
+                    key=req.dest_index.fqn,
+                )
+        self._read(plan.items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._extends(HuggingFaceStorageReader, _HOOKS):
+            self._read_one_by_one(items, planner)
+        else:
+            self.read_plain(items, planner)
+
+    def _extends(self, own: type, names: Sequence[str]) -> bool:
+        """Say whether the class of this reader overrides one of these methods."""
+        return any(getattr(type(self), name) is not getattr(own, name) for name in names)
+
+    def _opens(self) -> ReadableStore:
+        """Return what opens files as the catalog calls them: by their paths, or by their names in a store."""
+        return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
+
+    def open_files(self) -> ItemFiles:
+        """Return the files to read from, which have no digests."""
+        return ItemFiles(self._opens(), {})
+
+    def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Read items as they are stored, cast to the dtype of what they fill."""
+        files, options = self.open_files(), Options()
+        for batch in in_batches(items, planner):
+            wanted, targets, filled = [], [], []
+            for req in batch:
+                dtype, chunk = self.stored_chunk(req.storage_index)
+                targets.append(target_tensor(req, planner))
+                # What a tensor of another class does with its memory, only its own `copy_` knows.
+                plain = type(targets[-1]) is torch.Tensor
+                filled.append(
+                    targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype), device="cpu")
+                )
+                nbytes = chunk.box.volume * dtype.itemsize
+                place = ItemLocation(chunk.path, chunk.start, nbytes, chunk.start, ())
+                box = Box(tuple(req.storage_offsets), tuple(req.lengths))
+                wanted.append(ChunkRequest(place, req.storage_index.fqn, chunk.box.sizes, dtype, box, filled[-1]))
+            synchronize_devices(filled)
+            fill_items(files, wanted, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
+            synchronize_devices(filled)
+            # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+            torch.autograd.graph.increment_version(filled)
+            for req, target, made in zip(batch, targets, filled, strict=True):
+                if made is not target:
+                    target.copy_(made)
+                planner.commit_tensor(req, target)
+
+    # -- for readers that extend this one ------------------------------------------------------------------------------
+
+    def _read_one_by_one(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Hand the requests of each file to `_read_files_from_queue`, and so to `_process_read_request`."""
+        per_file: dict[str, list[ReadItem]] = {}
+        for req in items:
+            info = self.storage_data.get(req.storage_index)
+            path = self.stored_chunk(req.storage_index)[1].path if info is None else info.relative_path
+            per_file.setdefault(path, []).append(req)
+        waiting: queue.Queue[Any] = queue.Queue()
+        done: queue.Queue[Any] = queue.Queue()
+        for task in per_file.items():
+            waiting.put(task)
+
+        def work(_: int, __: memoryview) -> bool:
+            self._read_files_from_queue(waiting, done, planner)
+            return True
+
+        threads = max(1, min(self.thread_count, len(per_file)))
+        run_workers(range(threads), work, threads=threads, buffer_nbytes=0)
+        if done.qsize() != len(per_file):
+            raise BrokenProtocol(
+                f"Not all files were processed: {done.qsize()} out of {len(per_file)}",
+                hint="_read_files_from_queue must put a value into its second queue for each file",
+            )
+
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        """Read one item from an open file."""
+        index = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets, req.lengths, strict=True))
+        tensor = f.get_slice(req.storage_index.fqn)[index]
+        target = target_tensor(req, planner)
+        target.copy_(tensor)
+        planner.commit_tensor(req, target)
+
+    def _read_files_from_queue(
+        self, file_queue: queue.Queue[Any], result_queue: queue.Queue[Any], planner: LoadPlanner
+    ) -> None:
+        """Read files, each with its requests, until the queue is empty; put True into the other one for each."""
+        while True:
+            try:
+                path, requests = file_queue.get_nowait()
+            except queue.Empty:
+                return
+            opens = self._opens()
+            handle = SafeFile(read_header(path, opens), opens)
+            for req in requests:
+                self._process_read_request(handle, req, planner)
+            result_queue.put(True)
+
+    def _threads(self) -> int:
+        return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
+
+
+class _Entries:
+    """Makes what the metadata say of each tensor."""
+
+    def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
+        self._catalog = catalog
+
+    def count(self) -> None:
+        return None
+
+    def has(self, key: Any) -> bool:
+        return key in self._catalog
+
+    def one(self, key: str) -> TensorStorageMetadata:
+        stored = self._catalog[key]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=to_torch(stored.dtype)),
+            size=torch.Size(stored.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks],
+        )
+
+    def every(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        return ((key, self.one(key)) for key in self._catalog)
+
+
+class _Places:
+    """Makes where each chunk lies."""
+
+    def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
+        self._catalog = catalog
+        self._found: dict[str, dict[Ints, _HFStorageInfo]] = {}
+
+    def count(self) -> None:
+        return None
+
+    def has(self, key: Any) -> bool:
+        return self._find(key) is not None
+
+    def one(self, key: MetadataIndex) -> _HFStorageInfo:
+        found = self._find(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def every(self) -> Iterator[tuple[MetadataIndex, _HFStorageInfo]]:
+        for key, stored in self._catalog.items():
+            for chunk in stored.chunks:
+                yield MetadataIndex(key, chunk.box.offsets), _place_of(stored, chunk)
+
+    def _find(self, key: Any) -> _HFStorageInfo | None:
+        known = isinstance(key, MetadataIndex) or is_torchs(key, "MetadataIndex")
+        if not known or key.offset is None or key.fqn not in self._catalog:
+            return None
+        if key.fqn not in self._found:
+            stored = self._catalog[key.fqn]
+            self._found[key.fqn] = {chunk.box.offsets: _place_of(stored, chunk) for chunk in stored.chunks}
+        return self._found[key.fqn].get(tuple(key.offset))
+
+
+def _place_of(stored: CatalogEntry, chunk: CatalogChunk) -> _HFStorageInfo:
+    return _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
+
+
+def storage_place(storage: Any) -> Store:
+    """
+    Return the store that a storage reads from or writes to.
+
+    Raises:
+        BrokenProtocol: somebody gave it a file system of their own, which is none.
+
+    """
+    store = store_of(storage.fs, storage.path)
+    if store is None:
+        raise BrokenProtocol(
+            f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be asked: "
+            "safetensors files are read and written as files of this machine, or as blobs of a store",
+            hint="give the URL of the place, or use FsspecWriter and FsspecReader",
+        )
+    return store
+
+
+def target_tensor(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    """
+    Ask the planner for the tensor that a request fills.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) it is not of the size of the box that fills it.
+
+    """
+    target = planner.resolve_tensor(req).detach()
+    if tuple(target.shape) != tuple(req.lengths):
+        raise BrokenProtocol(
+            f"req {req.storage_index} mismatch sizes {target.size()} vs {torch.Size(req.lengths)}",
+            key=req.dest_index.fqn,
+        )
+    return target
+
+
+def in_batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterable[Sequence[ReadItem]]:
+    """Divide requests into lists of bounded size, for planners that make each tensor when it is asked for."""
+    if getattr(type(planner), "resolve_tensor", None) is DefaultLoadPlanner.resolve_tensor:
+        return [items]
+    return item_batches(items, lambda req: torch.Size(req.lengths).numel() * _LARGEST_NBYTES)

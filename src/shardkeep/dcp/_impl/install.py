@@ -1,0 +1,472 @@
+"""
+Our tree in the place of torch's, for imports.
+
+A finder in front of all others answers for `torch.distributed.checkpoint` and everything below it: with the very module
+of `shardkeep.dcp` that has the same name, so that there is one module and one set of classes under both names. What our
+tree does not have is torch's own. Nothing is imported before somebody asks for it, not even torch.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import importlib.util
+import io
+import os
+import pickle
+import pkgutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from shardkeep.options import set_for_children, setting
+
+PACKAGE = "torch.distributed.checkpoint"
+ROOTS = {
+    PACKAGE: "shardkeep.dcp",
+    "torch.distributed._shard.checkpoint": "shardkeep.dcp",  # where it was before torch 2.0
+    "torch.distributed._state_dict_utils": "shardkeep.dcp._state_dict_utils",
+}
+
+
+def root_of(name: str) -> str | None:
+    """Return the root that a module is, or is below of; None for any other module."""
+    return next((root for root in ROOTS if name == root or name.startswith(f"{root}.")), None)
+
+
+def our_name(fullname: str) -> str | None:
+    """Return which module of ours stands for one of torch's tree; None if there is none."""
+    root = root_of(fullname)
+    if root is None or fullname == root:
+        return ROOTS.get(fullname)
+    below = fullname[len(root) + 1 :]
+    if "." in below or below == "__main__":
+        return None
+    package = importlib.import_module(ROOTS[root])
+    name = f"{package.__name__}.{below}"
+    return name if PathFinder.find_spec(name, package.__path__) is not None else None
+
+
+def loaded() -> dict[str, ModuleType]:
+    """Return the modules that are loaded under torch's names, ours or torch's own."""
+    return {name: module for name, module in list(sys.modules.items()) if root_of(name)}
+
+
+class Finder(MetaPathFinder):
+    """Answers for torch's tree. That it is in `sys.meta_path` is what being installed means."""
+
+    def __init__(self) -> None:
+        self.displaced: dict[str, ModuleType] = {}
+        """Torch's own modules that were loaded before, by name."""
+        self.attributes: dict[str, ModuleType] = {}
+        """What the parents of the roots had under their names before, by full name."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return where a module of torch's tree is; None for any other, which is left to the finders after this one."""
+        root = root_of(fullname)
+        if root is None:
+            return None
+        name = our_name(fullname)
+        return _torchs_own(fullname, root, path) if name is None else _alias(fullname, name)
+
+
+def finder() -> Finder | None:
+    """Return the finder that is at work, or None."""
+    return next((each for each in sys.meta_path if isinstance(each, Finder)), None)
+
+
+def _alias(fullname: str, name: str) -> ModuleSpec:
+    spec = ModuleSpec(fullname, _Alias(name), is_package=name == "shardkeep.dcp")
+    ours = find_spec(name)
+    spec.origin = ours.origin if ours is not None else None
+    return spec
+
+
+def _torchs_own(fullname: str, root: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    if fullname.count(".") == root.count(".") + 1:
+        # Its parent is our package now, whose folder is not torch's.
+        parent = sys.modules[root.rpartition(".")[0]]
+        path = [os.path.join(folder, root.rpartition(".")[2]) for folder in parent.__path__]
+    return PathFinder.find_spec(fullname, path)
+
+
+class _Alias(Loader):
+    """Gives a module that has another name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module, imported under its own name."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing but give the module its own spec back: it runs only once, under its own name."""
+        module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the module's code, for `python -m`."""
+        spec = find_spec(self._name)
+        loader: Any = spec.loader if spec is not None else None
+        return None if loader is None else loader.get_code(self._name)
+
+
+# Objects of torch's tree that were there before our tree took its place, and still have to be pickled.
+#
+# Pickle refers to a class by its name, and refuses to if another class is found under that name: here ours. So what
+# goes
+# to other processes is given a way of its own, that finds torch's class again; and the file of metadata, which
+# torch's
+# writer pickles and its reader unpickles, has the names that it always had.
+
+Modules = Mapping[str, ModuleType]
+_FILES = f"{PACKAGE}.filesystem"
+
+
+def keep_pickling(displaced: Modules) -> None:
+    """Have the classes of these modules be pickled although ours are found under their names."""
+    for kind in classes_of(displaced):
+        copyreg.pickle(kind, _reduced)
+    if _FILES in displaced:
+        own = {**vars(pickle), "dump": _dump, "load": _load}
+        displaced[_FILES].pickle = SimpleNamespace(**own)  # type: ignore[attr-defined]
+
+
+def pickle_as_before(displaced: Modules) -> None:
+    """Undo it."""
+    for kind in classes_of(displaced):
+        copyreg.dispatch_table.pop(kind, None)
+    if _FILES in displaced:
+        displaced[_FILES].pickle = pickle  # type: ignore[attr-defined]
+
+
+def classes_of(modules: Modules) -> set[type]:
+    """Return the classes that these modules define."""
+    return {
+        value
+        for name, module in modules.items()
+        for value in vars(module).values()
+        if issubclass(type(value), type) and value.__module__ == name
+    }
+
+
+def torchs_own(module: str, name: str) -> Any:
+    """Return a class of torch's tree, also while ours is in its place, if torch's was loaded before."""
+    hook = finder()
+    kept = hook.displaced.get(module) if hook is not None else None
+    return getattr(kept or importlib.import_module(module), name)
+
+
+def _made(module: str, name: str, new: bool, args: tuple[Any, ...]) -> Any:
+    kind = torchs_own(module, name)
+    return kind.__new__(kind, *args) if new else kind(*args)
+
+
+def _reduced(value: Any) -> Any:
+    """Say how to make a value again, as it says itself, with its class found by `torchs_own`."""
+    kind = type(value)
+    make, args, *rest = value.__reduce_ex__(2)
+    new = make is copyreg.__newobj__  # type: ignore[attr-defined]  # absent from the stubs
+    if not new and make is not kind:
+        return (make, args, *rest)
+    return (_made, (kind.__module__, kind.__qualname__, new, args[1:] if new else args), *rest)
+
+
+_PythonPickler: Any = pickle._Pickler
+"""The pickler in Python: that in C asks whether names fit."""
+
+
+class _ByName(_PythonPickler):  # type: ignore[misc]  # of no type
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        hook = finder()
+        self._classes = classes_of(hook.displaced) if hook is not None else set()
+        self.dispatch_table = {kind: how for kind, how in copyreg.dispatch_table.items() if kind not in self._classes}
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if not isinstance(obj, type) or obj not in self._classes:
+            super().save_global(obj, name)
+            return
+        self.save(obj.__module__)
+        self.save(obj.__qualname__)
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+
+class _ToTorchs(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return torchs_own(module, name) if root_of(module) else super().find_class(module, name)
+
+
+def _dump(value: object, file: Any) -> None:
+    _ByName(file).dump(value)
+
+
+def _load(file: Any) -> Any:
+    return _ToTorchs(file).load()
+
+
+# A script or a module run as the main one, in the process that is running already.
+#
+# Its `__main__` stays, as that of a script that Python runs itself: saves that go on after its last line still find
+# its
+# classes there, and processes that are spawned find the file. (What `runpy` runs is gone when it has ended.)
+
+
+def run_as_main(target: str, *, as_module: bool) -> None:
+    """
+    Run a module by its name, or a file, a folder or a zip archive by its path.
+
+    Raises:
+        ImportError: there is no such module, or nothing in it to run.
+        OSError: the file cannot be read.
+
+    """
+    module, code = _module_named(target) if as_module else _found_in(target) or _file(target)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))  # noqa: S102 - what was asked for
+
+
+def _module_named(name: str) -> tuple[ModuleType, CodeType]:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ImportError(f"No module named {name}")
+    if spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+        if spec is None:
+            raise ImportError(f"No module named {name}.__main__; {name!r} is a package and cannot be run")
+    sys.argv[0] = spec.origin or name
+    return _of_spec(spec)
+
+
+def _found_in(path: str) -> tuple[ModuleType, CodeType] | None:
+    """Look for the main module of a folder or an archive; None for a file."""
+    finder: Any = pkgutil.get_importer(path)
+    if finder is None:
+        return None
+    spec = finder.find_spec("__main__")
+    if spec is None:
+        raise ImportError(f"there is no __main__ module in {path!r}")
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+    else:
+        sys.path.insert(0, path)
+    return _of_spec(spec)
+
+
+def _of_spec(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
+    loader: Any = spec.loader
+    code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    if code is None:
+        raise ImportError(f"{spec.name} has no code to run")
+    module = ModuleType("__main__")
+    found = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": loader}
+    vars(module).update(found, __package__=spec.parent or "", __spec__=spec)
+    return module, code
+
+
+def _file(path: str) -> tuple[ModuleType, CodeType]:
+    where = os.path.abspath(path)
+    with io.open_code(where) as file:
+        code: CodeType | None = pkgutil.read_code(file)  # None if it is not compiled
+    if code is None:
+        with io.open_code(where) as file:
+            code = compile(file.read(), where, "exec")
+    module = ModuleType("__main__")
+    vars(module).update(__file__=where, __cached__=None, __loader__=SourceFileLoader("__main__", where))
+    return module, code
+
+
+# `shardkeep.dcp.install()`: later imports of `torch.distributed.checkpoint` give `shardkeep.dcp`.
+#
+# In this process by a finder (`import_hook.py`), in those it starts by two variables of their environment
+# (`startup/`).
+# Nothing here imports torch.
+
+ASKED = "SHARDKEEP_DCP_INSTALL"
+"""The variable that has processes started from this one install too; "0" for one of them keeps it from that."""
+
+_STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+_USAGE = "usage: python -m shardkeep.dcp (script.py | -m module) [args ...]"
+
+
+def install() -> None:
+    """
+    Have `torch.distributed.checkpoint` be `shardkeep.dcp`, for all imports from now on.
+
+    That holds for its submodules, for `torch.distributed._state_dict_utils`, and for processes started from here, by
+    `multiprocessing`, `subprocess` or `torchrun`. What shardkeep does not have (`_experimental`) stays torch's. Calling
+    it again does nothing.
+
+    Names that were imported before keep what they had, which is torch's; a warning lists them. They go on to work on
+    plain tensors, but may not on DTensors, which describe themselves to ours from now on, nor for saves in a process of
+    their own. So call it first.
+
+    Processes learn of it by PYTHONPATH and SHARDKEEP_DCP_INSTALL: not if they are started with another environment, by
+    a fork server that was started before, or by a Python that ignores both (`-E`, `-I`).
+    """
+    if finder() is not None:
+        return
+    _stop_waiting()
+    hook = Finder()
+    hook.displaced = loaded()
+    hook.attributes = {name: held for name in ROOTS if (held := _attribute(name)) is not None}
+    for name in hook.displaced:
+        del sys.modules[name]
+    sys.meta_path.insert(0, hook)
+    try:
+        keep_pickling(hook.displaced)
+        _load_replacements(hook)
+    except BaseException:
+        uninstall()
+        raise
+    _set_children_environment()
+    users = sorted(_held_by_users(hook.displaced)) if hook.displaced else []
+    if users:
+        warnings.warn(
+            f"these names were imported before shardkeep.dcp.install(), and stay torch's: {', '.join(users)}; "
+            "call it before they are imported",
+            stacklevel=2,
+        )
+
+
+def uninstall() -> None:
+    """
+    Undo `install`: imports give torch's own again, here and in processes started from now on.
+
+    Names that were imported meanwhile keep what they have, which is ours, except in modules of torch.
+    """
+    _set_children_environment(no_more=True)
+    _stop_waiting()
+    hook = finder()
+    if hook is None:
+        return
+    sys.meta_path.remove(hook)
+    ours = loaded()
+    for name, module in ours.items():
+        del sys.modules[name]
+        _forget(name, module)
+    sys.modules.update(hook.displaced)
+    pickle_as_before(hook.displaced)
+    for name, module in hook.attributes.items():
+        _set_attribute(name, module)
+    _give_back(ours)
+
+
+def install_if_asked() -> Finder | None:
+    """Install if the process that started this one had, and return the finder."""
+    if setting(ASKED) == "1":
+        install()
+    return finder()
+
+
+def run(argv: Sequence[str]) -> None:
+    """
+    Install, then run a script or a module as Python would: `[script, *args]` or `["-m", module, *args]`.
+
+    Raises:
+        SystemExit: there is nothing to run.
+
+    """
+    args = list(argv)
+    as_module = args[:1] == ["-m"]
+    if as_module:
+        del args[0]
+    if not args or args[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    install()
+    sys.argv[:] = args
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: no folder of the script's then
+        sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(args[0]))
+    run_as_main(args[0], as_module=as_module)
+
+
+def _load_replacements(hook: Finder) -> None:
+    """Load ours where torch's was loaded: who reaches it by attributes, without importing it again, gets ours."""
+    for name in hook.displaced:
+        if our_name(name) is not None:
+            importlib.import_module(name)
+
+
+def _stop_waiting() -> None:
+    """Take away the finder that a process started from here begins with; see `startup/`."""
+    sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "awaits")]
+
+
+def _attribute(name: str) -> ModuleType | None:
+    parent, _, child = name.rpartition(".")
+    return getattr(sys.modules.get(parent), child, None)
+
+
+def _set_attribute(name: str, module: ModuleType) -> None:
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)
+
+
+def _forget(name: str, module: ModuleType) -> None:
+    """Take a module away from the parent that imports gave it to: a root from torch, torch's own modules from ours."""
+    parent, _, child = name.rpartition(".")
+    root = root_of(name)
+    holder = sys.modules.get(parent if name == root else ROOTS.get(parent, ""))
+    is_ours = module.__name__.startswith("shardkeep.")
+    if holder is not None and getattr(holder, child, None) is module and is_ours == (name == root):
+        delattr(holder, child)
+
+
+def _give_back(ours: Mapping[str, ModuleType]) -> None:
+    """Give modules of torch that were loaded meanwhile, and have names of our tree, torch's own."""
+    homes = {
+        id(value): (name, key)
+        for name, module in ours.items()
+        for key, value in vars(module).items()
+        if _defined_by_us(value)
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and not root_of(name):
+            for key, value in list(getattr(module, "__dict__", {}).items()):
+                if _defined_by_us(value) and id(value) in homes:
+                    home, attribute = homes[id(value)]
+                    setattr(module, key, getattr(importlib.import_module(home), attribute, value))
+
+
+def _defined_by_us(value: object) -> bool:
+    return _is_definition(value) and str(getattr(value, "__module__", "")).startswith("shardkeep.")
+
+
+def _is_definition(value: object) -> bool:
+    # By its type, and not `isinstance`: what stands in a module may be a proxy that raises when it is looked at.
+    return issubclass(type(value), (type, FunctionType))
+
+
+def _held_by_users(displaced: Mapping[str, ModuleType]) -> Iterator[str]:
+    """Find the names outside of torch that are bound to modules, classes and functions of torch's tree."""
+    modules = {id(module) for module in displaced.values()}
+    for name, module in {id(each): (name, each) for name, each in reversed(list(sys.modules.items()))}.values():
+        if name.partition(".")[0] in ("torch", "shardkeep"):
+            continue
+        for key, value in list((getattr(module, "__dict__", None) or {}).items()):
+            if id(value) in modules or (_is_definition(value) and getattr(value, "__module__", None) in displaced):
+                yield f"{name}.{key}"
+
+
+def _set_children_environment(*, no_more: bool = False) -> None:
+    before = setting("PYTHONPATH")
+    folders = [each for each in before.split(os.pathsep) if each != _STARTUP] if before else []
+    if not no_more:
+        folders.insert(0, _STARTUP)
+    set_for_children("PYTHONPATH", os.pathsep.join(folders) or None)
+    set_for_children(ASKED, None if no_more else "1")

@@ -1,0 +1,278 @@
+"""
+The state of an optimizer over FSDP1, loaded in shards, before the optimizer has any.
+
+The checkpoint says which tensors there are; the model's own sharded state dict says which part of them this rank
+needs. Over FSDP alone each tensor is cut by rows over all ranks. Over FSDP and tensor parallelism the model's values
+are ShardedTensors inside ShardedTensors: the outer one says which part of a parameter belongs to this rank's tensor
+parallel place, and that part is cut by rows over the data parallel ranks. Each rank allocates its own shards only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkeep.dcp._impl.driver import _load_state_dict
+from shardkeep.dcp._impl.filesystem import (
+    _element_wise_add,
+    _element_wise_sub,
+    _normalize_device_info,
+)
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner
+from shardkeep.dcp._impl.plans import (
+    _create_read_items,
+    create_read_items_for_chunk_list,
+    current_device,
+    device_of_group,
+)
+from shardkeep.errors import BrokenProtocol, InvalidShards, MissingKeys
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    StorageReader,
+    TensorProperties,
+    TensorStorageMetadata,
+    is_tensor_entry,
+)
+from shardkeep.state.flatten import unflatten_state_dict
+from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
+
+STATE_DICT_2D_LAYOUT = dict[str, tuple[Sequence[int] | None, Sequence[int]]]
+"""For each parameter, where this rank's tensor parallel part begins (None: it has all of it) and its size."""
+
+
+def load_sharded_optimizer_state_dict(
+    model_state_dict: STATE_DICT_TYPE,
+    optimizer_key: str,
+    storage_reader: StorageReader,
+    planner: LoadPlanner | None = None,
+) -> STATE_DICT_TYPE:
+    """
+    Return the optimizer's state from a checkpoint, as `FSDP.optim_state_dict_to_load` takes it.
+
+    Tensors of one element are whole on each rank, all others ShardedTensors. All ranks must call this.
+
+    Args:
+        model_state_dict: The model's state under `StateDictType.SHARDED_STATE_DICT`.
+        optimizer_key: The top-level key that the optimizer's state was saved under.
+        storage_reader: Reads the checkpoint.
+        planner: Decides what is read; not used over tensor parallelism.
+
+    Raises:
+        CheckpointException: a rank failed; on all ranks, with what each one raised.
+        MissingKeys: (a RuntimeError) the checkpoint has nothing under `optimizer_key`.
+
+    """
+    metadata = storage_reader.read_metadata()
+    layout, group = _get_state_dict_2d_layout(model_state_dict)
+    paths = metadata.planner_data
+    if not isinstance(paths, dict):
+        raise BrokenProtocol(
+            "the checkpoint does not say which keys belong together", hint="save with flatten_state_dict=True"
+        )
+    state: STATE_DICT_TYPE = {}
+    offsets: dict[str, Sequence[int]] = {}
+    device_type = device_of_group(group).type
+    for key, entry in metadata.state_dict_metadata.items():
+        path = paths[key]
+        if path[0] != optimizer_key:
+            continue
+        if not is_tensor_entry(entry):
+            state[key] = "<bytes_io>"
+            continue
+        parameter = path[2] if len(path) > 2 else None
+        state[key], offset = _allocated(entry, layout.get(str(parameter)), group, device_type)
+        if offset is not None:
+            offsets[key] = offset
+    if not state:
+        raise MissingKeys(
+            f"the checkpoint has nothing under {optimizer_key!r}", hint="is this the key it was saved by?"
+        )
+    storage_reader.reset()
+    _load_state_dict(state, storage_reader, planner=planner if group is None else _ReaderWithOffset(offsets))
+    return unflatten_state_dict(state, paths)
+
+
+def _allocated(
+    entry: Any, part: tuple[Sequence[int] | None, Sequence[int]] | None, group: ProcessGroup | None, device_type: str
+) -> tuple[torch.Tensor, Sequence[int] | None]:
+    """Return an empty tensor to fill for a stored one, and where the part of it begins that it stands for."""
+    if entry.size.numel() == 1:
+        return _alloc_tensor(entry.properties, entry.size, device_type), None
+    if group is None:
+        return _cut_by_rows(entry.properties, entry.size, None, device_type), None
+    offset, size = part or (None, entry.size)
+    return _cut_by_rows(entry.properties, size, group, device_type), offset
+
+
+def _cut_by_rows(
+    properties: TensorProperties, size: Sequence[int], group: ProcessGroup | None, device_type: str
+) -> ShardedTensor:
+    """Return a ShardedTensor cut by rows over the ranks of a group, of which this rank's shard is allocated."""
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # noqa: PLC0415
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Properties  # noqa: PLC0415
+    from torch.distributed._shard.sharded_tensor.shard import Shard  # noqa: PLC0415
+
+    whole = Properties(dtype=properties.dtype, layout=properties.layout, memory_format=properties.memory_format)
+    metadata = _create_colwise_spec(group).build_metadata(torch.Size(size), whole)
+    if group is None:
+        # As FSDP makes them: ranks past the last row have no shard.
+        metadata.shards_metadata = [each for each in metadata.shards_metadata if each.shard_sizes[0] > 0]
+    plain = dataclasses.replace(properties, requires_grad=False)
+    mine = [
+        Shard(tensor=_alloc_tensor(plain, each.shard_sizes, device_type), metadata=each)
+        for each in metadata.shards_metadata
+        if _rank_of(each) == dist.get_rank()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=group)
+
+
+def _rank_of(shard: Any) -> int:
+    rank: int = shard.placement.rank()
+    return rank
+
+
+def _get_state_dict_2d_layout(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_2D_LAYOUT, ProcessGroup | None]:
+    """
+    Return this rank's tensor parallel part of each parameter, and the data parallel group that shares it.
+
+    The state must be a model's, sharded by FSDP; the group is None where no value is sharded in two ways.
+
+    Raises:
+        InvalidShards: (a ValueError) a value is sharded in ways that no optimizer state can be loaded for.
+
+    """
+    layout: STATE_DICT_2D_LAYOUT = {}
+    group: ProcessGroup | None = None
+    for key, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        layout[key] = (None, value.size())
+        if not _is_nested_tensor(value):
+            continue
+        shards = value.local_shards()  # type: ignore[attr-defined]  # a ShardedTensor
+        if len(shards) != 1:
+            raise InvalidShards(f"{key!r} has {len(shards)} local shards, expected one", key=key)
+        layout[key] = (shards[0].metadata.shard_offsets, shards[0].metadata.shard_sizes)
+        group = shards[0].tensor._process_group
+    return layout, group
+
+
+def _is_nested_tensor(val: torch.Tensor) -> bool:
+    """Say whether a tensor is a ShardedTensor of ShardedTensors; raise for other tensors inside each other."""
+    if is_sharded_tensor(val):
+        shards = val.local_shards()  # type: ignore[attr-defined]  # a ShardedTensor
+        if shards and is_dtensor(shards[0].tensor):
+            raise InvalidShards("a DTensor inside a ShardedTensor cannot be loaded for")
+        return bool(shards) and is_sharded_tensor(shards[0].tensor)
+    if is_dtensor(val):
+        local = val._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        if is_dtensor(local) or is_sharded_tensor(local):
+            raise InvalidShards(f"a {type(local).__name__} inside a DTensor cannot be loaded for")
+    return False
+
+
+def _gen_rank_device(global_rank: int, device_type: str = "cuda") -> str:
+    """Return the device of a rank, as placements have it: one rank a device, by turns."""
+    if device_type == "cpu":
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device_type:
+        return "cpu"
+    return _normalize_device_info(device_type, global_rank % torch.accelerator.device_count())
+
+
+def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
+    """
+    Return how a tensor is cut along its first axis over the ranks of a group.
+
+    Ranks are those of the default group, as ShardedTensors have them in any group.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
+    from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec  # noqa: PLC0415
+
+    device_type = device_of_group(pg).type
+    placements: list[Any] = []
+    for rank in range(dist.get_world_size(pg)):
+        everywhere = rank if pg is None else dist.get_global_rank(pg, rank)
+        placements.append(f"rank:{everywhere}/{_gen_rank_device(everywhere, device_type)}")
+    return ChunkShardingSpec(dim=0, placements=placements)
+
+
+def _alloc_tensor(props: TensorProperties, size: Sequence[int], device_type: str = "cuda") -> torch.Tensor:
+    """Return an empty tensor on this process's device."""
+    return torch.empty(
+        size=tuple(size),
+        dtype=props.dtype,
+        layout=props.layout,
+        requires_grad=props.requires_grad,
+        # Only the CPU's memory can be pinned, whatever the tensor was when it was saved.
+        pin_memory=props.pin_memory and device_type == "cpu",
+        device=current_device(device_type),
+    )
+
+
+class _ReaderWithOffset(DefaultLoadPlanner):
+    """
+    Fills ShardedTensors that stand for a part of a stored tensor.
+
+    `fqn_to_offset` says where the part begins. The plan has the shards where they lie in the stored tensor;
+    `translation` has the index of each in the state.
+    """
+
+    translation: dict[MetadataIndex, MetadataIndex]
+    state_dict: STATE_DICT_TYPE
+    metadata: Metadata
+
+    def __init__(self, fqn_to_offset: dict[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.fqn_to_offset = fqn_to_offset
+        self.metadata = Metadata({})
+        self.state_dict = {}
+        self.translation = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank needs, each shard at its place in the stored tensor."""
+        items: list[ReadItem] = []
+        self.translation = {}
+        for fqn, value in self.state_dict.items():
+            entry: Any = self.metadata.state_dict_metadata[fqn]
+            if fqn in self.fqn_to_offset and is_sharded_tensor(value):
+                items += self._read_shards(fqn, entry, value)
+            else:
+                items += _create_read_items(fqn, entry, value)
+        return LoadPlan(items)
+
+    def _read_shards(self, fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:
+        offset = self.fqn_to_offset[fqn]
+        moved = [
+            ChunkStorageMetadata(
+                offsets=torch.Size(_element_wise_add(shard.metadata.shard_offsets, offset)),
+                sizes=torch.Size(shard.metadata.shard_sizes),
+            )
+            for shard in value.local_shards()
+        ]
+        items = create_read_items_for_chunk_list(fqn, entry, moved)
+        for item in items:
+            there = item.dest_index
+            here = _element_wise_sub(there.offset or (), offset)
+            self.translation[there] = dataclasses.replace(there, offset=torch.Size(here))
+        return items
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the shard that an index of the stored tensor stands for."""
+        return super().lookup_tensor(self.translation.get(index, index))

@@ -1,0 +1,617 @@
+"""
+Objects of a checkpoint that are no tensors: bytes that `torch.save` wrote, read without running anything they name.
+
+Plain values of the standard library, numpy and torch are read, and what torch or its user hold for safe. Anything else
+is refused, with the name of its class, unless the user says so: to torch for that class (`add_safe_globals`), or to us for all
+(`SHARDKEEP_ALLOW_PICKLE=1`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import _utils as rebuilding
+
+from shardkeep.dcp._impl.interop import translator_to
+from shardkeep.dcp._impl.plans import (
+    _init_state_dict,
+    _validate_global_plan,
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+    dedup_save_plans,
+    find_state_dict_object,
+    saved_path,
+)
+from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, PickleRefused, RanksDisagree
+from shardkeep.format.dtypes import known_to_torch
+from shardkeep.format.pickles import Call, Names, NameTable, end_of_pickle, plain_names
+from shardkeep.format.torch_zip import is_archive
+from shardkeep.layouts.torch_pickle import safe_globals
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageMeta,
+    TensorStorageMetadata,
+    WriteItem,
+    WriteItemType,
+    is_tensor_entry,
+)
+from shardkeep.options import Options
+from shardkeep.state.flatten import (
+    FLATTEN_MAPPING,
+    OBJ_PATH,
+    flatten_sharded_tensors,
+    flatten_state_dict,
+    flatten_state_dict_v_2_3,
+    set_element,
+)
+
+
+def load_object(stream: IO[bytes], *, key: str) -> Any:
+    """
+    Read an object from the bytes that `torch.save` wrote for it.
+
+    Args:
+        stream: the bytes.
+        key: the object's name, for errors.
+
+    Raises:
+        PickleRefused: it names a class that is not known to be safe.
+        MalformedFile: these are no such bytes.
+
+    """
+    if Options().allow_pickle:
+        return torch.load(stream, weights_only=False)
+    data = stream.read()
+    try:
+        if not is_archive(data):  # torch would take it for a program of its own, or for the older form of its files
+            raise PickleRefused("not an archive of plain values")
+        return load_plain(io.BytesIO(data))
+    except PickleRefused:
+        pass
+    except (MalformedFile, pickle.UnpicklingError) as exc:
+        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc}", key=key) from exc
+    except Exception as exc:  # of a forged pickle: whatever the constructors that it may call raise
+        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError as exc:
+        said = next((line.strip() for line in str(exc).splitlines() if "GLOBAL" in line), str(exc).splitlines()[-1])
+        raise PickleRefused(
+            f"{key!r} is stored as a pickle that is not known to be safe: {said}",
+            hint="if you trust the checkpoint: torch.serialization.add_safe_globals([that class]) before the load,"
+            " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
+            key=key,
+        ) from exc
+    except Exception as exc:  # of what is no archive: whatever torch raises
+        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
+
+
+def load_plain(file: Any, **how: Any) -> Any:
+    """
+    Read what `torch.save` wrote, if it is made of plain values and tensors; `how` is for `torch.load`.
+
+    Classes that the user told torch to be safe may be among them.
+
+    Raises:
+        PickleRefused: it names anything else.
+
+    """
+    loads: list[NameTable] = []
+    try:
+        made = torch.load(file, weights_only=False, pickle_module=_Plain, loads=loads, **how)
+    except RuntimeError as exc:
+        if "pickle_module" not in str(exc):
+            raise
+        # The user told torch to take no reader of pickles but its own.
+        raise PickleRefused("torch reads pickles itself") from exc
+    for given in loads:
+        name = given.left_behind()
+        if name is not None:
+            raise PickleRefused(f"the pickle has {name} itself as a value")
+    return made
+
+
+class _PlainReader(pickle.Unpickler):
+    """Takes the place of the one in `pickle` when torch reads an archive."""
+
+    def __init__(self, file: IO[bytes], *, loads: list[NameTable], **how: Any) -> None:
+        raw = file.read()
+        end = end_of_pickle(raw, "a stored object")
+        super().__init__(io.BytesIO(raw[:end]), **how)
+        self._given = NameTable(_plain(), end, safe_globals)
+        loads.append(self._given)
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        try:
+            return self._given.find(module, name)
+        except KeyError:
+            raise PickleRefused(f"the pickle names {module}.{name}") from None
+
+
+def _load_plain(file: IO[bytes], **how: Any) -> Any:
+    return _PlainReader(file, **how).load()
+
+
+class _Plain:
+    """What torch asks of a module for pickles."""
+
+    Unpickler = _PlainReader
+    load = staticmethod(_load_plain)
+    UnpicklingError = pickle.UnpicklingError
+
+
+class _Bytes(NamedTuple):
+    """Stands for a storage without a type, of which torch's reader wants only this."""
+
+    dtype: torch.dtype
+
+
+@cache
+def _plain() -> Names:
+    """Return what pickles of plain values name, and what that is."""
+    torchs: list[Any] = [
+        *(torch.device, torch.serialization._get_layout),
+        *(getattr(rebuilding, f"_rebuild_{what}") for what in ("tensor_v2", "tensor_v3", "parameter")),
+    ]
+    return {
+        **plain_names(),
+        **{(each.__module__, each.__qualname__): Call(each) for each in torchs},
+        ("torch", "Size"): Call(_size),
+        **{("torch", dtype.name): known for known, dtype in known_to_torch().items()},
+        ("torch.storage", "UntypedStorage"): _Bytes(torch.uint8),
+    }
+
+
+def _size(numbers: Any = ()) -> torch.Size:
+    if type(numbers) not in (tuple, list):  # a tensor without memory of its own may have any number
+        raise MalformedFile("a size that is not made of numbers")
+    return torch.Size(numbers)
+
+
+# Plans of the previous save, used again where nothing changed.
+#
+# A rank whose plan is the one it sent before sends only word of that, and gets only word back where its part of the
+# global plan is the one it has. The cache belongs to one planner, so that two states saved in turn by two planners
+# never
+# meet, and it serves one group of ranks; plans are the same only if everything in them is, dtypes and planner data
+# included. A round that did not reach its end on a rank is forgotten there: the rank sends its whole plan in the next
+# one, and gets a whole plan back.
+
+MakePlan = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
+
+
+def _compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
+    """Say whether two plans are the same in everything, index hints included."""
+    return plan == other_plan and all(
+        mine.index.index == other.index.index for mine, other in zip(plan.items, other_plan.items, strict=True)
+    )
+
+
+def _contains_usable_plan(delta_plans: list[SavePlan]) -> bool:
+    """Say whether any rank sent a plan, and not only word that it has not changed."""
+    return any(plan and plan.usable for plan in delta_plans)
+
+
+def _merge_delta_local_plans(cached_plans: list[SavePlan], delta_plans: list[SavePlan]) -> list[SavePlan]:
+    """Return each rank's new plan, or its previous one where it sent none."""
+    return [
+        cached if delta and not delta.usable else delta
+        for cached, delta in zip(cached_plans, delta_plans, strict=False)
+    ]
+
+
+class PlanCache:
+    """The previous save of one planner on one rank."""
+
+    def __init__(self) -> None:
+        # This rank's own plan, and the one it carried out.
+        self._local: SavePlan | None = None
+        self._final: SavePlan | None = None
+        # Set while a round is on its way.
+        self._pending: SavePlan | None = None
+        # On the coordinator: the plans of all ranks, as they were sent and as they were decided on.
+        self._all_local: list[SavePlan] | None = None
+        self._all_global: list[SavePlan] = []
+        self._metadata: Metadata | None = None
+
+    def offer(self, plan: SavePlan) -> SavePlan:
+        """Return what to send for this rank's plan: word that it has not changed, where that is so."""
+        if self._pending is not None:  # the previous round failed: who has what is not known
+            self._local = self._final = None
+        self._pending = plan
+        if self._local is not None and self._final is not None and _compare_save_plans(plan, self._local):
+            return SavePlan([], usable=False)
+        return plan
+
+    def decide(self, sent: list[SavePlan], make: MakePlan) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
+        """
+        Return what to send to each rank, the global plan, and its metadata. Called on the coordinator.
+
+        Raises:
+            RanksDisagree: a rank sent word of a plan that this planner never saw.
+
+        """
+        if self._metadata is not None and not _contains_usable_plan(sent) and len(sent) == len(self._all_global):
+            return [_unchanged(plan) for plan in sent], self._all_global, _copied(self._metadata)
+        merged = self._merged(sent)
+        global_plan, metadata = make(merged)
+        answers = [
+            _unchanged(mine) if self._has_already(rank, mine, new) else new
+            for rank, (mine, new) in enumerate(zip(sent, global_plan, strict=True))
+        ]
+        self._all_local, self._all_global, self._metadata = merged, global_plan, metadata
+        return answers, global_plan, _copied(metadata)
+
+    def accept(self, plan: SavePlan) -> SavePlan:
+        """Return the plan to carry out, given what came back; ends the round."""
+        if not plan.usable:
+            if self._final is None:
+                raise RanksDisagree(
+                    "the coordinator says that this rank's plan has not changed, but it has none",
+                    hint="use one planner for all saves on each rank, or none of them with enable_plan_caching",
+                )
+            # The storage may have named this save's files in the word that came back.
+            kept = self._final.storage_data if plan.storage_data is None else plan.storage_data
+            plan = dataclasses.replace(self._final, storage_data=kept)
+        self._final = plan
+        self._local, self._pending = self._pending, None
+        return plan
+
+    def _merged(self, sent: list[SavePlan]) -> list[SavePlan]:
+        known = self._all_local or []
+        silent = [rank for rank, plan in enumerate(sent) if not plan.usable]
+        if silent and len(known) != len(sent):
+            raise RanksDisagree(
+                f"ranks {silent} say that their plans have not changed, but this planner knows the plans of "
+                f"{len(known)} ranks, and these are {len(sent)}",
+                hint="use one planner for all saves of a group of ranks, on each of them, or a new one on all of them",
+            )
+        return [
+            plan if plan.usable else dataclasses.replace(known[rank], storage_data=plan.storage_data)
+            for rank, plan in enumerate(sent)
+        ]
+
+    def _has_already(self, rank: int, sent: SavePlan, new: SavePlan) -> bool:
+        # A rank that sent its plan may have lost the previous round: it gets the whole.
+        return not sent.usable and rank < len(self._all_global) and _compare_save_plans(new, self._all_global[rank])
+
+
+def _unchanged(sent: SavePlan) -> SavePlan:
+    return SavePlan([], storage_data=sent.storage_data, usable=False)
+
+
+def _copied(metadata: Metadata) -> Metadata:
+    """Return metadata that a storage may write into without changing those that are kept."""
+    entries = {
+        key: TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
+        if isinstance(entry, TensorStorageMetadata)
+        else entry
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=copy.copy(metadata.planner_data))
+
+
+# The planner that saves a state as it is: everything each rank has, replicated values once.
+
+logger = logging.getLogger("shardkeep")
+
+_LONGEST_MESSAGE = 500
+
+
+class DefaultSavePlanner(SavePlanner):
+    """
+    Saves every value of a state, nested or flat, and each replicated one only once.
+
+    Extend it by `lookup_object` (where a value is found) and `transform_object` (what is stored for it), or by any
+    method of `SavePlanner`.
+    """
+
+    mappings: FLATTEN_MAPPING
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        """
+        Set how states are saved.
+
+        Args:
+            flatten_state_dict: Store the values inside nested dicts and lists one by one.
+            flatten_sharded_tensors: Store ShardedTensors inside ShardedTensors by their offsets in the whole.
+            dedup_replicated_tensors: Has no effect, and is logged.
+            dedup_save_to_lowest_rank: A replicated value is written by the first rank that has it, and not by the
+                one with least to write.
+            enable_plan_caching: Use the plans of this planner's previous save again where they have not changed.
+
+        """
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.mappings = {}
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        if dedup_replicated_tensors is not None:
+            logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect any more; please leave it out")
+        self._enable_plan_caching = enable_plan_caching
+        self._plan_cache = PlanCache()
+        self._storage_meta: StorageMeta | None = None
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the state, as far as asked for, and keep it."""
+        self._storage_meta = storage_meta
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan to write everything this rank has."""
+        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        if self.flatten_state_dict:
+            plan = dataclasses.replace(plan, planner_data=self.mappings)
+        self.plan = plan
+        return self._plan_cache.offer(plan) if self._enable_plan_caching else plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """
+        Return the plans without what is replicated, and the metadata.
+
+        Raises:
+            InvalidShards: (a ValueError) shards overlap, leave a hole, or lie outside their tensor.
+
+        """
+        if self._enable_plan_caching:
+            answers, self.global_plan, self.metadata = self._plan_cache.decide(all_plans, self._create_global_plan)
+        else:
+            self.global_plan, self.metadata = self._create_global_plan(all_plans)
+            answers = self.global_plan
+        # Our driver translates for torch's storages. Torch's does not; whose storage it is can be told by what it says.
+        in_its_words = translator_to(self._storage_meta)
+        return in_its_words(answers), in_its_words(self.metadata)
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        return dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        global_plan, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+        if self.flatten_state_dict:
+            merged: FLATTEN_MAPPING = {}
+            # The first rank that has a key says where it belongs.
+            for plan in reversed(global_plan):
+                merged.update(plan.planner_data or {})
+            metadata = dataclasses.replace(metadata, planner_data=merged)
+        if faults := _validate_global_plan(global_plan, metadata):
+            summary = "; ".join(faults)
+            if len(summary) > _LONGEST_MESSAGE:
+                summary = f"{summary[:_LONGEST_MESSAGE]}... ({len(faults)} faults)"
+            raise InvalidShards(f"Failed to validate global plan: {summary}")
+        return global_plan, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take this rank's part of the global plan as it is."""
+        self.plan = self._plan_cache.accept(new_plan) if self._enable_plan_caching else new_plan
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the tensor of an item, or the bytes of its object."""
+        found = self.lookup_object(write_item.index)
+        data: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
+        return data
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the value that is saved under an index."""
+        return find_state_dict_object(self.state_dict, index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
+        """Return what is stored for a value: a tensor as it is, anything else as `torch.save` writes it."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(object, stream)
+            return stream
+        return object
+
+
+# The planners that fill a state as it is, and one that makes the state from what the checkpoint holds.
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """
+    Fills every value of a state, nested or flat, from the checkpoint.
+
+    Extend it by `lookup_tensor` (where a tensor is found) and `transform_tensor` (what is filled for it), or by any
+    method of `LoadPlanner`.
+    """
+
+    original_state_dict: STATE_DICT_TYPE
+    mappings: FLATTEN_MAPPING
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+    ) -> None:
+        """
+        Set how states are filled.
+
+        Args:
+            flatten_state_dict: The checkpoint holds the values of nested dicts and lists one by one.
+            flatten_sharded_tensors: It holds ShardedTensors inside ShardedTensors by their offsets in the whole.
+            allow_partial_load: Leave values that the checkpoint lacks as they are, instead of raising.
+
+        """
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.original_state_dict = {}
+        self.mappings = {}
+        self.allow_partial_load = allow_partial_load
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Give memory to tensors on meta, flatten the state as far as asked for, and keep it."""
+        _init_state_dict(state_dict)
+        self.original_state_dict = state_dict
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """
+        Return what this rank needs.
+
+        Raises:
+            MissingKeys: (a RuntimeError) the checkpoint lacks keys, and a partial load is not allowed.
+            StateMismatch: (a ValueError) tensors have other sizes in the checkpoint.
+
+        """
+        if self.metadata is None:
+            raise BrokenProtocol("a load needs the checkpoint's metadata", hint="give them to set_up_planner")
+        if self.flatten_state_dict:
+            self._flatten_as_saved(self.metadata.state_dict_metadata)
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def _flatten_as_saved(self, saved: Mapping[str, Any]) -> None:
+        """Flatten by the rules of torch 2.3 where that finds keys of the checkpoint that today's rules do not."""
+        if all(key in saved for key in self.state_dict) or not (unclaimed := saved.keys() - self.state_dict.keys()):
+            return
+        state_dict = self.original_state_dict
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        flat, mappings = flatten_state_dict_v_2_3(state_dict)
+        if flat.keys() & unclaimed:
+            self.state_dict, self.mappings = flat, mappings
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are: each rank reads what it needs."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a stored object into the state; one of a class that is not known to be safe is refused."""
+        fqn = read_item.dest_index.fqn
+        loaded = load_object(value, key=fqn)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, _as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
+        else:
+            # Where nested ShardedTensors are flattened, the state that is filled is another dict than the caller's.
+            self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the memory of the state that an item fills."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Do nothing: the state's own memory was filled."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor that is filled for an index: the local memory of a shard."""
+        found: torch.Tensor = find_state_dict_object(self.state_dict, index)
+        return found
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the box of a tensor that an item fills."""
+        box = tensor
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            if box.size(axis) != length:
+                box = box.narrow(axis, start, length)
+        return box
+
+
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """
+    Makes the state from what the checkpoint holds, in an empty dict, on the CPU: all of it, or some keys.
+
+    `keys` may be flat names or the first parts of their paths; a key of a nested dict stands for all that is in it.
+    """
+
+    def __init__(self, keys: set[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        self.keys = keys
+        super().__init__(*args, **kwargs)
+
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        if self.keys is None or key in self.keys:
+            return True
+        path = (metadata.planner_data or {}).get(key) or key.split(".")
+        parts = [str(part) for part in path]
+        return any(".".join(parts[:length]) in self.keys for length in range(1, len(parts) + 1))
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """
+        Fill the empty state with empty tensors and placeholders, and go on as with any state.
+
+        Raises:
+            BrokenProtocol: (an AssertionError) the state is not empty, or there are no metadata.
+
+        """
+        if state_dict:
+            raise BrokenProtocol("the state to make must be empty", hint="pass {}")
+        if metadata is None:
+            raise BrokenProtocol("the state is made from the checkpoint's metadata", hint="give them to set_up_planner")
+        flat: dict[str, Any] = {}
+        for key in metadata.state_dict_metadata:
+            if not self._should_include_key(key, metadata):
+                continue
+            flat[key] = entry = metadata.state_dict_metadata[key]
+            if is_tensor_entry(entry):
+                flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]  # a tensor's
+            set_element(state_dict, saved_path(metadata, key), flat[key])
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.flatten_state_dict:
+            # The checkpoint says which names there are. Flattened again, a list of which some items were not asked for
+            # would have others.
+            self.state_dict, self.mappings = flat, {key: saved_path(metadata, key) for key in flat}
+
+
+def _as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:
+    """
+    Return a path with the keys that the dicts on its way really have.
+
+    Flat names know keys as strings only: an object under the integer 0 must not come back under "0", next to it.
+    """
+    found: list[Any] = []
+    here: Any = root
+    for part in path:
+        key: Any = part
+        if isinstance(here, Mapping):
+            if part not in here:
+                key = next((each for each in here if str(each) == part), part)
+            here = here.get(key)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            here = here[part]
+        else:
+            here = None
+        found.append(key)
+    return tuple(found)

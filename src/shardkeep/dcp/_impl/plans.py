@@ -1,0 +1,777 @@
+"""
+Boxes of tensors: which of them overlap, and where.
+
+A box is anything with `offsets` and `sizes`. One without elements overlaps nothing; that of a 0-dim tensor has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shardkeep.dcp._impl.interop import to_ours
+from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
+from shardkeep.layouts.torch_values import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadItemType,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    TensorProperties,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+    chunk_nbytes,
+    is_tensor_entry,
+)
+from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.tensor import DTensor
+
+
+class Box(Protocol):
+    """A chunk or a shard, ours or torch's."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where it begins in the whole tensor."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How far it goes."""
+
+
+def boxes_overlap(shard1: Box, shard2: Box) -> bool:
+    """Say whether two boxes of a tensor have an element in common."""
+    return all(
+        max(a, b) < min(a + m, b + n)
+        for a, m, b, n in zip(shard1.offsets, shard1.sizes, shard2.offsets, shard2.sizes, strict=True)
+    )
+
+
+def overlap_region(saved_shard: Box, current_shard: Box) -> list[tuple[int, int, int, int]]:
+    """
+    Return where two boxes that overlap have their common part.
+
+    For each axis: its number, where the part begins in the saved box and in the current one, and its length.
+    """
+    axes = zip(saved_shard.offsets, saved_shard.sizes, current_shard.offsets, current_shard.sizes, strict=True)
+    region = []
+    for axis, (saved, saved_size, current, current_size) in enumerate(axes):
+        low = max(saved, current)
+        high = min(saved + saved_size, current + current_size)
+        region.append((axis, low - saved, low - current, high - low))
+    return region
+
+
+def overlaps(wanted: Sequence[Box], stored: Sequence[Box]) -> list[tuple[int, int]]:
+    """
+    Return the pairs (of `wanted`, of `stored`) that overlap, in order.
+
+    The stored boxes are sorted along the axis that cuts them most, so that a wanted one is compared with few.
+    """
+    if not wanted or not stored:
+        return []
+    axes = range(len(wanted[0].offsets))
+    if not axes:
+        return list(itertools.product(range(len(wanted)), range(len(stored))))
+    axis = max(axes, key=lambda each: len({box.offsets[each] for box in stored}))
+    order = sorted(range(len(stored)), key=lambda index: stored[index].offsets[axis])
+    starts = [stored[index].offsets[axis] for index in order]
+    longest = max(box.sizes[axis] for box in stored)
+    pairs = []
+    for number, box in enumerate(wanted):
+        low = bisect_left(starts, box.offsets[axis] - longest)
+        high = bisect_left(starts, box.offsets[axis] + box.sizes[axis])
+        pairs += [(number, index) for index in sorted(order[low:high]) if boxes_overlap(box, stored[index])]
+    return pairs
+
+
+def clashes(boxes: Sequence[Box]) -> list[tuple[Box, Box]]:
+    """
+    Return pairs of boxes that overlap: none if and only if no two do.
+
+    Boxes are divided along an axis wherever no box crosses, then along the others, so that those of any grid are soon
+    alone; only those that cannot be divided so are compared in pairs.
+    """
+    found: list[tuple[Box, Box]] = []
+    pending = [[box for box in boxes if all(box.sizes)]]
+    while pending:
+        group = pending.pop()
+        if len(group) < 2:
+            continue
+        parts = next((parts for axis in range(len(group[0].sizes)) if len(parts := _divided(group, axis)) > 1), None)
+        if parts is None:
+            found += _compared(group)
+        else:
+            pending += parts
+    return found
+
+
+def _divided(group: list[Box], axis: int) -> list[list[Box]]:
+    """Cut a group along an axis wherever no box crosses the cut."""
+    parts: list[list[Box]] = []
+    reach = -1
+    for box in sorted(group, key=lambda each: each.offsets[axis]):
+        if not parts or box.offsets[axis] >= reach:
+            parts.append([])
+        parts[-1].append(box)
+        reach = max(reach, box.offsets[axis] + box.sizes[axis])
+    return parts
+
+
+def _compared(group: list[Box]) -> list[tuple[Box, Box]]:
+    """Compare boxes in pairs, but each only with those that begin before it ends, along the axis that cuts most."""
+    axes = range(len(group[0].sizes))
+    if not axes:
+        return list(itertools.pairwise(group))
+    axis = max(axes, key=lambda each: len({box.offsets[each] for box in group}))
+    inorder = sorted(group, key=lambda each: each.offsets[axis])
+    found: list[tuple[Box, Box]] = []
+    starts = [box.offsets[axis] for box in inorder]
+    for number, box in enumerate(inorder):
+        last = bisect_left(starts, box.offsets[axis] + box.sizes[axis])
+        rivals = inorder[number + 1 : last]
+        found += [(box, other) for other in rivals if boxes_overlap(box, other)]
+    return found
+
+
+def within(outer_box_size: Sequence[int], inner_box: Box) -> bool:
+    """Say whether a box lies inside a tensor of this size."""
+    return len(outer_box_size) == len(inner_box.offsets) == len(inner_box.sizes) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(inner_box.offsets, inner_box.sizes, outer_box_size, strict=True)
+    )
+
+
+# The value, or the shard of it, that an index names in a state; and where in a nested state a name belongs.
+
+
+_MOST_GAPS = 1 << 20
+"""Items of lists that left no trace in a checkpoint, such as empty dicts."""
+
+
+def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
+    """
+    Return the keys and positions that led to a value in the state that was saved, as the default planners store them.
+
+    Raises:
+        MalformedFile: they lead nowhere, or to a place in a list that is longer than the checkpoint.
+
+    """
+    paths = metadata.planner_data
+    path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
+    most = len(metadata.state_dict_metadata) + _MOST_GAPS
+    if not isinstance(path, tuple) or not all(
+        isinstance(part, str) or (type(part) is int and 0 <= part < most) for part in path
+    ):
+        raise MalformedFile(f"{key!r} cannot stand at {path!r}", key=key)
+    return path
+
+
+def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
+    """
+    Return what an index names in a flat state dict: the local memory of a tensor's shard, or an object.
+
+    Raises:
+        NoSuchValue: (a ValueError) there is no such key, or no shard at that offset.
+
+    """
+    if index.fqn not in state_dict:
+        raise NoSuchValue(f"Could not find FQN: '{index.fqn}' in the state", key=index.fqn)
+    value = state_dict[index.fqn]
+    if isinstance(value, torch.Tensor):
+        return find_tensor_shard(value, index)
+    if index.offset is not None:
+        raise _not_sharded(index, type(value).__qualname__)
+    return value
+
+
+def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """
+    Return the local memory of the shard of a tensor that an index names; of a plain tensor, itself.
+
+    Raises:
+        NoSuchValue: (a ValueError) this rank has no shard at that offset.
+
+    """
+    if hasattr(tensor, "__get_tensor_shard__"):
+        shard: torch.Tensor = tensor.__get_tensor_shard__(index)
+        return shard
+    if is_sharded_tensor(tensor):
+        return _find_shard(tensor, index).tensor  # type: ignore[arg-type]  # no type guard without the import
+    if index.offset is not None and any(index.offset):
+        raise _not_sharded(index, "whole tensor")
+    return tensor
+
+
+def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
+    if index.offset is None:
+        raise NoSuchValue(f"{index.fqn!r} is a ShardedTensor: which shard is meant needs an offset", key=index.fqn)
+    shards = tensor.local_shards()
+    hinted = shards[index.index : index.index + 1] if index.index is not None and index.index >= 0 else []
+    for shard in (*hinted, *shards):
+        if torch.Size(shard.metadata.shard_offsets) == index.offset:
+            return shard
+    raise NoSuchValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
+
+
+def _not_sharded(index: MetadataIndex, what: str) -> NoSuchValue:
+    offset = tuple(index.offset or ())
+    return NoSuchValue(f"{index.fqn!r} is a {what}: nothing in it begins at {offset}", key=index.fqn)
+
+
+# Tensors on the meta device of a state that is about to be loaded, given memory.
+
+Change = Callable[[Any], Any]
+
+
+def _init_state_dict(state_dict: dict[str, Any]) -> Any:
+    """
+    Replace, in place, each tensor on meta by an empty one on the current device; leave everything else as it is.
+
+    Raises:
+        BrokenProtocol: (a RuntimeError) a ShardedTensor is on meta.
+
+    """
+    _iterate_state_dict(state_dict, _real_dtensor, _real_sharded_tensor, _real_tensor)
+
+
+def _iterate_state_dict(
+    iter_object: Any, dtensor_func: Change, sharded_tensor_func: Change, tensor_func: Change
+) -> Any:
+    """
+    Put what the functions return in the place of each tensor, in nested dicts, lists and tuples.
+
+    Dicts and lists are changed in place, and tuples replaced only if something in them was. Anything else stays the
+    object it is, whatever its type.
+    """
+    if is_dtensor(iter_object):
+        return dtensor_func(iter_object)
+    if is_sharded_tensor(iter_object):
+        return sharded_tensor_func(iter_object)
+    if isinstance(iter_object, torch.Tensor):
+        return tensor_func(iter_object)
+    functions = (dtensor_func, sharded_tensor_func, tensor_func)
+    if isinstance(iter_object, (MutableMapping, list)):
+        places = list(iter_object.items() if isinstance(iter_object, MutableMapping) else enumerate(iter_object))
+        for key, value in places:
+            if (new := _iterate_state_dict(value, *functions)) is not value:
+                iter_object[key] = new
+        return iter_object
+    if isinstance(iter_object, tuple):
+        items = [_iterate_state_dict(value, *functions) for value in iter_object]
+        if all(new is old for new, old in zip(items, iter_object, strict=True)):
+            return iter_object
+        return type(iter_object)(*items) if hasattr(iter_object, "_fields") else tuple(items)
+    return iter_object
+
+
+def device_of_group(group: Any = None) -> torch.device:
+    """Return the device that a process group moves by default: its only one, or the CPU if that is among them."""
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+    kinds = c10d._device_capability(group)
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
+def current_device(kind: str) -> torch.device:
+    """Return this process's device of a kind."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == kind:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device(kind)
+
+
+def _real_dtensor(value: Any) -> Any:
+    if not value.is_meta:
+        return value
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - loaded already
+
+    local = torch.empty_like(value.to_local(), device=current_device(value.device_mesh.device_type))
+    # Shape and stride are given: they do not follow from the local ones where shards are uneven.
+    return DTensor.from_local(
+        local,
+        device_mesh=value.device_mesh,
+        placements=value.placements,
+        run_check=False,
+        shape=value.size(),
+        stride=value.stride(),
+    )
+
+
+def _real_sharded_tensor(value: Any) -> Any:
+    if value.device == torch.device("meta"):
+        raise BrokenProtocol(
+            "a ShardedTensor on the meta device cannot be loaded into", hint="give it memory first, or use a DTensor"
+        )
+    return value
+
+
+def _real_tensor(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device=_default_device()) if value.is_meta else value
+
+
+def _default_device() -> torch.device:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return current_device(device_of_group().type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else current_device(accelerator.type)
+
+
+# From the values of a state to the items of plans.
+#
+# Values that describe themselves (`__create_write_items__`, `__create_chunk_list__`: DTensors, LocalShardsWrapper) do
+# so
+# in torch's classes; what they say becomes ours here.
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch's name
+    """Return the items that write this rank's part of a value."""
+    if hasattr(object, "__create_write_items__"):
+        items: list[WriteItem] = to_ours(list(object.__create_write_items__(fqn, object)))
+        return items
+    if is_sharded_tensor(object):
+        return [_create_write_item_for_shard(fqn, object, shard.metadata) for shard in object.local_shards()]
+    if isinstance(object, torch.Tensor):
+        if object.layout != torch.strided:
+            raise NotSavable(
+                f"{fqn!r} is a tensor of layout {object.layout}, which could not be loaded again",
+                hint="save its indices and values",
+                key=fqn,
+            )
+        return [_create_write_item_for_tensor(fqn, object)]
+    if _holds_shards(object):
+        raise NotSavable(
+            f"{fqn!r} is a {type(object).__qualname__} that holds tensors spread over ranks: it would be saved as one"
+            " object, with the part of one rank",
+            hint="put them in a dict or a list, and leave flatten_state_dict as it is",
+            key=fqn,
+        )
+    return [_create_write_item_for_bytesio(fqn, object)]
+
+
+def _holds_shards(value: Any) -> bool:
+    """Say whether a part of a tensor, of which other ranks have the rest, is somewhere in these containers."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_shards, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_shards, value))
+    if is_dtensor(value):
+        return bool(value.device_mesh.size() > 1) and not all(each.is_replicate() for each in value.placements)
+    return is_sharded_tensor(value) and len(value.metadata().shards_metadata) > len(value.local_shards())
+
+
+def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
+    chunk = _create_chunk_from_tensor(tensor)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
+
+
+def _create_write_item_for_shard(fqn: str, sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> WriteItem:
+    data = _sharded_tensor_metadata(sharded_tensor, shard_md)
+    return WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> WriteItem:
+    chunk = _create_chunk_from_dtensor(tensor)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:  # noqa: A002, ARG001 - torch's names
+    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+
+
+def _create_default_metadata_only_plan(state_dict: STATE_DICT_TYPE) -> SavePlan:
+    """Return a plan that describes every shard of the state as far as this rank knows; nothing can be written by it."""
+    items: list[WriteItem] = []
+    for fqn, value in state_dict.items():
+        if is_dtensor(value):
+            items.append(_create_write_items_for_dtensor(fqn, value))
+        elif is_sharded_tensor(value):
+            shards = value.metadata().shards_metadata
+            items += [_create_write_item_for_shard(fqn, value, shard) for shard in shards]
+        else:
+            items += _create_write_items(fqn, value)
+    return SavePlan(items)
+
+
+# -- boxes -------------------------------------------------------------------------------------------------------------
+
+
+def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes of a tensor that this rank holds."""
+    if hasattr(tensor, "__create_chunk_list__"):
+        chunks: list[ChunkStorageMetadata] = to_ours(list(tensor.__create_chunk_list__()))
+        return chunks
+    if is_sharded_tensor(tensor):
+        return [_chunk_for_shard(shard.metadata) for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+    if isinstance(tensor, torch.Tensor):
+        return [_create_chunk_from_tensor(tensor)]
+    raise StateMismatch(f"only tensors have boxes, and this is a {type(tensor).__qualname__}")
+
+
+def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
+
+
+def _create_chunk_from_dtensor(tensor: DTensor) -> ChunkStorageMetadata:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - loaded already
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+
+
+def _chunk_for_shard(shard_md: ShardMetadata) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard_md.shard_offsets), torch.Size(shard_md.shard_sizes))
+
+
+def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> TensorWriteData:
+    whole = sharded_tensor.metadata()
+    kept = whole.tensor_properties
+    properties = TensorProperties(
+        dtype=kept.dtype,
+        layout=kept.layout,
+        requires_grad=kept.requires_grad,
+        memory_format=kept.memory_format,
+        pin_memory=kept.pin_memory,
+    )
+    return TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def create_read_items_for_chunk_list(
+    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """
+    Return what to read to fill boxes of a tensor that is stored in other boxes.
+
+    Args:
+        fqn: The tensor's flat name.
+        checkpoint_md: How it is stored.
+        local_chunks: The boxes to fill.
+
+    """
+    items = []
+    stored = checkpoint_md.chunks
+    for number, index in overlaps(local_chunks, stored):
+        local, saved = local_chunks[number], stored[index]
+        region = overlap_region(saved, local)
+        items.append(
+            _create_read_item_for_tensor(
+                dest_index=MetadataIndex(fqn, local.offsets, number),
+                dest_offsets=[here for _, _, here, _ in region],
+                storage_index=MetadataIndex(fqn, saved.offsets, index),
+                storage_offsets=[there for _, there, _, _ in region],
+                lengths=[length for _, _, _, length in region],
+            )
+        )
+    return items
+
+
+def _create_read_items(fqn: str, md: Any, obj: Any) -> list[ReadItem]:
+    """Return what to read to fill this rank's part of a value; `md` is its entry in the checkpoint."""
+    return reads_of(fqn, md, obj)[0]
+
+
+def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[ReadItem], bool]:
+    """
+    Return what to read to fill this rank's part of a value, and whether that fills all of it.
+
+    Raises:
+        StateMismatch: (a ValueError) the checkpoint has a tensor there and the state has none.
+
+    """
+    if not is_tensor_entry(md):
+        return [_create_read_item_for_byteio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)], True
+    try:
+        local_chunks = _create_chunk_list(obj)
+    except StateMismatch as error:
+        raise StateMismatch(
+            f"{fqn!r} is a tensor in the checkpoint and a {type(obj).__qualname__} in the state",
+            hint="put a tensor of the saved size there, or take the key out of the state",
+            key=fqn,
+        ) from error
+    items = create_read_items_for_chunk_list(fqn, md, local_chunks)
+    wanted = sum(math.prod(chunk.sizes) for chunk in local_chunks)
+    return items, sum(math.prod(item.lengths) for item in items) >= wanted
+
+
+def _create_read_item_for_byteio(
+    dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
+) -> ReadItem:
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=dest_index,
+        dest_offsets=torch.Size((dest_offset,)),
+        storage_index=storage_index,
+        storage_offsets=torch.Size((storage_offset,)),
+        lengths=torch.Size((length,)),
+    )
+
+
+def _create_read_item_for_tensor(
+    dest_index: MetadataIndex,
+    dest_offsets: Sequence[int],
+    storage_index: MetadataIndex,
+    storage_offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> ReadItem:
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=dest_index,
+        dest_offsets=torch.Size(dest_offsets),
+        storage_index=storage_index,
+        storage_offsets=torch.Size(storage_offsets),
+        lengths=torch.Size(lengths),
+    )
+
+
+# The plans and metadata of the default planners, as functions of a flat state dict.
+
+logger = logging.getLogger("shardkeep")
+
+_MOST_NAMED = 20
+"""Keys that a message names before it only counts them."""
+
+
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
+    """Return the plan to write everything this rank has; what others have too is left to the global plan."""
+    items: list[WriteItem] = []
+    for fqn, value in state_dict.items():
+        if _has_part(value):
+            items += _create_write_items(fqn, value)
+    return SavePlan(items)
+
+
+def create_default_global_save_plan(
+    all_plans: list[SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[SavePlan], Metadata]:
+    """
+    Return the plans of all ranks, and the metadata of what they write.
+
+    Args:
+        all_plans: What each rank writes; each item is in one plan only.
+        rewrite_index_hints: Put into each index the place of its chunk in the metadata.
+
+    Raises:
+        BrokenProtocol: (an AssertionError) two items that are no shards have one name.
+
+    """
+    entries: dict[str, STORAGE_TYPES] = {}
+    plans = []
+    for plan in all_plans:
+        items = []
+        for item in plan.items:
+            fqn, data = item.index.fqn, item.tensor_data
+            if fqn in entries and (item.type != WriteItemType.SHARD or not is_tensor_entry(entries[fqn])):
+                raise BrokenProtocol(f"{fqn!r} is planned to be written twice", hint="dedupe the plans first", key=fqn)
+            if item.type == WriteItemType.BYTE_IO:
+                entries[fqn] = BytesStorageMetadata()
+                items.append(item)
+                continue
+            if data is None or data.chunk is None:
+                raise BrokenProtocol(f"the item for {fqn!r} does not say which box of the tensor it writes", key=fqn)
+            entry = entries.setdefault(fqn, TensorStorageMetadata(data.properties, data.size, []))
+            chunks = entry.chunks  # type: ignore[union-attr]  # no bytes: checked above
+            if rewrite_index_hints:
+                items.append(_hinted(item, len(chunks)))
+            else:
+                items.append(item)
+            chunks.append(data.chunk)
+        plans.append(dataclasses.replace(plan, items=items))
+    return plans, Metadata(entries)
+
+
+def _hinted(item: WriteItem, hint: int) -> WriteItem:
+    index = item.index
+    if type(item) is not WriteItem or type(index) is not MetadataIndex:  # torch's, or a user's own
+        return dataclasses.replace(item, index=dataclasses.replace(index, index=hint))
+    # Said directly, which takes a third of the time: there is one item for each shard of each rank.
+    index = MetadataIndex(index.fqn, index.offset, hint)
+    return WriteItem(index, item.type, item.bytes_io_data, item.tensor_data)
+
+
+def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
+    """
+    Return what to read to fill this rank's part of a flat state dict.
+
+    What is converted to another dtype, and what the checkpoint does not cover, is logged with its names.
+
+    Args:
+        state_dict: What to fill.
+        metadata: What the checkpoint holds, in our classes or torch's.
+        strict: Raise where the checkpoint lacks a key; otherwise leave its value alone.
+
+    Raises:
+        MissingKeys: (a RuntimeError) names every key that is missing.
+        StateMismatch: (a ValueError) names every tensor of another size.
+
+    """
+    entries = metadata.state_dict_metadata
+    if strict and (missing := [fqn for fqn in state_dict if fqn not in entries]):
+        raise MissingKeys(
+            f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
+            hint="load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
+            missing=missing,
+        )
+    wanted = {fqn: value for fqn, value in state_dict.items() if fqn in entries}
+    _check_sizes(wanted, entries)
+    items: list[ReadItem] = []
+    thin: list[str] = []
+    for fqn, value in wanted.items():
+        if _has_part(value):
+            reads, complete = reads_of(fqn, entries[fqn], value)
+            items += reads
+            if not complete:
+                thin.append(fqn)
+    if thin:
+        logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", named(thin))
+    _warn_of_casts(wanted, entries)
+    return LoadPlan(items)
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Return the plans as they are: each rank reads what it needs."""
+    return all_plans
+
+
+def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
+    """Return the metadata that a save of this state by the default planner would have, as far as this rank knows."""
+    _, metadata = create_default_global_save_plan([_create_default_metadata_only_plan(state_dict)])
+    return metadata
+
+
+def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> list[str]:
+    """Return what is wrong with a global plan, one line for each fault; nothing if it can be carried out."""
+    faults: list[str] = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if not is_tensor_entry(entry):
+            continue
+        size, chunks = entry.size, entry.chunks  # type: ignore[union-attr]  # checked above
+        outside = [chunk for chunk in chunks if not within(size, chunk)]
+        faults += [f"key:{key} has out of bounds chunk {_box(chunk)} of {tuple(size)}" for chunk in outside]
+        if outside:
+            continue
+        faults += [f"key:{key} has overlapping chunks {_box(a)} and {_box(b)}" for a, b in clashes(chunks)]
+        covered, volume = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(size)
+        # A single plan may be one rank's own part of a state that others save elsewhere.
+        if len(global_plan) > 1 and covered != volume:
+            faults.append(f"key:{key} invalid fill: its chunks hold {covered} elements of {volume}")
+    for fault in faults:
+        logger.warning(fault)
+    return faults
+
+
+def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
+    """Say whether two boxes of a tensor have an element in common."""
+    return boxes_overlap(box0, box1)
+
+
+def named(keys: list[str]) -> str:
+    """Write keys for a message, the first ones only where there are many."""
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return ", ".join(keys[:_MOST_NAMED]) + more
+
+
+def _has_part(value: Any) -> bool:
+    # A DTensor may live on a mesh that this rank is no part of.
+    return not is_dtensor(value) or value.device_mesh.get_coordinate() is not None
+
+
+def _check_sizes(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    wrong = [
+        f"Size mismatch between saved {entries[fqn].size} and current: {value.size()} for {fqn}"
+        for fqn, value in wanted.items()
+        if isinstance(value, torch.Tensor) and is_tensor_entry(entries[fqn]) and entries[fqn].size != value.size()
+    ]
+    if wrong:
+        raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
+
+
+def _warn_of_casts(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    casts = [
+        f"{fqn} ({entries[fqn].properties.dtype} to {value.dtype})"
+        for fqn, value in wanted.items()
+        if isinstance(value, torch.Tensor)
+        and is_tensor_entry(entries[fqn])
+        and entries[fqn].properties.dtype != value.dtype
+    ]
+    if casts:
+        logger.warning("tensors are converted to the state's dtype as they are loaded: %s", named(casts))
+
+
+def _box(chunk: Any) -> str:
+    return f"{tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
+
+
+# Values that several ranks hold, written by one of them.
+
+
+def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:
+    """
+    Return the plans with each item in one of them only, so that all ranks write about as much.
+
+    An item that several ranks have goes to the one that has least to write, the largest items first; sizes are those
+    of the chunks. The plans given are not changed, and items keep their order.
+
+    Args:
+        all_plans: What each rank could write.
+        save_to_lowest_rank: Choose the first rank that has the item instead.
+
+    """
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            held_by = holders.setdefault(item.index, [])
+            if not held_by or held_by[-1] != rank:
+                held_by.append(rank)
+            items.setdefault(item.index, item)
+
+    writer = {index: ranks[0] for index, ranks in holders.items()}
+    if not save_to_lowest_rank:
+        load = [0] * len(all_plans)
+        sizes = {index: chunk_nbytes(item) or 1 for index, item in items.items()}
+        shared = []
+        for index, ranks in holders.items():
+            if len(ranks) == 1:
+                load[ranks[0]] += sizes[index]
+            else:
+                shared.append(index)
+        for index in sorted(shared, key=lambda each: -sizes[each]):
+            writer[index] = min(holders[index], key=load.__getitem__)
+            load[writer[index]] += sizes[index]
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
+        for rank, plan in enumerate(all_plans)
+    ]
+
+
+def dedup_tensors(all_plans: list[SavePlan]) -> list[SavePlan]:
+    """Return the plans with each item only in the first plan that has it."""
+    return dedup_save_plans(all_plans, save_to_lowest_rank=True)

@@ -1,0 +1,123 @@
+"""Items of a load plan, as a default planner wants them and ranks share them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner
+from shardkeep.engine.shared_reads import Cut, SharedRequest, in_disjoint_memory, is_plain
+from shardkeep.format.boxes import Boxes, Ints, matrix_of
+from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, MetadataIndex, ReadItem, is_tensor_entry
+from shardkeep.plan.tiling import tiled
+
+_ASKED = ("create_global_plan", "finish_plan", "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
+"""What is asked of a planner that is filled by other ranks: its tensors stay in place, and are only looked for."""
+
+_FAR = 1 << 62
+"""No file reaches so far; where metadata say so, reading finds out what is wrong with them."""
+
+
+def fills_in_place(planner: object) -> TypeGuard[DefaultLoadPlanner]:
+    """Say whether a planner fills the state as the default one does."""
+    return isinstance(planner, DefaultLoadPlanner) and keeps(planner, DefaultLoadPlanner, _ASKED)
+
+
+def keeps(party: object, own: type, names: Sequence[str]) -> bool:
+    """Say whether neither a party nor its class overrides these methods of a class it derives from."""
+    return all(getattr(type(party), name) is getattr(own, name) and name not in vars(party) for name in names)
+
+
+def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) -> list[SharedRequest]:
+    """Describe what the items of a plan ask for."""
+    targets = _Targets(plan.items, planner)
+    places: Any = metadata.storage_data or {}
+    save = getattr(metadata.storage_meta, "save_id", None)
+    wants = []
+    for item, target, alone in zip(plan.items, targets.found, targets.alone, strict=True):
+        entry: Any = metadata.state_dict_metadata.get(item.storage_index.fqn)
+        place = places.get(item.storage_index)
+        file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", 0)
+        known = is_tensor_entry(entry) and place is not None and type(start) is int and 0 <= start < _FAR
+        fits = known and tuple(target.shape) == tuple(item.lengths)
+        # Each rank may load from a place of its own. Without an id, files of one name may be of different checkpoints.
+        told_apart = bool(save) or os.path.isabs(file)
+        can_share = alone and fits and told_apart and is_plain(target, entry.properties.dtype)
+        what = repr((str(save), file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
+        wants.append(SharedRequest(what, target, file, start if known else 0, can_share))
+    return wants
+
+
+def remaining_plan(plan: LoadPlan, shared: set[int], cuts: Sequence[Cut]) -> LoadPlan:
+    """Return the plan of a rank that reads of shared items only some parts."""
+    items = [item for row, item in enumerate(plan.items) if row not in shared]
+    return replace(plan, items=[*items, *(_cut(plan.items[cut.want], cut) for cut in cuts)])
+
+
+def _cut(item: ReadItem, cut: Cut) -> ReadItem:
+    if not item.lengths:
+        return item
+
+    def moved(offsets: torch.Size) -> torch.Size:
+        return torch.Size([at + cut.begin * (axis == cut.axis) for axis, at in enumerate(offsets)])
+
+    lengths = [cut.end - cut.begin if axis == cut.axis else n for axis, n in enumerate(item.lengths)]
+    return replace(
+        item,
+        dest_offsets=moved(item.dest_offsets),
+        storage_offsets=moved(item.storage_offsets),
+        lengths=torch.Size(lengths),
+    )
+
+
+def _asks(item: ReadItem) -> tuple[str, Ints, Ints, Ints]:
+    index = item.storage_index
+    return index.fqn, tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths)
+
+
+class _Targets:
+    """The tensors that items fill, and whether each is filled by one item alone."""
+
+    def __init__(self, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
+        nothing = torch.empty(0)
+        wholes: dict[MetadataIndex, torch.Tensor] = {}
+        parts: dict[MetadataIndex, list[int]] = {}
+        self.found: list[torch.Tensor] = []
+        self.alone = [False] * len(items)
+        for row, item in enumerate(items):
+            self.found.append(nothing)
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            try:
+                whole = wholes.get(item.dest_index)
+                if whole is None:
+                    whole = wholes[item.dest_index] = planner.lookup_tensor(item.dest_index).detach()
+                self.found[row] = planner.transform_tensor(item, whole)
+            except Exception:  # noqa: BLE001, S112 - reading it says so
+                continue
+            parts.setdefault(item.dest_index, []).append(row)
+        alone = dict(zip(wholes, in_disjoint_memory(list(wholes.values())), strict=True))
+        for index, rows in parts.items():
+            filled_once = len(rows) == 1 or _tile(tuple(wholes[index].shape), [items[row] for row in rows])
+            for row in rows:
+                self.alone[row] = alone[index] and filled_once
+
+
+def _tile(shape: Ints, items: Sequence[ReadItem]) -> bool:
+    """Say whether items fill each element of a tensor once."""
+    axes = len(shape)
+    sizes = [tuple(item.lengths) for item in items if 0 not in item.lengths]
+    offsets = [tuple(item.dest_offsets) for item in items if 0 not in item.lengths]
+    if any(
+        o + n > full
+        for at, size in zip(offsets, sizes, strict=True)
+        for o, n, full in zip(at, size, shape, strict=True)
+    ):
+        return False
+    boxes = Boxes(matrix_of(offsets, axes, 0), matrix_of(sizes, axes, 1))
+    return bool(tiled(matrix_of([shape], axes, 1), np.zeros(len(boxes), np.int64), boxes)[0])

@@ -1,0 +1,396 @@
+"""
+The description of a state dict as bytes, and back: msgpack that is checked when it is read, never pickle.
+
+A peer can say nothing that is more than data: what it describes must be of types and layouts that we know, and sizes
+must agree with each other before memory is made for them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardkeep.engine.tensors import extent
+from shardkeep.errors import BrokenProtocol, CheckpointError, UnsupportedLeaf
+from shardkeep.format.dtypes import by_name, of_torch, to_torch
+from shardkeep.format.tree import Container, decode_tree, encode_tree, leaf_keys
+from shardkeep.format.values import decode_value, encode_value
+from shardkeep.state.flatten import flatten
+from shardkeep.state.leaves import TreePath, is_dtensor, is_sharded_tensor, path_name, wait_tensor
+
+# What a state dict looks like when it is sent to a peer: its skeleton, its plain values, and what its tensors are.
+#
+# Tensors go as their own bytes: dense ones as they lie in memory, others in order. The dataclasses have torch's names
+# and fields; `paths` are flat names, and `treespec` is our skeleton.
+
+_CONTAINERS: Final = (dict, OrderedDict, list, tuple, torch.Size)
+
+
+@dataclass
+class _TensorMeta:
+    """A tensor whose bytes follow."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    storage_offset: int
+    """Always 0: no more is sent than the tensor's own bytes."""
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class _DTensorMeta:
+    """The local part of a DTensor, and how the whole is spread."""
+
+    local: _TensorMeta
+    spec: DTensorSpec
+
+
+@dataclass
+class _ShardedTensorMeta:
+    """The local shards of a ShardedTensor, and where all of them are."""
+
+    local_shards_meta: list[_TensorMeta]
+    local_shards_shard_metadata: list[ShardMetadata]
+    sharded_tensor_metadata: ShardedTensorMetadata
+
+
+@dataclass
+class _StateDictMeta:
+    """All of a state dict but the bytes of its tensors."""
+
+    treespec: Container
+    paths: list[str]
+    """The flat name of each leaf."""
+    non_tensor_leaves: list[object | _TensorMeta | _DTensorMeta | _ShardedTensorMeta]
+    bare: bool = False
+    """What was sent is no mapping: it is the one value of the skeleton."""
+
+
+def take_apart(state: object) -> tuple[dict[str, Any], Container, bool]:
+    """Return the leaves of a state by flat name, its skeleton, and whether it is no mapping."""
+    bare = not isinstance(state, Mapping)
+    mapping: Any = {"": state} if bare else state
+    leaves, tree = flatten(mapping, rank=0, is_tensor=lambda value: isinstance(value, torch.Tensor))
+    return leaves, tree, bare
+
+
+def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_StateDictMeta, list[torch.Tensor]]:
+    """
+    Describe a state dict, and return the bytes of its tensors in the order in which they are described.
+
+    Raises:
+        UnsupportedLeaf: a value that is neither a tensor nor plain data, or a container of a class that cannot be
+            made again; names its key.
+
+    """
+    del device
+    _refuse_other_kinds(state_dict)
+    leaves, tree, bare = take_apart(state_dict)
+    described: list[object] = []
+    tensors: list[torch.Tensor] = []
+    for name, leaf in leaves.items():
+        meta, parts = _describe(name, leaf)
+        described.append(meta)
+        tensors += parts
+    return _StateDictMeta(tree, list(leaves), described, bare), tensors
+
+
+def _refuse_other_kinds(value: object, path: TreePath = (), above: frozenset[int] = frozenset()) -> None:
+    """Refuse containers that would arrive as others: classes are not sent, for they are code."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, (Mapping, list, tuple)) or id(value) in above:
+        return  # one that contains itself is refused when it is taken apart
+    if type(value) not in _CONTAINERS:
+        raise UnsupportedLeaf(
+            f"{path_name(path)!r} is a {type(value).__qualname__}, which would arrive as another container",
+            hint="make it a dict, an OrderedDict, a list or a tuple",
+            key=path_name(path),
+        )
+    for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+        _refuse_other_kinds(child, (*path, key), above | {id(value)})
+
+
+def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:
+    if not isinstance(leaf, torch.Tensor):
+        encode_value(leaf, key=name)  # refused here, before anything has been sent
+        return leaf, []
+    leaf = wait_tensor(leaf)
+    if is_dtensor(leaf):
+        data, meta = _prepare_tensor(leaf._local_tensor, name)
+        return _DTensorMeta(meta, leaf._spec), [data]
+    if is_sharded_tensor(leaf):
+        shards = leaf.local_shards()
+        pairs = [_prepare_tensor(shard.tensor, name) for shard in shards]
+        described = _ShardedTensorMeta([meta for _, meta in pairs], [s.metadata for s in shards], leaf.metadata())
+        return described, [data for data, _ in pairs]
+    data, meta = _prepare_tensor(leaf, name)
+    return meta, [data]
+
+
+def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch.Tensor, _TensorMeta]:
+    """Return a tensor's bytes as a row, on its own device, and what they mean."""
+    if not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) or tensor.is_meta:
+        what = "a tensor on the meta device" if tensor.is_meta else f"a {type(tensor).__qualname__}"
+        raise UnsupportedLeaf(f"{name!r} is {what}, which cannot be sent", hint="send plain tensors")
+    of_torch(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise UnsupportedLeaf(f"{name!r} is of layout {tensor.layout}, which cannot be sent", hint="send it dense")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    dense = plain if is_dense(plain) else plain.contiguous()
+    return bytes_of(dense), _TensorMeta(dense.shape, dense.dtype, 0, dense.stride(), dense.nbytes)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's elements fill one run of memory, in any order, each with its own place."""
+    expected = 1
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n != 1 and step != expected:
+            return tensor.numel() == 0
+        expected *= n
+    return True
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the memory of a dense tensor as a row of bytes."""
+    row = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if tensor.numel() == 0:
+        return row
+    start, stop = extent(tensor)
+    return row.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View all of the storage that a plain tensor lies in as elements of a type."""
+    if type(tensor) is not torch.Tensor:
+        raise BrokenProtocol(f"only plain tensors have one storage, not a {type(tensor).__qualname__}")
+    storage = tensor.untyped_storage()
+    row = torch.empty(0, dtype=dtype, device=tensor.device)
+    return row.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+_PLACE: Final = re.compile(r"rank:\d{1,9}/[a-z]{1,16}(:\d{1,4})?")
+Ints = tuple[int, ...]
+
+
+class BadLetter(CheckpointError, ValueError):
+    """A peer sent what is no state dict, or one whose parts do not agree with each other."""
+
+
+class _Tensor(msgspec.Struct, frozen=True, tag="t"):
+    shape: Ints
+    dtype: str
+    stride: Ints
+
+
+class _DTensor(msgspec.Struct, frozen=True, tag="d"):
+    local: _Tensor
+    whole: _Tensor
+    device: str
+    mesh: Ints
+    mesh_shape: Ints
+    mesh_names: tuple[str, ...] | None
+    placements: list[tuple[str, int | str, int]]
+    owner: int
+    """The rank whose part this is; -1 where the sender was no part of the mesh."""
+
+
+class _Sharded(msgspec.Struct, frozen=True, tag="s"):
+    parts: list[_Tensor]
+    boxes: list[tuple[Ints, Ints, str]]
+    """Offsets, size and place of each part."""
+    whole: _Tensor
+    layout: list[tuple[Ints, Ints, str]]
+    """The same of all shards of all ranks."""
+
+
+class _Value(msgspec.Struct, frozen=True, tag="v"):
+    data: bytes
+
+
+class _Letter(msgspec.Struct, frozen=True):
+    tree: bytes
+    leaves: list[_Tensor | _DTensor | _Sharded | _Value]
+    bare: bool
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_Letter).decode
+
+
+def encode_meta(meta: _StateDictMeta) -> bytes:
+    """Encode the description of a state dict; UnsupportedLeaf, with its key, for what has no safe form."""
+    leaves = [_written(name, leaf) for name, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True)]
+    return _encode(_Letter(encode_tree(meta.treespec), leaves, meta.bare))
+
+
+def decode_meta(data: bytes) -> _StateDictMeta:
+    """
+    Decode and check the description of a state dict.
+
+    Raises:
+        BadLetter: it is none.
+        CheckpointError: a value of it is malformed.
+
+    """
+    try:
+        letter = _decode(data)
+        tree = decode_tree(letter.tree)
+        names = list(leaf_keys(tree))
+        if tree is None or len(names) != len(letter.leaves):
+            raise ValueError(f"{len(names)} names for {len(letter.leaves)} values")
+        leaves = [_read(name, leaf) for name, leaf in zip(names, letter.leaves, strict=True)]
+    except CheckpointError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, AssertionError) as error:
+        raise BadLetter(f"a peer sent what is no state dict: {error!s:.200}") from error
+    return _StateDictMeta(tree, names, leaves, letter.bare)
+
+
+# Encoding
+
+
+def _written(name: str, leaf: object) -> _Tensor | _DTensor | _Sharded | _Value:
+    if isinstance(leaf, _TensorMeta):
+        return _tensor(leaf)
+    if isinstance(leaf, _DTensorMeta):
+        return _dtensor(name, leaf)
+    if isinstance(leaf, _ShardedTensorMeta):
+        whole = leaf.sharded_tensor_metadata
+        size = tuple(whole.size)
+        return _Sharded(
+            [_tensor(part) for part in leaf.local_shards_meta],
+            [_box(shard) for shard in leaf.local_shards_shard_metadata],
+            _Tensor(size, of_torch(whole.tensor_properties.dtype).name, _contiguous(size)),
+            [_box(shard) for shard in whole.shards_metadata],
+        )
+    return _Value(encode_value(leaf, key=name))
+
+
+def _tensor(meta: _TensorMeta) -> _Tensor:
+    return _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
+
+
+def _dtensor(name: str, leaf: _DTensorMeta) -> _DTensor:
+    spec, mesh = leaf.spec, leaf.spec.mesh
+    meta = spec.tensor_meta
+    usual = DTensorSpec(mesh, spec.placements, meta)
+    if meta is None or getattr(spec, "shard_order", None) != getattr(usual, "shard_order", None):
+        raise UnsupportedLeaf(f"{name!r} is a DTensor that is cut in an unusual order, which cannot be sent")
+    whole = _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
+    ranks, here = mesh.mesh.flatten().tolist(), mesh.get_coordinate()
+    owner = -1 if here is None else int(mesh.mesh[tuple(here)])
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    placements = [_placement(name, each) for each in spec.placements]
+    shape = tuple(mesh.mesh.shape)
+    return _DTensor(_tensor(leaf.local), whole, mesh.device_type, tuple(ranks), shape, names, placements, owner)
+
+
+def _placement(name: str, placement: Any) -> tuple[str, int | str, int]:
+    kind = type(placement)
+    if kind is Shard:
+        return "shard", placement.dim, 0
+    if kind is Replicate:
+        return "replicate", 0, 0
+    if kind is _StridedShard:
+        return "strided", placement.dim, placement.split_factor
+    if kind is Partial and isinstance(placement.reduce_op, str):
+        return "partial", placement.reduce_op, 0
+    raise UnsupportedLeaf(f"{name!r} is a DTensor placed as {placement!r}, which cannot be sent")
+
+
+def _box(shard: ShardMetadata) -> tuple[Ints, Ints, str]:
+    return tuple(shard.shard_offsets), tuple(shard.shard_sizes), str(shard.placement)
+
+
+# Decoding
+
+
+def _read(name: str, leaf: _Tensor | _DTensor | _Sharded | _Value) -> object:
+    if isinstance(leaf, _Value):
+        return decode_value(leaf.data, key=name)
+    if isinstance(leaf, _Tensor):
+        return _checked(name, leaf)
+    if isinstance(leaf, _DTensor):
+        return _DTensorMeta(_checked(name, leaf.local), _spec(name, leaf))
+    if len(leaf.parts) != len(leaf.boxes):
+        raise ValueError(f"{name!r} has {len(leaf.parts)} shards in {len(leaf.boxes)} places")
+    for part, box in zip(leaf.parts, leaf.boxes, strict=True):
+        if part.shape != box[1] or part.dtype != leaf.whole.dtype:
+            raise ValueError(f"{name!r} has a shard of another size or type than its place")
+    whole = _checked(name, leaf.whole)
+    metadata = ShardedTensorMetadata(
+        [_shard(name, box) for box in leaf.layout], whole.shape, TensorProperties(dtype=whole.dtype)
+    )
+    parts = [_checked(name, part) for part in leaf.parts]
+    return _ShardedTensorMeta(parts, [_shard(name, box) for box in leaf.boxes], metadata)
+
+
+def _checked(name: str, tensor: _Tensor) -> _TensorMeta:
+    if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > 64 or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"{name!r} has no shape: {tensor.shape} by {tensor.stride}")
+    dtype = to_torch(by_name(tensor.dtype))
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    if nbytes >= 1 << 62:
+        raise ValueError(f"{name!r} would have {nbytes} bytes")
+    if nbytes:
+        expected = 1
+        for step, n in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+            if n > 1 and step != expected:
+                raise ValueError(f"{name!r} does not fill its memory: {tensor.shape} by {tensor.stride}")
+            expected *= n
+    elif tensor.stride and not 0 <= min(tensor.stride) <= max(tensor.stride) < 1 << 62:
+        raise ValueError(f"{name!r} has strides {tensor.stride}")
+    return _TensorMeta(torch.Size(tensor.shape), dtype, 0, tensor.stride, nbytes)
+
+
+def _spec(name: str, leaf: _DTensor) -> DTensorSpec:
+    if not leaf.mesh or math.prod(leaf.mesh_shape) != len(leaf.mesh) or len(leaf.placements) != len(leaf.mesh_shape):
+        raise ValueError(f"{name!r} is on no mesh")
+    whole = leaf.whole
+    if len(whole.shape) != len(whole.stride) or min((*whole.shape, *whole.stride), default=0) < 0:
+        raise ValueError(f"{name!r} has no shape: {whole.shape} by {whole.stride}")
+    mesh = DeviceMesh(
+        leaf.device,
+        torch.tensor(leaf.mesh, dtype=torch.int64, device="cpu").reshape(leaf.mesh_shape),
+        mesh_dim_names=leaf.mesh_names,
+        _init_backend=False,  # it says where parts are; nobody talks over it
+        _rank=leaf.owner if leaf.owner in leaf.mesh else None,
+    )
+    placements = tuple(_placed(name, each, len(whole.shape)) for each in leaf.placements)
+    meta = TensorMeta(torch.Size(whole.shape), whole.stride, to_torch(by_name(whole.dtype)))
+    return DTensorSpec(mesh, placements, meta)
+
+
+def _placed(name: str, placement: tuple[str, int | str, int], ndim: int) -> Any:
+    kind, detail, factor = placement
+    if kind == "replicate":
+        return Replicate()
+    if kind == "partial" and detail in ("sum", "avg", "min", "max", "product", "band", "bor", "bxor"):
+        return Partial(str(detail))
+    if kind in ("shard", "strided") and isinstance(detail, int) and 0 <= detail < ndim:
+        return Shard(detail) if kind == "shard" else _StridedShard(detail, split_factor=factor)
+    raise ValueError(f"{name!r} is placed as {placement}")
+
+
+def _shard(name: str, box: tuple[Ints, Ints, str]) -> ShardMetadata:
+    offsets, sizes, place = box
+    if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0 or not _PLACE.fullmatch(place):
+        raise ValueError(f"{name!r} has a shard at {box}")
+    return ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=place)
+
+
+def _contiguous(shape: Ints) -> Ints:
+    return tuple(torch.empty(shape, device="meta").stride())

@@ -1,0 +1,151 @@
+"""
+Messages between ranks, left in a torch key-value store under a key and taken away by their reader.
+
+In go keys and bytes; out come bytes, or `MailLost` when the store cannot be reached. Two facts of torch's stores
+shape this file. A TCPStore client does one thing at a time behind a lock and logs two lines for each `wait` that
+times out, so a long wait would stall the training loop's own use of the store and fill its log: we ask with `check`,
+which is short and silent, at a pace that slows down as the wait grows. And a call never returns when the machine
+that hosts the store vanishes, so every visit runs on a thread that can be left behind when its time is up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+PIECE_BYTES = 4 << 20
+"""Longest value of one key: torch's TCPStore cuts the connection of a client that sends more than 8 MiB."""
+BATCH = 16
+"""Keys read by one request, so that the answer stays within 64 MiB."""
+GRACE_S = 2.0
+"""How long past its deadline a visit may take before we stop waiting for it."""
+CHECKS_PER_S = 2000
+"""How many checks a second the store is asked to bear from all ranks together, in a long wait."""
+
+_WHOLE, _PIECES = b"w", b"p"
+
+
+class StoreUnreachable(Exception):
+    """The store did not answer, or its connection broke."""
+
+
+class KVMailbox:
+    """A rank's use of the store during one visit."""
+
+    def __init__(self, store: Store, ranks: int, stop: threading.Event) -> None:
+        self._store = store
+        self._slowest_s = max(0.1, ranks / CHECKS_PER_S)
+        self._quickest_s = max(0.0005, ranks / CHECKS_PER_S / 10)
+        self._stop = stop
+
+    def count(self, key: str) -> int:
+        """Add one to the counter `key` and return it."""
+        return self._store.add(key, 1)
+
+    def put(self, key: str, body: bytes) -> None:
+        """Leave `body` at `key`. Whoever sees the key finds all of it."""
+        if len(body) <= PIECE_BYTES:
+            self._set(key, _WHOLE + body)
+            return
+        starts = range(0, len(body), PIECE_BYTES)
+        for piece, start in enumerate(starts):
+            self._set(f"{key}/{piece}", body[start : start + PIECE_BYTES])
+        # The key itself comes last: a reader that sees it may trust that every piece is there.
+        self._set(key, _PIECES + str(len(starts)).encode())
+
+    def wait(self, keys: Sequence[str], within_s: float) -> bool:
+        """Wait until all `keys` are there; False when the time is up."""
+        began = time.monotonic()
+        while not self._store.check(list(keys)):
+            waited = time.monotonic() - began
+            if waited >= within_s:
+                return False
+            pause = min(self._slowest_s, max(self._quickest_s, waited / 4), within_s - waited)
+            if self._stop.wait(pause):
+                raise StoreUnreachable("the caller has left")
+        return True
+
+    def there(self, key: str) -> bool:
+        """Say whether `key` exists."""
+        return bool(self._store.check([key]))
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Read what lies at `keys`, all of which must be there."""
+        bodies: list[bytes] = []
+        for start in range(0, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            for key, head in zip(batch, self._get(batch), strict=True):
+                bodies.append(head[1:] if head[:1] == _WHOLE else b"".join(self._get(_pieces(key, head))))
+        return bodies
+
+    def take(self, keys: Sequence[str]) -> list[bytes]:
+        """Read what lies at `keys`, all of which must be there, and delete it."""
+        bodies = self.read(keys)
+        for key, body in zip(keys, bodies, strict=True):
+            self.drop(key, len(body))
+        return bodies
+
+    def drop(self, key: str, nbytes: int = 0) -> None:
+        """Delete `key`, whose body has `nbytes`."""
+        self._store.delete_key(key)
+        if nbytes > PIECE_BYTES:
+            for piece in range(-(-nbytes // PIECE_BYTES)):
+                self._store.delete_key(f"{key}/{piece}")
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # the stub says str; bytes go through unchanged
+
+    def _get(self, keys: Sequence[str]) -> list[bytes]:
+        if self._store.has_extended_api():  # type: ignore[attr-defined]  # missing from the stub
+            return self._store.multi_get(list(keys))
+        return [self._store.get(key) for key in keys]
+
+
+def _pieces(key: str, head: bytes) -> list[str]:
+    return [f"{key}/{piece}" for piece in range(int(head[1:]))]
+
+
+def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:
+    """
+    Run `errand` on the mailbox of a world of `ranks`, for at most `within_s` and a little.
+
+    Raises:
+        MailLost: the store did not answer in time, or its connection broke.
+
+    """
+    stop = threading.Event()
+    outcome: Future[T] = Future()
+    # A daemon, not an executor's thread: one stuck in a dead connection must not keep the process from ending.
+    threading.Thread(
+        target=_run, args=(KVMailbox(store, ranks, stop), errand, outcome), daemon=True, name="shardkeep-ranks"
+    ).start()
+    try:
+        error = outcome.exception(within_s + GRACE_S)
+    except Exception as late:  # the future's own TimeoutError, whose class changed in Python 3.11
+        raise StoreUnreachable(f"the store did not answer for {within_s + GRACE_S:g} s") from late
+    finally:
+        stop.set()  # on Ctrl-C too: the errand ends at its next check
+    if isinstance(error, (RuntimeError, OSError)):  # what torch's stores raise
+        raise StoreUnreachable(_first_line(error)) from error
+    return outcome.result()
+
+
+def _run(mailbox: KVMailbox, errand: Callable[[KVMailbox], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(errand(mailbox))
+    except BaseException as error:  # noqa: BLE001 - read by `visit`
+        outcome.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    # torch appends a C++ stack to the message.
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,345 @@
+"""
+Does a checkpoint fit a state? What is missing, what is left over, and what differs; on one rank, then on all.
+
+Nothing is read or changed here. A key is missing if some rank's state has it and the checkpoint has not; it is
+unexpected if the checkpoint has it and no rank's state asked for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardkeep.errors import StateError, StateMismatch
+from shardkeep.format.boxes import IntArray, widen
+from shardkeep.format.dtypes import by_code
+from shardkeep.format.index import Index
+from shardkeep.format.tree import Node, decode_tree, join, leaf_keys
+from shardkeep.format.values import EnumRef
+from shardkeep.state.describe import Description
+from shardkeep.state.patterns import (
+    Patterns,
+    Renames,
+    checked_patterns,
+    closest,
+    matcher,
+    prefixes_of,
+    renamer,
+    selector,
+    suggestions,
+)
+from shardkeep.state.stored import UNFILLED
+
+_MOST_LISTED = 50
+
+
+class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found; travels to rank 0."""
+
+    missing: list[str]
+    mismatched: list[str]
+    unused: list[tuple[str, str]]
+    """Argument and pattern, of those that match no name in this rank's state or in the checkpoint."""
+    other_kinds: list[str] = []
+    """Plain values that would change their kind."""
+    consumed: bytes
+    """A bit for each tensor, then each value, of the checkpoint."""
+
+
+class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks found; travels to every rank."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a rank's state meets the checkpoint."""
+
+    tensors: dict[str, int]
+    """Row in the index of every tensor to be filled, by its key in the state."""
+    values: dict[str, int]
+    cast: dict[str, str]
+    findings: RankFindings
+
+
+@dataclass(frozen=True)
+class LoadFilter:
+    """The arguments of `load` that choose what is loaded, and how."""
+
+    include: Patterns = None
+    exclude: Patterns = None
+    rename: Renames = None
+    cast: bool | Patterns = False
+
+    def checked(self) -> LoadFilter:
+        """Refuse arguments that make no sense, and make those that can be gone through once last."""
+        renamer(self.rename)
+        cast = self.cast if isinstance(self.cast, bool) else checked_patterns("cast", self.cast)
+        include, exclude = checked_patterns("include", self.include), checked_patterns("exclude", self.exclude)
+        return LoadFilter(include, exclude, self.rename, False if cast is None else cast)
+
+    def unused(self, names: list[str]) -> list[tuple[str, str]]:
+        """Return the patterns that match none of these names, each with the argument it stands in."""
+        given = (("include", self.include), ("exclude", self.exclude), ("cast", self.cast))
+        return [
+            (argument, pattern)
+            for argument, patterns in given
+            if isinstance(patterns, tuple)
+            for pattern in patterns
+            if not any(map(matcher(pattern), names))
+        ]
+
+    def names(self, index: Index) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the checkpoint's tensors and values by the names they have in the state."""
+        if self.rename is None:
+            return index.tensor_rows, index.value_rows
+        rename = renamer(self.rename)
+        renamed: list[dict[str, int]] = []
+        taken: dict[str, str] = {}
+        for rows in (index.tensor_rows, index.value_rows):
+            table = {}
+            for name, row in rows.items():
+                new = rename(name)
+                if new is None:
+                    continue
+                if not isinstance(new, str):
+                    raise StateError(f"rename gives {new!r} for {name!r}, expected a name, or None to drop it")
+                if new in taken:
+                    raise StateMismatch(f"rename gives {taken[new]!r} and {name!r} one name: {new!r}")
+                taken[new] = name
+                table[new] = row
+            renamed.append(table)
+        return renamed[0], renamed[1]
+
+    def renamed(self, name: str) -> str | None:
+        """Return what a name of the checkpoint is in the state; None where it is dropped."""
+        return name if self.rename is None else renamer(self.rename)(name)
+
+    def selects(self) -> Callable[[str], bool]:
+        """Make the test for names that are to be loaded."""
+        return selector(self.include, self.exclude)
+
+    def casts(self) -> Callable[[str], bool]:
+        """Make the test for names whose dtype may change."""
+        if isinstance(self.cast, bool):
+            return lambda _: bool(self.cast)
+        return matcher(self.cast)
+
+
+def match_state(index: Index, description: Description, wishes: LoadFilter) -> Match:
+    """Compare what was selected of one rank's state with the checkpoint."""
+    tensor_rows, value_rows = wishes.names(index)
+    missing: list[str] = []
+    mismatched: list[str] = []
+    tensors: dict[str, int] = {}
+    values: dict[str, int] = {}
+    consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
+    for key in description.keys:
+        row = tensor_rows.get(key)
+        if row is not None:
+            tensors[key] = row
+        elif key in value_rows:
+            consumed[len(index.keys) + value_rows[key]] = True
+            mismatched.append(f"{key}: a tensor in the state, a plain value in the checkpoint")
+        else:
+            missing.append(key)
+    for key in description.values:
+        row = value_rows.get(key)
+        if row is not None:
+            values[key] = row
+        elif key in tensor_rows:
+            consumed[tensor_rows[key]] = True
+            mismatched.append(f"{key}: a plain value in the state, a tensor in the checkpoint")
+        else:
+            missing.append(key)
+    cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
+    consumed[list(tensors.values())] = True
+    consumed[[len(index.keys) + row for row in values.values()]] = True
+    findings = RankFindings(
+        missing=missing,
+        mismatched=mismatched,
+        unused=wishes.unused([*leaf_keys(description.tree), *tensor_rows, *value_rows]),
+        consumed=np.packbits(consumed).tobytes(),
+    )
+    return Match(tensors, values, cast, findings)
+
+
+def _compare_tensors(
+    index: Index,
+    description: Description,
+    tensors: dict[str, int],
+    may_cast: Callable[[str], bool],
+    mismatched: list[str],
+) -> dict[str, str]:
+    at = {key: row for row, key in enumerate(description.keys)}
+    mine = np.array([at[key] for key in tensors], np.int64)
+    rows = np.array(list(tensors.values()), np.int64)
+    axes = max(description.shape.shape[1], index.tensors.shape.shape[1])
+    shapes = widen(description.shape, axes, 1)[mine]
+    stored = widen(np.asarray(index.tensors.shape, np.int64), axes, 1)[rows]
+    keys = list(tensors)
+    other_shape = np.any(shapes != stored, axis=1) | (description.ndim[mine] != index.tensors.ndim[rows])
+    for i in np.flatnonzero(other_shape).tolist():
+        shape = tuple(shapes[i, : int(description.ndim[mine[i]])].tolist())
+        mismatched.append(f"{keys[i]}: shape {shape} in the state, {index.shape(int(rows[i]))} in the checkpoint")
+    cast: dict[str, str] = {}
+    for i in np.flatnonzero((description.dtype[mine] != index.tensors.dtype[rows]) & ~other_shape).tolist():
+        old, new = index.dtype(int(rows[i])).name, by_code(int(description.dtype[mine[i]])).name
+        if may_cast(keys[i]):
+            cast[keys[i]] = f"{old} -> {new}"
+        else:
+            mismatched.append(f"{keys[i]}: {new} in the state, {old} in the checkpoint (cast=True converts)")
+    _compare_ties(index, description, mine, rows, keys, mismatched)
+    return cast
+
+
+def _compare_ties(
+    index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
+) -> None:
+    """One memory cannot be filled from two different tensors."""
+    owner = np.asarray(index.tensors.alias, np.int64)[rows]
+    first: dict[int, int] = {}
+    for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
+        other = first.setdefault(int(description.alias[mine[i]]), i)
+        if owner[i] != owner[other]:
+            mismatched.append(
+                f"{keys[i]}: the same memory as {keys[other]} in the state, another tensor in the checkpoint"
+                f" (exclude={keys[i]!r} takes the other)"
+            )
+
+
+def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
+    """Say so where a plain value is to be replaced by one of another kind; None goes with any."""
+    if mine is None or mine is UNFILLED or stored is None or _kind(mine) == _kind(stored):
+        return []
+    if any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
+        return []  # a member is what its class makes of it
+    return [f"{key}: {_spelt(mine)} in the state, {_spelt(stored)} in the checkpoint"]
+
+
+def _kind(value: Any) -> str:
+    kinds: dict[str, tuple[type, ...]] = {
+        "number": (numbers.Number, np.bool_),
+        "str": (str,),
+        "bytes": (bytes, bytearray),
+        "sequence": (list, tuple),
+        "set": (AbstractSet,),
+    }
+    return next((kind for kind, types in kinds.items() if isinstance(value, types)), "other")
+
+
+def _spelt(value: Any) -> str:
+    name = type(value).__qualname__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadFilter) -> MatchResult:
+    """Unite what all ranks found."""
+    count = len(index.keys) + len(index.value_keys)
+    bits = np.zeros(-(-count // 8), np.uint8)
+    for raw in {found.consumed for found in findings}:
+        bits |= np.frombuffer(raw, np.uint8)
+    consumed = np.unpackbits(bits, count=count).astype(bool)
+    selected = wishes.selects()
+    unexpected: list[str] = []
+    if not consumed.all():
+        tensor_rows, value_rows = wishes.names(index)
+        named = _rows(index, tensor_rows, value_rows)
+        left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
+        # Per-rank state of ranks that are no longer there is left over by nature.
+        shared = _names_over_ranks(index) if left else {}
+        known = {name for row, name in shared.items() if consumed[row]}
+        unexpected = [name for name, row in left.items() if shared.get(row) not in known]
+    missing = list(dict.fromkeys(key for found in findings for key in found.missing))
+    return MatchResult(missing=missing, unexpected=sorted(unexpected))
+
+
+def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
+    """Number tensors and values through, as `Findings.consumed` does."""
+    return tensor_rows | {name: len(index.keys) + row for name, row in value_rows.items()}
+
+
+def _names_over_ranks(index: Index) -> dict[int, str]:
+    """Return, for each row below a `PerRank`, a name that it shares with the same leaf of all ranks."""
+    rows = _rows(index, index.tensor_rows, index.value_rows)
+    if not any("@" in name for name in rows):
+        return {}
+    per_rank = _per_rank_leaves(decode_tree(index.tree), None, None)
+    return {rows[name]: shared for name, shared in per_rank if name in rows}
+
+
+def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterator[tuple[str, str]]:
+    if node is None:
+        if name is not None and shared is not None:
+            yield name, shared
+        return
+    for part, child in node.children:
+        own = join(name, node.kind, part)
+        if node.kind == "ranks":
+            yield from _per_rank_leaves(child, own, f"{name}.@")
+        else:
+            yield from _per_rank_leaves(child, own, None if shared is None else join(shared, node.kind, part))
+
+
+def raise_if_wrong(
+    index: Index,
+    findings: Sequence[RankFindings],
+    verdict: MatchResult,
+    wishes: LoadFilter,
+    *,
+    strict: bool,
+    where: str,
+) -> None:
+    """Raise one error that lists every difference, if there is one that matters."""
+    mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
+    missing, unexpected, unused = [], [], []
+    forgivable = not mismatched
+    if strict:
+        missing, unexpected = verdict.missing, verdict.unexpected
+        unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
+        mismatched += dict.fromkeys(line for found in findings for line in found.other_kinds)
+    if not (mismatched or missing or unexpected or unused):
+        return
+    tensor_rows, value_rows = wishes.names(index)
+    names = {*tensor_rows, *value_rows}
+    meant, hint = suggestions(missing, names)
+    lines = [f"the checkpoint {where} does not fit the state:"]
+    lines += _listed("missing from the checkpoint", [_with_guess(key, meant) for key in missing])
+    lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
+    lines += _listed("different", mismatched)
+    lines += _listed("arguments that match no name, here or there", _with_names(unused, names))
+    if not hint and missing and any("@" in key for key in missing):
+        hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
+    raise StateMismatch(
+        "\n".join(lines),
+        hint=hint or ("strict=False loads what fits" if forgivable else ""),
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+def _with_guess(key: str, meant: dict[str, str]) -> str:
+    return f"{key} (did you mean {meant[key]!r}?)" if key in meant else key
+
+
+def _with_names(unused: list[tuple[str, str]], names: set[str]) -> list[str]:
+    known = prefixes_of(names) if unused else set()
+    guesses = [(argument, pattern, closest(pattern, known)) for argument, pattern in unused]
+    return [f"{a}={p!r}" + (f" (did you mean {guess!r}?)" if guess else "") for a, p, guess in guesses]
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    if not items:
+        return []
+    more = [f"    … and {len(items) - _MOST_LISTED} more"] if len(items) > _MOST_LISTED else []
+    return [f"  {title} ({len(items)}):", *(f"    {item}" for item in items[:_MOST_LISTED]), *more]

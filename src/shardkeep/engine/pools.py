@@ -1,0 +1,393 @@
+"""
+Host memory that is used again over saves and loads: buffers of one size under a limit, pinned or ordinary, and arenas.
+
+Fresh memory costs five times the copy into it, and pinning it a hundred times as much, so nothing here is given back
+before `close`. Whoever takes a buffer while all of them are in use waits until one is given back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+import torch
+
+from shardkeep.engine.memory import asking_for_memory
+from shardkeep.state.offload import PinningRefused, _register
+from shardkeep.storage.buffers import aligned_buffer
+
+log = logging.getLogger("shardkeep")
+
+_PATIENCE_S = 0.2
+"""How often one who waits for a buffer looks whether it still wants one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Page-aligned host memory."""
+
+    view: memoryview
+    tensor: torch.Tensor
+    """The same bytes, for copies from and to accelerators."""
+    pinned: bool = False
+
+
+def ordinary_buffer(nbytes: int) -> Buffer:
+    """Make a buffer of ordinary memory."""
+    view = aligned_buffer(nbytes)
+    return Buffer(view, torch.frombuffer(view, dtype=torch.uint8))
+
+
+def pinned_buffer(nbytes: int) -> Buffer:
+    """Make a buffer that accelerators copy from and to at full speed; an ordinary one where it cannot be pinned."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return ordinary_buffer(nbytes)
+    if accelerator.type != "cuda":  # only CUDA can pin memory that exists already; others have their own allocator
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return Buffer(tensor.numpy().data, tensor, pinned=True)
+    made = ordinary_buffer(nbytes)
+    try:
+        _register(made.tensor)
+    except PinningRefused as refused:
+        # Pinned memory is faster and nothing else: a save must not fail for it.
+        log.warning("staging goes on without pinned memory: %s", refused)
+        return made
+    return Buffer(made.view, made.tensor, pinned=True)
+
+
+class BufferPool:
+    """Buffers of one size, made when they are first needed. May be used by several threads."""
+
+    def __init__(
+        self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int, *, oldest_first: bool = False
+    ) -> None:
+        """
+        Make nothing yet.
+
+        Args:
+            make: makes a buffer.
+            buffer_nbytes: the size of each.
+            most_nbytes: how much they may take together; one buffer at least.
+            oldest_first: give out the one that was made first, rather than the one that came back last. Who fills some
+                of them only in part, in the same order each time, then touches the same memory each time.
+
+        """
+        self.buffer_nbytes = buffer_nbytes
+        self.most_nbytes = most_nbytes
+        self._make = make
+        self._made = 0
+        self._oldest_first = oldest_first
+        self._ages: dict[Buffer, int] = {}
+        self._age = count()
+        self._free: list[Buffer] = []
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return self._made * self.buffer_nbytes
+
+    @property
+    def nbytes_in_use(self) -> int:
+        """How much of it somebody has taken."""
+        with self._changed:
+            return (self._made - len(self._free)) * self.buffer_nbytes
+
+    def take(self, wanted: Callable[[], bool] = lambda: True) -> Buffer | None:
+        """Return a buffer, when there is one; None as soon as it is no longer wanted."""
+        with self._changed:
+            while not self._free and self._made and (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
+                if not wanted():
+                    return None
+                self._changed.wait(_PATIENCE_S)
+            if self._free:
+                return self._free.pop()
+            self._made += 1
+        return self._new()
+
+    def _new(self) -> Buffer:
+        try:
+            most = f"{self._made} of {self.buffer_nbytes >> 20} MiB, in {self.most_nbytes >> 20} MiB at most"
+            with asking_for_memory(f"buffer number {most}", "allow less with Options(staging_bytes=...)"):
+                buffer = self._make(self.buffer_nbytes)
+        except BaseException:
+            with self._changed:
+                self._made -= 1
+                self._changed.notify()
+            raise
+        self._ages[buffer] = next(self._age)
+        return buffer
+
+    def shrink(self, most_nbytes: int) -> None:
+        """Free what nobody uses, as far as more than so much is held."""
+        with self._changed:
+            while self._free and self._made * self.buffer_nbytes > most_nbytes:
+                self._made -= 1
+                del self._ages[self._free.pop(0)]
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
+                self._made -= 1  # closed, or allowed less by now
+                del self._ages[buffer]
+            elif self._oldest_first:
+                insort(self._free, buffer, key=lambda each: -self._ages[each])
+            else:
+                self._free.append(buffer)
+            self._changed.notify()
+
+    def grow(self, wanted: Callable[[], bool]) -> None:
+        """Make as many buffers as there may be, while that is wanted."""
+        while wanted():
+            with self._changed:
+                if (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
+                    return
+                self._made += 1
+            self.give(self._new())
+
+    def close(self) -> None:
+        """Free what is not in use; the rest is freed as it is given back. Whoever comes next sets the limit anew."""
+        with self._changed:
+            self.most_nbytes = 0
+            self._made -= len(self._free)
+            for buffer in self._free:
+                del self._ages[buffer]
+            self._free.clear()
+
+
+class Arenas:
+    """Runs of host memory of any length, each for one snapshot at a time. May be used by several threads."""
+
+    def __init__(self, make: Callable[[int], Buffer] = ordinary_buffer) -> None:
+        """Make nothing yet; `make` will."""
+        self._make = make
+        self._free: list[Buffer] = []
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return self._held
+
+    @property
+    def nbytes_in_use(self) -> int:
+        """How much of it holds a snapshot."""
+        with self._lock:
+            return self._held - sum(each.view.nbytes for each in self._free)
+
+    def take(self, nbytes: int, most_nbytes: int | None = None) -> Buffer:
+        """
+        Return memory of at least `nbytes`, and at most `most_nbytes` if these are more.
+
+        It is the least of what is free that is enough; if there is none, all that is free is freed, and it is made.
+        """
+        most_nbytes = sys.maxsize if most_nbytes is None else max(nbytes, most_nbytes)
+        with self._lock:
+            fits = [each for each in self._free if nbytes <= each.view.nbytes <= most_nbytes]
+            if fits:
+                arena = min(fits, key=lambda each: each.view.nbytes)
+                self._free.remove(arena)
+                return arena
+            self._held += nbytes - sum(each.view.nbytes for each in self._free)
+            self._free.clear()
+        try:
+            return self._make(nbytes)
+        except BaseException:
+            with self._lock:
+                self._held -= nbytes
+            raise
+
+    def give(self, arena: Buffer) -> None:
+        """Take memory back."""
+        with self._lock:
+            self._free.append(arena)
+
+    def close(self) -> None:
+        """Free what is not in use."""
+        with self._lock:
+            self._held -= sum(each.view.nbytes for each in self._free)
+            self._free.clear()
+
+
+# The memory that this process keeps for staging: one ring of pinned buffers, windows of ordinary memory, and arenas.
+#
+# Pinned memory is what all saves and loads of a process share, made once and released by `release`.
+
+WINDOW_NBYTES = 32 << 20
+"""Large enough that what Python does for each is little beside the copy."""
+
+
+@dataclass(frozen=True)
+class StagingMemory:
+    """What one process stages through. How much of it may be used is set by whoever uses it next."""
+
+    ring: BufferPool = field(default_factory=lambda: BufferPool(pinned_buffer, WINDOW_NBYTES, 0))
+    """Pinned: where accelerators copy to."""
+    windows: BufferPool = field(
+        default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0, oldest_first=True)
+    )
+    """Ordinary: where the ring is emptied to, and files are written from."""
+    arenas: Arenas = field(default_factory=Arenas)
+    """Ordinary: copies of tensors that lie in host memory."""
+
+    def release(self) -> None:
+        """Free all that is not in use."""
+        self.ring.close()
+        self.windows.close()
+        self.arenas.close()
+
+
+@functools.cache  # outlives the calls that use it; a forked process must not touch its parent's
+def _memory_of(process_id: int) -> StagingMemory:
+    del process_id
+    return StagingMemory()
+
+
+def staging_memory() -> StagingMemory:
+    """Return the memory of this process."""
+    return _memory_of(os.getpid())
+
+
+# Host memory for snapshots: pinned or shared where that was asked for, and used again once nobody holds it.
+#
+# Sizes go in; storages come out, each piece with its place. A storage is free again when the last tensor over it is
+# gone, so that a snapshot which is still being written is never overwritten by the next one. Pinning and sharing cost
+# by the piece (a call into the driver, a file descriptor), so there many pieces lie in one storage.
+
+_ALIGNMENT: Final = 64
+_SLABS: Final = 128
+"""About how many storages a snapshot is spread over, where many pieces lie in one."""
+_LEAST_SLAB_BYTES: Final = 8 << 20
+_KEPT_FOR: Final = 2
+"""A storage that so many snapshots in a row had no use for is given back."""
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """Where a piece lies in host memory."""
+
+    storage: torch.UntypedStorage
+    offset: int
+
+
+class StoragePool:
+    """Storages in host memory. May be used by several threads."""
+
+    def __init__(self, *, pinned: bool = False, shared: bool = False, pinned_from: int = 0) -> None:
+        self._pinned = pinned
+        self._shared = shared
+        self._pinned_from = pinned_from
+        self._kept: dict[int, list[_Kept]] = {}
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, sizes: Sequence[int]) -> list[HostSlot]:
+        """Find memory for pieces of these sizes, whose values are undefined."""
+        slabs = _pack(sizes) if self._pinned or self._shared else [[index] for index in range(len(sizes))]
+        places: dict[int, HostSlot] = {}
+        with self._lock:
+            self._taken += 1
+            for slab in slabs:
+                offsets, end = _offsets([sizes[index] for index in slab])
+                storage = self._storage(end)
+                places |= {index: HostSlot(storage, at) for index, at in zip(slab, offsets, strict=True)}
+            self._drop_unused()
+        return [places[index] for index in range(len(sizes))]
+
+    def release(self) -> None:
+        """Give all memory back; what tensors still hold is freed with them."""
+        with self._lock:
+            self._kept.clear()
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory is held, in use or waiting for the next snapshot."""
+        with self._lock:
+            return sum(size * len(kept) for size, kept in self._kept.items())
+
+    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+        kept = self._kept.setdefault(nbytes, [])
+        for each in kept:
+            if each.used_in != self._taken and each.free():
+                break
+        else:
+            each = _Kept(self._new(nbytes))
+            kept.append(each)
+        each.used_in = self._taken
+        return each.storage
+
+    def _drop_unused(self) -> None:
+        oldest = self._taken - _KEPT_FOR
+        for size, kept in list(self._kept.items()):
+            self._kept[size] = [each for each in kept if each.used_in >= oldest]
+            if not self._kept[size]:
+                del self._kept[size]
+
+    def _new(self, nbytes: int) -> torch.UntypedStorage:
+        pinned = self._pinned and nbytes >= max(1, self._pinned_from)
+        if pinned and not self._shared and not torch.cuda.is_available():
+            # Only CUDA can pin memory that exists already; others have their own allocator.
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
+        make: Any = torch.UntypedStorage._new_shared if self._shared else torch.UntypedStorage
+        storage: torch.UntypedStorage = make(nbytes)
+        if pinned:
+            self._pin(storage)
+        return storage
+
+    def _pin(self, storage: torch.UntypedStorage) -> None:
+        try:
+            _register(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+        except PinningRefused as refused:
+            # Pinned memory is faster and nothing else: a save must not fail for it.
+            self._pinned = False
+            log.warning("staging goes on without pinned memory: %s", refused)
+
+
+class _Kept:
+    """A storage, and the last snapshot it was used in."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.used_in = 0
+
+    def free(self) -> bool:
+        """Say whether no tensor is over it: the one reference to it is ours."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
+
+
+def _pack(sizes: Sequence[int]) -> list[list[int]]:
+    """Put pieces together until there are not many storages; large ones stay alone."""
+    slab_bytes = max(_LEAST_SLAB_BYTES, sum(sizes) // _SLABS)
+    slabs: list[list[int]] = []
+    filling: list[int] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size >= slab_bytes // 4:
+            slabs.append([index])
+            continue
+        if filled + size > slab_bytes:
+            slabs.append(filling)
+            filling, filled = [], 0
+        filling.append(index)
+        filled += size
+    return [*slabs, filling] if filling else slabs
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for size in sizes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return offsets, end

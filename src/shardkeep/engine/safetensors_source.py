@@ -1,0 +1,660 @@
+"""
+Which tensors a set of safetensors files holds, and in which chunks; taken only if they are one checkpoint.
+
+In come headers, out goes a table of tensors. Files of different saves, shards that overlap or leave a hole, shards of
+one tensor that differ in dtype are errors that name the files: torch reads such a set as if it were whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from shardkeep.engine.reader import DigestCache, ReadableStore
+from shardkeep.engine.torch_source import ItemFiles, TorchSource
+from shardkeep.engine.workers import run_workers
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    MalformedFile,
+    WrongSize,
+)
+from shardkeep.format.boxes import Box, Boxes, IntArray, matrix_of
+from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.dtypes import DType, Ints
+from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
+from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
+from shardkeep.format.tree import Container, encode_tree
+from shardkeep.layouts import native
+from shardkeep.layouts.safetensors import (
+    CUSTOM_METADATA_KEY,
+    FILE_COUNT_KEY,
+    INDEX_NAME,
+    SAVE_ID_KEY,
+    SAVED_OFFSETS_KEY,
+    SINGLE_NAME,
+    STATE_KEY,
+    SUFFIX,
+    HeaderState,
+    HeaderTensor,
+    SafetensorsFile,
+    decode_header_state,
+    read_header,
+    to_bytes,
+)
+from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
+from shardkeep.layouts.torch import METADATA_NAME
+from shardkeep.layouts.torch_metadata import ItemLocation
+from shardkeep.options import Options
+from shardkeep.plan.tiling import explain, tiled
+from shardkeep.storage.base import BlobInfo, Gets, Opens, Store
+from shardkeep.storage.local import LocalStore, PathStore
+from shardkeep.storage.object_store import ObjectStore
+from shardkeep.storage.resolve import open_store
+
+logger = logging.getLogger("shardkeep")
+
+_MOST_NAMED = 4
+_SHARD_PREFIX = "shard-"
+_MOST_INDEX_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogChunk:
+    """A box of a tensor, in one piece in one file."""
+
+    path: str
+    start: int
+    """Where its bytes begin in the file."""
+    box: Box
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A tensor and its chunks, which tile it."""
+
+    dtype: DType
+    shape: Ints
+    chunks: list[CatalogChunk]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Catalog = dict[str, CatalogEntry]
+
+
+# -- of a directory ----------------------------------------------------------------------------------------------------
+
+
+def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, CatalogEntry]:
+    """
+    Find out what a directory holds. Its index file, where there is one, says which files count, and which of them has a
+    tensor: a file is then opened when one of its tensors is asked for.
+
+    Raises:
+        MalformedFile: the files are not one whole checkpoint.
+
+    """
+    if not folder.files and folder.index is None:
+        raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+    if folder.index is None:
+        return catalog_of(read_headers(folder.files.values(), threads=threads, opens=folder.opens))
+    weight_map = read_weight_map(folder.index, folder.opens)
+    homes = {name: None for name in weight_map.values() if name in folder.files}
+    if weight_map and not homes:
+        raise MalformedFile(
+            f"{folder.index}: none of the files that it names is there: {_some(sorted(set(weight_map.values())))}",
+            hint="was the model downloaded as a whole?",
+            file=folder.index,
+        )
+    if others := sorted(folder.files.keys() - homes.keys()):
+        logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
+    _warn_of_gone(folder, {key: name for key, name in weight_map.items() if name not in homes})
+    return _IndexedCatalog(folder, weight_map, threads)
+
+
+def _warn_of_gone(folder: ModelDirectory, gone: Mapping[str, str]) -> None:
+    """Tell of tensors that the index file names: of a model that was downloaded in part, the rest can be loaded."""
+    if gone:
+        logger.warning(
+            "%s: names %d tensors that are not there, which cannot be loaded: %s",
+            folder.index,
+            len(gone),
+            _some([f"{key!r} in {name}" for key, name in gone.items()]),
+        )
+
+
+class _IndexedCatalog(Mapping[str, CatalogEntry]):
+    """What an index file speaks of; whatever it does not answer is answered by opening all files."""
+
+    def __init__(self, folder: ModelDirectory, weight_map: dict[str, str], threads: int) -> None:
+        self._folder = folder
+        self._weight_map = weight_map
+        self._threads = threads
+        self._files: dict[str, SafetensorsFile] = {}
+        self._offsets: dict[str, dict[str, Any] | None] = {}
+        self._found: dict[str, CatalogEntry] = {}
+        self._opened: Catalog | None = None
+
+    def __getitem__(self, key: str) -> CatalogEntry:
+        if self._opened is not None:
+            return self._opened[key]
+        if key not in self._found:
+            stored = self._alone(key)
+            if stored is None:
+                return self._whole()[key]
+            self._found[key] = stored
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole())
+
+    def __len__(self) -> int:
+        return len(self._whole())
+
+    def _alone(self, key: str) -> CatalogEntry | None:
+        """Return a tensor that the index gives to one file, and that is whole there; None where that is not certain."""
+        name = self._weight_map.get(key) if isinstance(key, str) else None
+        if name is None or name not in self._folder.files:
+            return None
+        if name not in self._files:
+            self._files[name] = read_header(self._folder.files[name], self._folder.opens)
+            self._offsets[name] = saved_offsets(self._files[name])
+        file, offsets = self._files[name], self._offsets[name]
+        part = file.tensors.get(key)
+        # Writers cut tensors only into files that are named as shards, of which there is no index.
+        if part is None or name.startswith(_SHARD_PREFIX) or not self._of_one_save():
+            return None
+        if offsets is not None and any(_offset_of(file, key, part, offsets)):
+            return None
+        return CatalogEntry(
+            part.dtype, part.shape, [CatalogChunk(file.path, part.start, Box((0,) * len(part.shape), part.shape))]
+        )
+
+    def _of_one_save(self) -> bool:
+        return len({file.metadata.get(SAVE_ID_KEY) for file in self._files.values()}) == 1
+
+    def _whole(self) -> Catalog:
+        if self._opened is None:
+            self._opened = self._open_all()
+        return self._opened
+
+    def _open_all(self) -> Catalog:
+        folder, weight_map = self._folder, self._weight_map
+        homes = {name: None for name in weight_map.values() if name in folder.files}
+        files = read_headers([folder.files[name] for name in homes], threads=self._threads, opens=folder.opens)
+        held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
+        gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
+        _warn_of_gone(folder, {key: name for key, name in gone.items() if name in held})  # the index is older than it
+        return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
+
+
+def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
+    """Return what an index file says: the file of each tensor."""
+    raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
+    try:
+        index = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{path}: no JSON: {error}", file=path) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(home, str) for home in weight_map.values()):
+        raise MalformedFile(f"{path}: there is no weight_map that gives each tensor a file", file=path)
+    return weight_map
+
+
+# -- of files ----------------------------------------------------------------------------------------------------------
+
+
+def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
+    """Read the headers of files, and nothing else of them, several at a time; in the order of `paths`."""
+    wanted = list(dict.fromkeys(paths))
+    found: dict[str, SafetensorsFile] = {}
+
+    def work(path: str, _: memoryview) -> bool:
+        found[path] = read_header(path, opens)
+        return True
+
+    run_workers(wanted, work, threads=max(1, min(threads, len(wanted))), buffer_nbytes=0)
+    return [found[path] for path in wanted]
+
+
+def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
+    """
+    Put the tensors of files together. `homes` says where a tensor is, for those that several files have whole.
+
+    Raises:
+        MalformedFile: the files are not one whole checkpoint.
+
+    """
+    check_one_save(files)
+    found: dict[str, tuple[DType, list[CatalogChunk]]] = {}
+    for file in files:
+        offsets = saved_offsets(file)
+        for key, part in file.tensors.items():
+            if homes and offsets is None and homes.get(key, file.path) != file.path:
+                continue
+            at = (0,) * len(part.shape) if offsets is None else _offset_of(file, key, part, offsets)
+            chunk = CatalogChunk(file.path, part.start, Box(at, part.shape))
+            dtype, chunks = found.setdefault(key, (part.dtype, []))
+            if dtype is not part.dtype or (len(chunks) and len(chunks[0].box.sizes) != len(part.shape)):
+                raise MalformedFile(
+                    f"{key!r} is {part.dtype.name} of {len(part.shape)} axes in {file.path}, and {dtype.name} of "
+                    f"{len(chunks[0].box.sizes)} axes in {chunks[0].path}",
+                    file=file.path, key=key,
+                )  # fmt: skip
+            chunks.append(chunk)
+    catalog = {key: _stored(dtype, chunks) for key, (dtype, chunks) in found.items()}
+    _check_tiled(catalog)
+    return catalog
+
+
+def _stored(dtype: DType, chunks: list[CatalogChunk]) -> CatalogEntry:
+    shape = tuple(map(max, zip(*(_end(chunk.box) for chunk in chunks), strict=True)))
+    # Ranks without a part of a tensor may have stored an empty one.
+    filled = [chunk for chunk in chunks if all(chunk.box.sizes)]
+    if not filled:
+        filled = [CatalogChunk(chunks[0].path, chunks[0].start, Box((0,) * len(shape), shape))]
+    return CatalogEntry(dtype, shape, filled)
+
+
+def _end(box: Box) -> Ints:
+    return tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True))
+
+
+def saved_offsets(file: SafetensorsFile) -> dict[str, Any] | None:
+    """Return what a file says about where its tensors lie in their wholes; None for one that was not cut."""
+    text = file.metadata.get(CUSTOM_METADATA_KEY)
+    if not text:
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{file.path}: {CUSTOM_METADATA_KEY} is no JSON: {error}", file=file.path) from error
+    if not isinstance(said, dict):
+        raise MalformedFile(f"{file.path}: {CUSTOM_METADATA_KEY} is no JSON object", file=file.path)
+    return said
+
+
+def _offset_of(file: SafetensorsFile, key: str, part: HeaderTensor, said: Mapping[str, Any]) -> Ints:
+    entry = said.get(key)
+    offsets = entry.get(SAVED_OFFSETS_KEY) if isinstance(entry, dict) else None
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != len(part.shape)
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in offsets)
+    ):
+        raise MalformedFile(
+            f"{file.path}: tensor {key!r} of shape {list(part.shape)} has saved_offsets {offsets!r}",
+            file=file.path, key=key,
+        )  # fmt: skip
+    return tuple(offsets)
+
+
+def check_one_save(files: Iterable[SafetensorsFile]) -> None:
+    """Make sure that the files which were written as a checkpoint are all of the same save, and all there."""
+    saves: dict[str | None, list[SafetensorsFile]] = {}
+    for file in files:
+        if CUSTOM_METADATA_KEY in file.metadata:
+            saves.setdefault(file.metadata.get(SAVE_ID_KEY), []).append(file)
+    if len(saves) > 1:
+        sets = " and ".join(
+            f"{_some([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
+            for save, each in saves.items()
+        )
+        raise MalformedFile(
+            f"{next(iter(saves.values()))[0].path}: files of different saves in one directory: {sets}",
+            hint="delete those of the older save",
+        )
+    for save, each in saves.items():
+        expected = each[0].metadata.get(FILE_COUNT_KEY)
+        if save is not None and expected is not None and expected != str(len(each)):
+            raise MalformedFile(
+                f"{each[0].path}: save {save} has {expected} files, and {len(each)} are here: "
+                f"{_some([file.name for file in each])}",
+                hint="files are missing: was the checkpoint copied as a whole?",
+                file=each[0].path,
+            )
+
+
+def _check_tiled(catalog: Catalog) -> None:
+    cut = [
+        key
+        for key, each in catalog.items()
+        if all(each.shape) and (len(each.chunks) > 1 or any(each.chunks[0].box.offsets))
+    ]
+    if not cut:
+        return
+    axes = max(len(catalog[key].shape) for key in cut)
+    chunks = [chunk.box for key in cut for chunk in catalog[key].chunks]
+    owner = np.repeat(np.arange(len(cut)), [len(catalog[key].chunks) for key in cut])
+    boxes = Boxes(matrix_of([b.offsets for b in chunks], axes, 0), matrix_of([b.sizes for b in chunks], axes, 1))
+    right = tiled(matrix_of([catalog[key].shape for key in cut], axes, 1), owner, boxes)
+    for key, fine in zip(cut, right.tolist(), strict=True):
+        if fine:
+            continue
+        stored = catalog[key]
+        names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
+        raise MalformedFile(
+            f"{key!r} of shape {list(stored.shape)} is not whole: "
+            f"{explain(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
+            hint="are there files of an older save in the directory, or are some missing?",
+            key=key,
+            file=names[0],
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
+
+
+# A directory of safetensors files, or one such file, opened: in the terms of the native index, like any checkpoint.
+#
+# Which files count is what the index file of Hugging Face says; without one, `model.safetensors` alone where it is
+# there,
+# as transformers has it (others beside it are adapters and alike), else all of them. Nobody took digests of them, so
+# what
+# is read is checked against the headers alone: sizes, ranges, whether all shards are there. No torch is needed.
+
+FORMAT = "safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetensorsSource(TorchSource):
+    """Opened safetensors files. As of torch's layout, chunks lie at places in files that others wrote."""
+
+    seen: Mapping[str, SafetensorsFile]
+    """Headers as they were when it was opened, by the file's name."""
+
+    def check(self, tensors: IntArray) -> None:
+        """Insist that the chunks of these tensors, or of those they are tied to, tile them, and that files have them."""
+        super().check(np.unique(np.asarray(self.index.tensors.alias, np.int64)[tensors]))
+
+    def check_index(self, tensors: IntArray) -> None:
+        """Insist that what is said of these tensors makes sense."""
+        self.check(tensors)
+
+    def undigested(self, file: int) -> Iterator[CheckpointError]:
+        """Compare the header of a file with what it was, and with the size of the file."""
+        return self._damage(self.record.files[file].name)
+
+    def nbytes_verified(self) -> int:
+        """Return how much of the files can be checked: their headers."""
+        return sum(seen.data_start for seen in self.seen.values())
+
+    def _damage(self, name: str) -> Iterator[CheckpointError]:
+        try:
+            now = read_header(name, self.store)
+        except (DamagedCheckpoint, BlobNotFound) as exc:
+            yield exc
+            return
+        if now.digest != self.seen[name].digest:
+            yield MalformedFile(f"{name}: the header is not the one that was opened", file=name)
+
+
+@dataclass(frozen=True)
+class FoundSafetensors:
+    """Safetensors files whose headers were read."""
+
+    store: ReadableStore
+    record: Record
+    headers: Mapping[str, SafetensorsFile]
+    catalog: Mapping[str, CatalogEntry]
+    kept: HeaderState | None
+
+    def open(self, options: Options, _: DigestCache | None = None) -> SafetensorsSource:  # noqa: ARG002 - as of other layouts
+        """Make the index."""
+        files = ItemFiles(self.store, {})
+        for entry in self.record.files:  # in this order: they are numbered as in the record
+            files.number(entry.name)
+        index, places = _index(self.catalog, self.kept, [entry.name for entry in self.record.files])
+        return SafetensorsSource(
+            self.store, self.record, index, files.headers, files=files, places=places, objects={}, seen=self.headers
+        )
+
+
+def find_safetensors(store: Store) -> FoundSafetensors | None:
+    """
+    Find safetensors files that are a checkpoint by themselves; None where there are none.
+
+    Data files of a native save that was never committed are none.
+
+    Raises:
+        DamagedCheckpoint: the files are not one whole checkpoint.
+
+    """
+    folder = _folder(store)
+    if folder is None:
+        return None
+    weight_map = read_weight_map(folder.index, folder.opens) if folder.index is not None else None
+    homes = None if weight_map is None else {key: _path(folder, name) for key, name in weight_map.items()}
+    paths = folder.files.values() if homes is None else homes.values()
+    headers = read_headers(paths, threads=Options().io_threads, opens=folder.opens)
+    catalog = catalog_of(headers, homes=homes)
+    _check_homes(folder, homes, headers)
+    kept = _kept_state(headers)
+    record = _record(folder, headers, catalog, kept)
+    return FoundSafetensors(folder.opens, record, _by_path(headers), catalog, kept)
+
+
+def open_safetensors(store: Store, record: Record, options: Options) -> SafetensorsSource:
+    """
+    Open the files that a record, which may be from another rank, is of.
+
+    Raises:
+        CheckpointError: they are others than the record is of.
+
+    """
+    found = find_safetensors(store)
+    if found is None or found.record.index.checksum != record.index.checksum:
+        raise CheckpointError(
+            f"{store.url}: the safetensors files were replaced by others meanwhile", hint="open or load it again"
+        )
+    return found.open(options)
+
+
+def is_single_file(store: object) -> bool:
+    """Say whether a place is a file, and so no directory that a checkpoint could be in."""
+    return isinstance(store, LocalStore) and os.path.isfile(store.url)
+
+
+def _single_blob(store: Store) -> tuple[Store, str] | None:
+    """Return the store that a place is a blob of, and its name, if it is called like a safetensors file."""
+    above, _, name = store.url.rpartition("/")
+    if not name.endswith(SUFFIX) or "://" not in above:
+        return None
+    if isinstance(store, ObjectStore):  # with the options that it was opened with
+        prefix = store.prefix.removesuffix(f"{name}/")
+        found: Store = ObjectStore(store.bucket, prefix, above)
+    else:
+        found = open_store(above, direct=False)
+    try:
+        found.open(name).close()
+    except BlobNotFound:
+        return None
+    return found, name
+
+
+def _folder(store: Store) -> ModelDirectory | None:
+    """Return which files count, and what opens them by name."""
+    if isinstance(store, LocalStore):
+        if is_single_file(store):
+            where, name = os.path.split(os.path.abspath(store.url))
+            if name in (RECORD_NAME, METADATA_NAME):
+                raise CheckpointNotFound(
+                    f"{store.url} is a file of a checkpoint, and not the checkpoint",
+                    hint=f"give its directory: {where}",
+                )
+            there = LocalStore(where).of_foreign_files()
+            return _found(ModelDirectory(where, {name: name}, None, there))
+        try:
+            local = list_model(store)
+        except BlobNotFound:
+            return None
+        # By their names in the directory, which may still be temporary ones.
+        files = {name: os.path.basename(path) for name, path in local.files.items()}
+        index = None if local.index is None else os.path.basename(local.index)
+        return _found(ModelDirectory(local.path, files, index, store.of_foreign_files()))
+    seen = _found(list_model(store))
+    if seen is None and (single := _single_blob(store)):
+        above, name = single
+        return ModelDirectory(above.url, {name: name}, None, above)
+    return seen
+
+
+def _found(folder: ModelDirectory) -> ModelDirectory | None:
+    files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
+    if not files and folder.index is None:
+        return None
+    if folder.index is None and SINGLE_NAME in files:
+        files = {SINGLE_NAME: files[SINGLE_NAME]}
+    return replace(folder, files=files)
+
+
+def _path(folder: ModelDirectory, name: str) -> str:
+    """Return the path of a file that the index file names; one that is not there is an error: what is opened is whole."""
+    if name not in folder.files:
+        raise WrongSize(
+            f"{os.path.join(folder.path, name)}: the file is missing, and {folder.index} names it",
+            hint="was the model downloaded as a whole?",
+            file=name,
+        )
+    return folder.files[name]
+
+
+def _check_homes(folder: ModelDirectory, homes: Mapping[str, str] | None, headers: list[SafetensorsFile]) -> None:
+    """Insist that every tensor that the index file names is in the file it names."""
+    by_path = _by_path(headers)
+    for key, path in (homes or {}).items():
+        if key not in by_path[path].tensors:
+            raise MalformedFile(
+                f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
+                hint="the index file is of other files: were both downloaded as a whole?",
+                file=path,
+                key=key,
+            )
+
+
+def _by_path(headers: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    return {file.path: file for file in headers}
+
+
+def _kept_state(headers: list[SafetensorsFile]) -> HeaderState | None:
+    said = [(file, file.metadata[STATE_KEY]) for file in headers if STATE_KEY in file.metadata]
+    if len(said) > 1:
+        raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
+    return decode_header_state(said[0][1], where=said[0][0].path) if said else None
+
+
+def _record(
+    folder: ModelDirectory,
+    headers: list[SafetensorsFile],
+    catalog: Mapping[str, CatalogEntry],
+    kept: HeaderState | None,
+) -> Record:
+    together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
+    ids = {file.metadata.get(SAVE_ID_KEY) for file in headers}
+    save_id = ids.pop() if len(ids) == 1 else None
+    name = folder.index or (headers[0].path if headers else INDEX_NAME)
+    nbytes = 0  # without an index file, headers say what there is
+    if folder.index is not None:
+        with closing(folder.opens.open(name)) as reader:
+            nbytes = reader.nbytes
+    return Record(
+        format=FORMAT,
+        save_id=save_id or checksum_text(together)[-20:],
+        step=kept.step if kept else None,
+        saved_at=_when(folder, [file.path for file in headers]),
+        writer="shardkeep" if kept else "unknown",
+        world_size=1,
+        meta=kept.meta if kept else {},
+        totals=Totals(
+            tensors=len(catalog) + (len(kept.ties) if kept else 0),
+            chunks=sum(len(stored.chunks) for stored in catalog.values() if all(stored.shape)),
+            values=len(kept.values) if kept else 0,
+            tensor_bytes=sum(stored.nbytes for stored in catalog.values()),
+        ),
+        index=IndexEntry(name=name, nbytes=nbytes, checksum=checksum_text(together)),
+        files=[
+            FileEntry(name=file.path, nbytes=file.nbytes, header_nbytes=0, block_nbytes=0, checksum="")
+            for file in headers
+        ],
+    )
+
+
+def _when(folder: ModelDirectory, names: list[str]) -> str:
+    """Return when the last of the files was written."""
+    if isinstance(folder.opens, LocalStore):
+        times = [os.stat(os.path.join(folder.path, name)).st_mtime for name in names]
+    else:
+        infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
+        times = [info.modified_s for info in infos if info.name in set(names)]
+    return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _index(
+    catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files: list[str]
+) -> tuple[Index, list[ItemLocation]]:
+    ties = dict(kept.ties) if kept else {}
+    arrays = set(kept.numpy) if kept else set()
+    where = files[0] if files else FORMAT
+    if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):
+        raise MalformedFile(f"{where}: tensors are tied to {lost[0]!r}, which is not there", file=where)
+    try:
+        keys = sorted([*catalog, *ties], key=str.encode)
+    except UnicodeEncodeError as exc:
+        raise MalformedFile(f"{where}: a tensor's name is no text: {exc}", file=where) from exc
+    row_of = {key: row for row, key in enumerate(keys)}
+    stored = [catalog[ties.get(key, key)] for key in keys]
+    axes = max((len(each.shape) for each in stored), default=0)
+    number = {name: at for at, name in enumerate(files)}
+    chunks = [[] if key in ties or 0 in each.shape else each.chunks for key, each in zip(keys, stored, strict=True)]
+    flat = [(each.dtype.itemsize, chunk) for each, some in zip(stored, chunks, strict=True) for chunk in some]
+    encoded = encode_index(
+        keys=keys,
+        tensors=Tensors(
+            dtype=np.array([each.dtype.code for each in stored], np.uint8),
+            ndim=np.array([len(each.shape) for each in stored], np.uint8),
+            shape=matrix_of([each.shape for each in stored], axes, 1),
+            origin=np.array([key in arrays for key in keys], np.uint8),
+            alias=np.array([row_of[ties.get(key, key)] for key in keys], np.int64),
+        ),
+        chunk_ends=np.cumsum([len(some) for some in chunks], dtype=np.int64),
+        chunks=Chunks(
+            offsets=matrix_of([chunk.box.offsets for _, chunk in flat], axes, 0),
+            sizes=matrix_of([chunk.box.sizes for _, chunk in flat], axes, 1),
+            file=np.array([number[chunk.path] for _, chunk in flat], np.int64),
+            start=np.arange(len(flat)),
+        ),
+        values=_values(kept, where),
+        tree=to_bytes(kept.tree, where=where) if kept else _flat_tree(catalog),
+    )
+    places = [ItemLocation(chunk.path, chunk.start, chunk.box.volume * size, chunk.start, ()) for size, chunk in flat]
+    return decode_index(encoded, where=where), places
+
+
+def _values(kept: HeaderState | None, where: str) -> list[tuple[str, bytes]]:
+    if kept is None:
+        return []
+    return sorted(
+        ((key, to_bytes(text, where=where)) for key, text in kept.values.items()), key=lambda entry: entry[0].encode()
+    )
+
+
+def _flat_tree(catalog: Mapping[str, CatalogEntry]) -> bytes:
+    """Return the skeleton of a dict of all tensors, in the order of the files: names are as they are, dots and all."""
+    return encode_tree(Container("dict", tuple((key, None) for key in catalog)))

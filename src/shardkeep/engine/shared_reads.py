@@ -1,0 +1,542 @@
+"""
+The exchange of what ranks have read for each other: from the memory it was read into, into the memory that wants it.
+
+Messages go from rank to rank over the group's CPU backend, a few at a time and in one order on all ranks: the first one
+that is not done yet is under way at both its ends, so nobody waits for ever. Memory that is not one run of host bytes
+is reached through a few buffers of a message's length. Nothing is ever sent through an accelerator's communicator.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardkeep.dist.world import World
+from shardkeep.engine.memory import Scattered, view_memory
+from shardkeep.engine.reader import Source
+from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.errors import RanksSilent
+from shardkeep.format.boxes import Boxes, IntArray, Ints, flat_range_to_boxes, whole
+from shardkeep.format.dtypes import known_to_torch, to_torch
+from shardkeep.plan.sharing import ShareOffer, SharePlan, decode_share_plan, encode_offer
+from shardkeep.state.leaves import overlaps_itself, synchronize_devices
+from shardkeep.storage.buffers import aligned_buffer, copy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Whether ranks can send each other what they read: over which backend, and whether all of them are asked to.
+
+log = logging.getLogger("shardkeep")
+
+TAGS = 1 << 31
+"""How many tags there are, by which messages are told from each other, and from those of others on the same group."""
+
+
+class Channel(NamedTuple):
+    """The ranks of a group, and what carries bytes between them."""
+
+    backend: Any
+    """Of torch, for the CPU."""
+    rank: int
+    timeout_s: float
+    """How long a message may take."""
+
+
+def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: float) -> Channel | str:
+    """
+    Return what the ranks of a group can send each other bytes by, or why they cannot.
+
+    Args:
+        group: the ranks; None for all.
+        size: how many they are.
+        timeout_s: how long they wait for each other in a step that they make together.
+
+    """
+    if size == 1:
+        return "there is only one rank"
+    if isinstance(group, World):
+        return "the ranks have no process group"
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there are several ranks
+
+    members = group if group is not None else c10d._get_default_group()
+    try:
+        backend = members._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return f"the process group ({c10d.get_backend_config(members)}) has no backend for the CPU"
+    if backend.name() != "gloo":
+        return f"the process group's backend for the CPU is {backend.name()}, not gloo"
+    # Half of it, so that a rank whose messages are not answered says so while rank 0 still waits for its word.
+    return Channel(backend, c10d.get_rank(members), timeout_s / 2)
+
+
+def new_tag() -> int:
+    """Return where to number the messages of an exchange from; rank 0 does, for all."""
+    return secrets.randbelow(TAGS)
+
+
+def all_agree(words: Sequence[str | None]) -> bool:
+    """
+    Say whether all ranks share their reads; where only some would, one line of the log says why it is not done.
+
+    `words` has for each rank None where nobody asked for it, else why it cannot, which is empty where it can.
+    """
+    if all(word == "" for word in words):
+        return True
+    if any(word is not None for word in words):
+        rank, word = next((rank, word) for rank, word in enumerate(words) if word != "")
+        log.warning("reads are not shared: rank %d: %s", rank, "share_reads is not set" if word is None else word)
+    return False
+
+
+_UNDER_WAY = 6
+"""Messages that a rank sends and receives at a time."""
+_KEPT = 2
+"""Buffers besides those: of messages that were sent to some of their receivers, and go to others next."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Message:
+    """What one rank has read for others."""
+
+    owner: int
+    turn: int
+    team: list[int]
+    place: dict[int, int]
+    """Of each rank in the team."""
+    parts: list[tuple[int, int, int]]
+    """Wants, and the bytes of each, from and to."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
+
+
+class _Step(NamedTuple):
+    """A message to one of its receivers. Steps are sorted by their first three fields, in one order on all ranks."""
+
+    turn: int
+    shift: int
+    """How far the receiver is from the owner in the team: so every rank sends to one and hears from one at a time."""
+    owner: int
+    message: _Message
+    peer: int
+    """At the other end."""
+
+
+class _UnderWay(NamedTuple):
+    step: _Step
+    data: memoryview
+    buffer: memoryview | None
+    """What `data` is a part of, where it is not the memory of a tensor."""
+    work: Any
+
+
+@dataclass
+class _Packed:
+    """A message of this rank, as it is sent."""
+
+    data: memoryview
+    buffer: memoryview | None
+    left: int
+    """How many have not got it yet."""
+
+
+class Exchange:
+    """One rank's part in an exchange. Made before the ranks agree to begin it, as it may fail for lack of memory."""
+
+    def __init__(self, channel: Channel, orders: SharePlan, into: Sequence[torch.Tensor]) -> None:
+        """
+        Prepare to send and receive.
+
+        Args:
+            channel: carries the bytes.
+            orders: this rank's part.
+            into: the tensor of each row of the rank's offer: of any device and stride, in the stored dtype.
+
+        """
+        self._channel = channel
+        messages = list(_messages(orders))
+        self._steps = sorted(
+            (step for message in messages for step in _steps(message, channel.rank)), key=lambda step: step[:3]
+        )
+        wants = np.unique(orders.share.want).tolist()
+        self._tensors = {want: into[want] for want in wants}
+        self._address = {want: host_address(into[want]) for want in wants}
+        self._others: dict[int, Scattered] = {
+            want: scattered_memory(into[want], into[want].dtype) for want in wants if not self._address[want]
+        }
+        self._first_tag = orders.first_tag
+        self._message_nbytes = orders.message_nbytes
+        packed = sum(not self._in_place(message) for message in messages)
+        self._free = [aligned_buffer(orders.message_nbytes) for _ in range(min(packed, _UNDER_WAY + _KEPT))]
+        self._packed: dict[int, _Packed] = {}
+        self._lost: dict[int, str] = {}
+        self._failure: Exception | None = None
+        self.bytes_received = 0
+
+    def run(self) -> None:
+        """
+        Send and receive everything.
+
+        A rank that is gone does not end the exchange: others need what it has nothing to do with. Nor does a failure of
+        this rank, which goes on with whatever bytes: it fails at the end, and with it the load of all.
+
+        Raises:
+            RanksSilent: ranks are gone, or did not answer.
+
+        """
+        synchronize_devices(self._tensors.values())
+        under_way: deque[_UnderWay] = deque()
+        for step in self._steps:
+            if len(under_way) == _UNDER_WAY:
+                self._end(under_way.popleft())
+            if step.peer not in self._lost:
+                under_way.append(self._begin(step))
+            elif step.owner == self._channel.rank:
+                self._done(step.message)
+        while under_way:
+            self._end(under_way.popleft())
+        synchronize_devices(self._tensors.values())
+        # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+        torch.autograd.graph.increment_version(list(self._tensors.values()))
+        if self._lost:
+            raise self._loss()
+        if self._failure is not None:
+            raise self._failure
+
+    def _begin(self, step: _Step) -> _UnderWay:
+        if step.owner == self._channel.rank:
+            packed = self._pack(step.message)
+            data, buffer, post = packed.data, packed.buffer, self._channel.backend.send
+        else:
+            data, buffer = self._room(step.message)
+            post = self._channel.backend.recv
+        try:
+            work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, (self._first_tag + step.turn) % TAGS)
+        except RuntimeError as error:  # the connection is closed already
+            work = error
+        return _UnderWay(step, data, buffer, work)
+
+    def _end(self, each: _UnderWay) -> None:
+        step, timeout_s = each.step, self._channel.timeout_s
+        sends = step.owner == self._channel.rank
+        began = time.monotonic()
+        try:
+            if isinstance(each.work, RuntimeError):
+                raise each.work
+            each.work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:  # what backends raise, for a peer that is gone and for one that is silent
+            waited_s = time.monotonic() - began
+            verb = "did not take what was sent" if sends else "did not send"
+            self._lost.setdefault(step.peer, f"{verb} ({waited_s:.1f} s): {error!s:.160}")
+            if waited_s >= timeout_s:  # the backend gives up all its connections then, which says nothing of others
+                raise self._loss() from error
+        else:
+            if not sends:
+                self._unpack(step.message, each.data)
+                if each.buffer is not None:
+                    self._free.append(each.buffer)
+        if sends:
+            self._done(step.message)
+
+    def _loss(self) -> RanksSilent:
+        told = "; ".join(f"rank {rank} {text}" for rank, text in self._lost.items())
+        return RanksSilent(
+            f"ranks that share their reading were lost while they exchanged it: {told}",
+            hint="look at what these ranks logged last, then load again",
+            ranks=list(self._lost),
+        )
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _in_place(self, message: _Message) -> bool:
+        return len(message.parts) == 1 and self._address[message.parts[0][0]] != 0
+
+    def _room(self, message: _Message) -> tuple[memoryview, memoryview | None]:
+        """Return the memory that a message lies in, and the buffer it is of, if it is one."""
+        if self._in_place(message):
+            want, start, _ = message.parts[0]
+            return view_memory(self._address[want] + start, message.nbytes), None
+        # There are none left where messages failed, of which nobody knows who still writes to them.
+        buffer = self._free.pop() if self._free else aligned_buffer(self._message_nbytes)
+        return buffer[: message.nbytes], buffer
+
+    def _pack(self, message: _Message) -> _Packed:
+        """Return the bytes of a message that goes out, put together when it goes to its first receiver."""
+        packed = self._packed.get(message.turn)
+        if packed is None:
+            data, buffer = self._room(message)
+            packed = self._packed[message.turn] = _Packed(data, buffer, len(message.team) - 1)
+            if buffer is not None:
+                self._try(self._copy, message, data, out=True)
+        return packed
+
+    def _done(self, message: _Message) -> None:
+        """Note that one receiver has a message, or never will."""
+        packed = self._packed.get(message.turn)
+        if packed is None:  # its first receiver is lost
+            packed = self._pack(message)
+        packed.left -= 1
+        if packed.left == 0:
+            del self._packed[message.turn]
+            if packed.buffer is not None and not self._lost:
+                self._free.append(packed.buffer)
+
+    def _unpack(self, message: _Message, data: memoryview) -> None:
+        self.bytes_received += message.nbytes
+        if not self._in_place(message):
+            self._try(self._copy, message, data, out=False)
+
+    def _try(self, work: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            work(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - raised when the others no longer wait for this rank
+            self._failure = self._failure or error
+
+    def _copy(self, message: _Message, data: memoryview, *, out: bool) -> None:
+        """Copy the parts of a message from tensors to a buffer, or back."""
+        at = 0
+        for want, start, stop in message.parts:
+            some = data[at : at + stop - start]
+            at += stop - start
+            if address := self._address[want]:
+                there = view_memory(address + start, stop - start)
+                copy(some, there) if out else copy(there, some)
+            elif out:
+                self._others[want].read(start, stop, some)
+            else:
+                self._spread(want, start, stop, some)
+
+    def _spread(self, want: int, start: int, stop: int, data: memoryview) -> None:
+        tensor = self._tensors[want]
+        size, at = tensor.element_size(), 0
+        for box in flat_range_to_boxes(tuple(tensor.shape), start // size, stop // size):
+            nbytes = box.volume * size
+            self._others[want].write(box, data[at : at + nbytes], box.sizes, whole(box.sizes))
+            at += nbytes
+
+
+def _messages(orders: SharePlan) -> Iterator[_Message]:
+    """Put rows of one owner and turn together."""
+    places = [{rank: place for place, rank in enumerate(team)} for team in orders.teams]
+    made: _Message | None = None
+    for owner, turn, team, *part in zip(*(column.tolist() for column in orders.share.columns()), strict=True):
+        if made is None or (made.owner, made.turn) != (owner, turn):
+            if made is not None:
+                yield made
+            made = _Message(owner, turn, orders.teams[team], places[team], [])
+        made.parts.append((part[0], part[1], part[2]))
+    if made is not None:
+        yield made
+
+
+def _steps(message: _Message, rank: int) -> Iterator[_Step]:
+    """Return the steps of a message in which a rank takes part."""
+    team, owner = message.team, message.owner
+    first = message.place[owner]
+    if owner == rank:
+        for shift in range(1, len(team)):
+            yield _Step(message.turn, shift, owner, message, team[(first + shift) % len(team)])
+    else:
+        yield _Step(message.turn, (message.place[rank] - first) % len(team), owner, message, owner)
+
+
+# What a rank offers to share, and what is left for it to read.
+#
+# Only what is exactly alike is shared: plain tensors in the dtype that is stored, whose memory nothing else is loaded
+# into. A rank reads everything else itself, and so it does with what turns out to be wanted by no other.
+
+
+class SharedRequest(NamedTuple):
+    """A box of a stored tensor that a rank wants."""
+
+    what: bytes
+    """Equal on all ranks that want the same bytes."""
+    target: torch.Tensor
+    file: str
+    start: int
+    """Where in the file it is, about."""
+    can_share: bool
+
+
+class Cut(NamedTuple):
+    """The part of a shared want that this rank reads."""
+
+    want: int
+    axis: int
+    begin: int
+    end: int
+
+
+class Sharing:
+    """One rank's part in sharing the reads of a load."""
+
+    def __init__(self, channel: Channel, wants: Sequence[SharedRequest], *, budget_nbytes: int) -> None:
+        self._channel = channel
+        self._budget_nbytes = budget_nbytes
+        self._alone_nbytes = sum(want.target.nbytes for want in wants if not want.can_share)
+        # Rows of the offer, as positions among the wants.
+        self._offered = [row for row, want in enumerate(wants) if want.can_share]
+        self._wants = [wants[row] for row in self._offered]
+        self._orders: SharePlan
+        self._exchange: Exchange
+
+    def offer(self) -> bytes:
+        """Return what rank 0 is told."""
+        digests = [blake2b(want.what, digest_size=16).digest() for want in self._wants]
+        files = {want.file: _number(want.file) for want in self._wants}
+        offer = ShareOffer(
+            what=np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2),
+            nbytes=np.array([want.target.nbytes for want in self._wants], np.int64),
+            rows=np.array([_rows(tuple(want.target.shape))[1] for want in self._wants], np.int64),
+            file=np.array([files[want.file] for want in self._wants], np.int64),
+            start=np.array([want.start for want in self._wants], np.int64),
+        )
+        return encode_offer(offer, alone_nbytes=self._alone_nbytes, budget_nbytes=self._budget_nbytes)
+
+    def take(self, orders: bytes) -> tuple[set[int], list[Cut]]:
+        """
+        Take what rank 0 decided, and all memory that the exchange needs.
+
+        Returns the wants that this rank does not read as they are, and the parts of them that it reads instead.
+        """
+        self._orders = decode_share_plan(orders)
+        share = self._orders.share
+        self._exchange = Exchange(self._channel, self._orders, [want.target for want in self._wants])
+        # A rank has at most one slice of a want, which may be sent in several messages.
+        slices: dict[int, tuple[int, int]] = {}
+        own = share.take(share.owner == self._channel.rank)
+        for row, start, stop in zip(own.want.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
+            low, high = slices.get(row, (start, stop))
+            slices[row] = min(low, start), max(high, stop)
+        cuts = []
+        for row, (start, stop) in slices.items():
+            target = self._wants[row].target
+            axis, count = _rows(tuple(target.shape))
+            row_nbytes = target.nbytes // count
+            cuts.append(Cut(self._offered[row], axis, start // row_nbytes, stop // row_nbytes))
+        return {self._offered[row] for row in np.unique(share.want).tolist()}, cuts
+
+    def exchange(self) -> int:
+        """Send and receive what is shared; all ranks have read. Return the bytes received."""
+        self._exchange.run()
+        return self._exchange.bytes_received
+
+
+def is_plain(tensor: torch.Tensor, stored: torch.dtype) -> bool:
+    """Say whether a tensor's memory holds what is stored, byte by byte, and nothing twice."""
+    return (
+        _in_memory(tensor)
+        and tensor.dtype == stored
+        and stored in known_to_torch()
+        and tensor.numel() > 0
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not overlaps_itself(tensor)
+    )
+
+
+def _in_memory(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """
+    Say of each tensor whether no other one begins or ends in the memory between its first and its last element.
+
+    What is loaded into memory of two tensors may be one or the other, which is no matter for the rank that has them, but
+    not for those that it sends one of them to.
+    """
+    spans = []
+    alone = [_in_memory(tensor) for tensor in tensors]
+    for row, tensor in enumerate(tensors):
+        if alone[row] and tensor.numel():
+            reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size(), row))
+    before, end, widest = "", 0, -1
+    for device, start, stop, row in sorted(spans):
+        if device == before and start < end:
+            alone[row] = alone[widest] = False
+        if device != before or stop > end:
+            before, end, widest = device, stop, row
+    return alone
+
+
+def _rows(shape: Ints) -> tuple[int, int]:
+    """Return the axis along which a box is cut, the first that can be, and its extent."""
+    axis = next((axis for axis, n in enumerate(shape) if n > 1), 0)
+    return axis, shape[axis] if shape else 1
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+# Boxes of an opened checkpoint, as they are wanted and shared by `load`.
+
+
+class Destinations(NamedTuple):
+    """Tensors that are to be filled, and with what: rows of the index, and boxes."""
+
+    tensor: IntArray
+    boxes: Boxes
+    into: list[torch.Tensor]
+
+
+def shared_requests(source: Source, to: Destinations) -> list[SharedRequest]:
+    """Describe what is to be filled from a checkpoint; all ranks have opened one and the same."""
+    index = source.index
+    owner = np.asarray(index.tensors.alias, np.int64)[to.tensor]
+    alone = in_disjoint_memory(to.into)
+    wants = []
+    for want, (row, target) in enumerate(zip(owner.tolist(), to.into, strict=True)):
+        box = to.boxes.box(want, int(index.tensors.ndim[row]))
+        file, start = _place(source, row, box.offsets) if target.numel() else ("", 0)
+        can_share = alone[want] and is_plain(target, to_torch(index.dtype(row)))
+        wants.append(SharedRequest(repr((row, box.offsets, box.sizes)).encode(), target, file, start, can_share))
+    return wants
+
+
+def remaining_reads(to: Destinations, shared: set[int], cuts: Sequence[Cut]) -> Destinations:
+    """Return what is left to be filled by a rank that reads of shared wants only some parts."""
+    whole = [want for want in range(len(to.into)) if want not in shared]
+    rows = np.array([*whole, *(cut.want for cut in cuts)], np.int64)
+    offsets, sizes = to.boxes.offsets[rows], to.boxes.sizes[rows]  # copies, as the rows are a list
+    into = [to.into[want] for want in whole]
+    for row, cut in enumerate(cuts, start=len(whole)):
+        target = to.into[cut.want]
+        if target.dim():
+            offsets[row, cut.axis] += cut.begin
+            sizes[row, cut.axis] = cut.end - cut.begin
+            target = target.narrow(cut.axis, cut.begin, cut.end - cut.begin)
+        into.append(target)
+    return Destinations(to.tensor[rows], Boxes(offsets, sizes), into)
+
+
+def _place(source: Source, row: int, offsets: tuple[int, ...]) -> tuple[str, int]:
+    """Return the file, and about where in it, that a box of a tensor begins in."""
+    index = source.index
+    rows = index.chunk_rows(row)
+    at = rows.start
+    if rows.stop == rows.start:  # reading says what is wrong
+        return "", 0
+    if rows.stop - rows.start > 1 and offsets:
+        chunks = index.chunks.take(rows)
+        low = np.asarray(chunks.offsets, np.int64)[:, : len(offsets)]
+        high = low + np.asarray(chunks.sizes, np.int64)[:, : len(offsets)]
+        at += int(np.argmax(np.all((low <= offsets) & (high > offsets), axis=1)))
+    return source.place_of(at)

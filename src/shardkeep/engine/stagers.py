@@ -1,0 +1,550 @@
+"""
+Stagers: what makes a copy of a state that training can no longer change.
+
+A state goes in; out comes a copy in host memory, or a future of one. One stager serves any number of saves: memory is
+used again once nobody holds the snapshot that lay in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import deprecated
+
+from shardkeep.engine.pools import HostSlot, StoragePool
+from shardkeep.engine.tensors import Geometry, Run, geometry, runs
+from shardkeep.errors import CheckpointError, StateError
+from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
+from shardkeep.state.offload import _sharded_like, check_types
+
+# Tensors of every kind, taken apart into plain ones and put together again over copies of those.
+#
+# A DTensor is its local part, a ShardedTensor its local shards, a wrapping subclass what it wraps; any of these may
+# be
+# one of the others. What is put together never requires a gradient.
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OpenedTensor:
+    """A tensor taken apart."""
+
+    parts: Tensors
+    """Strided tensors with memory of their own."""
+    rebuild: Callable[[Tensors], Any]
+    """Makes the tensor again, over one new tensor for each part."""
+
+
+def open_tensor(tensor: Any) -> OpenedTensor:
+    """Take a tensor apart. One that an asynchronous collective still writes is waited for."""
+    tensor = wait_tensor(tensor)
+    if is_sharded_tensor(tensor):
+        return _open_all([shard.tensor for shard in tensor.local_shards()], lambda made: _sharded_like(tensor, made))
+    if is_dtensor(tensor):
+        return _open_all([tensor._local_tensor], lambda made: dtensor_over(made[0], tensor._spec, type(tensor)))
+    if is_traceable_wrapper_subclass(tensor):
+        return _open_wrapper(tensor)
+    if tensor.is_meta:
+        return OpenedTensor([], lambda _: tensor.detach())
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        # There is no one run of memory to copy; torch knows how.
+        copied = tensor.detach().to("cpu", copy=True)
+        return OpenedTensor([], lambda _: copied)
+    return OpenedTensor([tensor], lambda made: _as_kind_of(tensor, made[0]))
+
+
+def _open_all(inner: list[Any], rebuild: Callable[[Tensors], Any]) -> OpenedTensor:
+    opened = [open_tensor(each) for each in inner]
+
+    def assemble(made: Tensors) -> Any:
+        rest = iter(made)
+        return rebuild([each.rebuild([next(rest) for _ in each.parts]) for each in opened])
+
+    return OpenedTensor([part for each in opened for part in each.parts], assemble)
+
+
+def _open_wrapper(tensor: Any) -> OpenedTensor:
+    names, context = tensor.__tensor_flatten__()
+    fields = {name: getattr(tensor, name) for name in names}
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+    def wrap(made: Tensors) -> Any:
+        inner = fields | dict(zip(tensors, made, strict=True))
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+    return _open_all(list(tensors.values()), wrap)
+
+
+def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
+    """Return a DTensor, or one of a class derived from it, over a local part."""
+    # The offset of the tensor it is made with becomes its own, and torch then takes it for one with memory: to pickle
+    # it is a crash. So it is made with a blank, which has none.
+    blank = local.new_empty(()).expand(local.shape)
+    made = kind(blank, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def _as_kind_of(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+    return made if plain else made.as_subclass(type(tensor))
+
+
+# A snapshot of a state: a deep copy of it whose tensors are in host memory, made in two steps.
+#
+# `prepare` copies everything but the tensors' values, and finds memory for those; it runs where the state is at rest,
+# on the caller's thread. `Snapshot.fill` copies the values, on any thread and any stream. Tensors that share memory
+# in
+# the state share it in the snapshot, and none brings more than its own bytes. The state itself is never changed.
+
+_tensor_type: Final[Any] = torch.Tensor
+_DATA: Final[Any] = _tensor_type.data.__get__
+
+
+class Uncopyable(StateError, TypeError, RuntimeError):
+    """A value of the state cannot be copied; names its path."""
+
+
+@dataclass
+class StateCopy:
+    """A copy of a state, and what is still to be done for it to hold the state's values."""
+
+    tree: Any = None
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Targets in host memory, and where their values come from. Held until they are there."""
+    devices: set[torch.device] = field(default_factory=set)
+    """The accelerators that work for this snapshot is queued on, or will be."""
+
+    def fill(self, *, non_blocking: bool = True, device: torch.device | None = None) -> None:
+        """
+        Copy the values: all of them, or those of one device.
+
+        Args:
+            non_blocking: queue copies on the current streams of the accelerators and return; the values are there
+                once those have been synchronised.
+            device: copy from this device alone.
+
+        """
+        # Which also lets a copy be filled that was made in this mode, on another thread.
+        with torch.inference_mode():
+            for target, source in self.copies:
+                if device is None or source.device == device:
+                    copy_bits(target, source, non_blocking=non_blocking)
+
+    def wait(self) -> None:
+        """Wait for what is queued on the current streams of this snapshot's accelerators."""
+        for device in self.devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+
+def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
+    """
+    Copy a state, all but the values of its tensors.
+
+    Raises:
+        Uncopyable: a value that can be copied neither as a tensor nor by `copy.deepcopy`.
+
+    """
+    copying = _Copying(memory)
+    with torch.no_grad():
+        copying.add(list(tensors_in(state)))
+        try:
+            copying.snapshot.tree = copying.deepcopy(state)
+        except Exception as error:
+            path, value = _find_uncopyable(state)
+            raise Uncopyable(
+                f"{path_name(path)!r} holds a {type(value).__qualname__}, which cannot be copied: {error}",
+                hint="take it out of the state, or give it a __deepcopy__",
+                key=path_name(path),
+            ) from error
+    return copying.snapshot
+
+
+class _Copying(TorchFunctionMode):
+    """Lets `copy.deepcopy` find a place in host memory for each tensor it meets, inside other objects too."""
+
+    def __init__(self, memory: StoragePool) -> None:
+        super().__init__()
+        self.snapshot = StateCopy()
+        self._memory = memory
+        self._memo: dict[int, Any] = {}
+        # What the memo knows by id must not be freed, and its id given to another.
+        self._alive: list[torch.Tensor] = []
+        self._bare_parameter: Any = None
+
+    def deepcopy(self, value: Any) -> Any:
+        """Copy anything; an object that was copied already is that copy again."""
+        with self:
+            return copy.deepcopy(value, self._memo)
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        """Find memory for tensors, which share it where they do so now."""
+        self._alive += tensors
+        opened = [open_tensor(tensor) for tensor in tensors]
+        parts = [part for each in opened for part in each.parts]
+        self.snapshot.devices |= {part.device for part in parts if part.device.type != "cpu"}
+        made = self._place(parts)
+        for tensor, each in zip(tensors, opened, strict=True):
+            self._memo[id(tensor)] = each.rebuild([made(part) for part in each.parts])
+        for tensor in tensors:
+            self._copy_attributes(tensor, self._memo[id(tensor)])
+
+    def _add_bare(self, data: torch.Tensor) -> torch.Tensor:
+        """Copy the data of a parameter inside an object; what is copied of it becomes a parameter again."""
+        self._bare_parameter = None
+        self._add_at_once(data)
+        made: torch.Tensor = self._memo[id(data)]
+        return made
+
+    def _add_at_once(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor inside an object, values and all: the object may look at them while it is being copied."""
+        before = len(self.snapshot.copies)
+        self.add([tensor])
+        for target, source in self.snapshot.copies[before:]:
+            copy_bits(target, source)
+        del self.snapshot.copies[before:]
+
+    def _place(self, parts: list[torch.Tensor]) -> Any:
+        found = list(runs(part for part in parts if part.numel()))
+        views: dict[Geometry, torch.Tensor] = {}
+        for run, place in zip(found, self._memory.take([run.nbytes for run in found]), strict=True):
+            self.snapshot.copies.append(_copy_of(run, place))
+            views |= {geometry(tensor): _view(tensor, run, place) for tensor in run.tensors}
+
+        def made(part: torch.Tensor) -> torch.Tensor:
+            if part.numel() == 0:
+                return torch.empty_like(part, device="cpu", requires_grad=False).as_subclass(torch.Tensor)
+            return views[geometry(part)]
+
+        return made
+
+    def _copy_attributes(self, tensor: torch.Tensor, made: Any) -> None:
+        """Copy what users hung on a plain tensor; what cannot be copied stays what it is."""
+        if not isinstance(made, torch.Tensor) or made.layout is not torch.strided or type(made) is not torch.Tensor:
+            return
+        for name, value in vars(tensor).items():
+            try:
+                setattr(made, name, self.deepcopy(value))
+            except Exception:  # noqa: BLE001 - any object may hang there, and none of them is saved
+                setattr(made, name, value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor = args[0]
+            if id(tensor) not in self._memo:
+                self._add_at_once(tensor)
+            return self._memo[id(tensor)]
+        if func is torch.Tensor.clone and args[0] is self._bare_parameter:
+            return self._add_bare(args[0])
+        result = func(*args, **(kwargs or {}))
+        if func == _DATA:
+            # How a parameter copies itself: it clones this, and makes a parameter of it.
+            self._bare_parameter = result if isinstance(args[0], torch.nn.Parameter) else None
+        if isinstance(result, torch.Tensor) and result.device.type not in ("cpu", "meta"):
+            self.snapshot.devices.add(result.device)  # an object copied its own tensor there
+        return result
+
+
+def _copy_of(run: Run, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the bytes of a run go, and where they come from."""
+    tensor = run.tensors[0]
+    if not run.whole:
+        return _view(tensor, run, place), tensor.detach()
+    row = ((run.nbytes,), (1,))
+    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), run.start, *row)
+    target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(place.storage, place.offset, *row)
+    return target, source
+
+
+def _view(tensor: torch.Tensor, run: Run, place: HostSlot) -> torch.Tensor:
+    """Return what stands for a tensor of the run in host memory."""
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # wherever the user has tensors made by default
+    size = tensor.itemsize
+    if not run.whole:
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        return made.set_(place.storage, place.offset // size, tensor.shape, strides)
+    offset = place.offset + int(tensor.storage_offset()) * size - run.start
+    return made.set_(place.storage, offset // size, tensor.shape, tensor.stride())
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Give the tensors in nested mappings, lists and tuples, each once; `seen` are the ids of values to leave out."""
+    seen = set() if seen is None else seen
+    if not isinstance(value, (torch.Tensor, Mapping, list, tuple)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for each in value.values() if isinstance(value, Mapping) else value:
+        yield from tensors_in(each, seen)
+
+
+def _find_uncopyable(value: Any, path: TreePath = ()) -> tuple[TreePath, Any]:
+    """Find the innermost value that cannot be copied."""
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    for key, child in children:
+        try:
+            _Copying(StoragePool()).deepcopy(child)  # a new one: the other remembers what it has begun
+        except Exception:  # noqa: BLE001 - whatever it raises, it is where the failure comes from
+            return _find_uncopyable(child, (*path, key))
+    return path, value
+
+
+StateDict = dict[str, Any]
+
+
+class StagerClosed(CheckpointError, RuntimeError):
+    """A stager was used after it had been closed."""
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """
+    Makes a copy of a state, from which it is then saved while training goes on.
+
+    `stage` is called on the training thread. If it returns a future, the state must not change before that future is
+    done; if not, and `should_synchronize_after_execute` is true, `synchronize_staging` is called before `async_save`
+    returns. `close` ends its use.
+    """
+
+    _synchronize_after_execute: bool = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for `synchronize_staging` before it returns."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
+        """Return a copy of the state that later changes of it do not reach, or a future of one."""
+        raise NotImplementedError(f"{type(self).__name__} has no stage method of its own")
+
+    @deprecated(
+        "`synchronize_staging` is deprecated: wait for AsyncSaveResponse.staging_completion", category=FutureWarning
+    )
+    def synchronize_staging(self) -> None:
+        """Wait until the state may be changed."""
+
+    def close(self) -> None:
+        """Let go of memory and threads."""
+
+
+@dataclass
+class StagingOptions:
+    """How a `DefaultStager` copies. What only an accelerator needs is left out where there is none."""
+
+    use_pinned_memory: bool = True
+    """Copy into page-locked memory, which accelerators write to at full speed."""
+    use_shared_memory: bool = True
+    """Copy into memory that another process can map, as process-based saves do."""
+    use_async_staging: bool = True
+    """Copy on a thread: `stage` returns a future."""
+    use_non_blocking_copy: bool = True
+    """Queue all copies on the accelerator and wait once, instead of after each."""
+
+
+class StateDictStager:
+    """Copies states into host memory, on the caller's thread and stream."""
+
+    def __init__(self, pin_memory: bool = False, share_memory: bool = False, pin_memory_min_bytes: int = 5) -> None:
+        if pin_memory and not torch.accelerator.is_available():
+            warnings.warn("pin_memory is ignored: there is no accelerator to pin memory for", stacklevel=2)
+            pin_memory = False
+        self.pin_memory = pin_memory
+        self.share_memory = share_memory
+        self.pin_memory_min_bytes = pin_memory_min_bytes
+        self._memory = StoragePool(pinned=pin_memory, shared=share_memory, pinned_from=pin_memory_min_bytes)
+
+    def stage(self, state_dict: Any, non_blocking: bool = False) -> Any:
+        """
+        Return a deep copy of the state with its tensors in host memory.
+
+        Args:
+            state_dict: any nesting of dicts, lists, tuples and objects.
+            non_blocking: return while copies are queued on the accelerators' current streams, for the caller to
+                synchronise.
+
+        """
+        snapshot = self.prepare(state_dict)
+        snapshot.fill()
+        if not non_blocking:
+            snapshot.wait()
+        return snapshot.tree
+
+    def prepare(self, state_dict: Any) -> StateCopy:
+        """Return the copy with its tensors' values still to be filled in."""
+        return prepare_copy(state_dict, self._memory)
+
+    def deepcopy_with_tensor_offload(
+        self, x: Any, memo: dict[int, Any] | None = None, _nil: Any = (), non_blocking: bool = False
+    ) -> Any:
+        """Return a deep copy of anything, its tensors in host memory."""
+        if memo is not None and id(x) in memo:
+            return memo[id(x)]
+        copied = self.stage(x, non_blocking)
+        if memo is not None:
+            memo[id(x)] = copied
+        return copied
+
+    def close(self) -> None:
+        """Give back the memory that no snapshot is in."""
+        self._memory.release()
+
+    def __reduce__(self) -> Any:
+        # Memory stays where it is: a copy in another process begins with none.
+        return _unpickled, (self.pin_memory, self.share_memory, self.pin_memory_min_bytes)
+
+
+def _unpickled(pin_memory: bool, share_memory: bool, pin_memory_min_bytes: int) -> StateDictStager:
+    return StateDictStager(pin_memory and torch.accelerator.is_available(), share_memory, pin_memory_min_bytes)
+
+
+class DefaultStager(AsyncStager):
+    """
+    Copies a state into host memory, on a thread and a stream of its own if so asked.
+
+    Copies from an accelerator come after all work that was queued on the caller's current streams. With
+    `use_async_staging` the state must not change before the future is done.
+    """
+
+    def __init__(self, config: StagingOptions = StagingOptions()) -> None:  # noqa: B008 - torch's default, never changed
+        self._config = config
+        self._state_dict_stager = StateDictStager(
+            pin_memory=config.use_pinned_memory and torch.accelerator.is_available(),
+            share_memory=config.use_shared_memory,
+        )
+        self._staging_executor = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-stage")
+            if config.use_async_staging
+            else None
+        )
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._staging_future: Future[StateDict] | None = None
+        self._closed = False
+
+    def stage(self, state_dict: StateDict, **kwargs: Any) -> StateDict | Future[StateDict]:
+        """
+        Return a copy of the state, or a future of one with `use_async_staging`.
+
+        Raises:
+            StagerClosed: after `close`.
+            Uncopyable: a value that cannot be copied.
+
+        """
+        del kwargs
+        if self._closed:
+            raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
+        if self._staging_future is not None and self._staging_future.done():
+            self._staging_future = None  # it holds the last snapshot, whose memory may be free
+        snapshot = self._state_dict_stager.prepare(state_dict)
+        if self._staging_executor is None:
+            snapshot.fill(non_blocking=self._config.use_non_blocking_copy)
+            snapshot.wait()
+            staged: StateDict = snapshot.tree
+            return staged
+        # Recorded here, on the streams that the state was made on; the copies wait for it on theirs.
+        made = {device: torch.accelerator.current_stream(device).record_event() for device in snapshot.devices}
+        for device in made.keys() - self._streams.keys():
+            self._streams[device] = torch.Stream(device)
+        here = torch.accelerator.current_device_index() if made else None
+        self._staging_future = self._staging_executor.submit(self._fill, snapshot, made, here)
+        return self._staging_future
+
+    def _fill(self, snapshot: StateCopy, made: dict[torch.device, torch.Event], here: int | None) -> StateDict:
+        """Fill a snapshot on the staging thread; the sources live until their values are there."""
+        if here is not None:
+            # A new thread is on device 0, and would start a context there.
+            torch.accelerator.set_device_index(here)
+        for device, event in made.items():
+            stream = self._streams[device]
+            stream.wait_event(event)
+            with stream:
+                snapshot.fill(non_blocking=self._config.use_non_blocking_copy, device=device)
+        snapshot.fill(device=torch.device("cpu"))
+        for device in made:
+            self._streams[device].synchronize()
+        staged: StateDict = snapshot.tree
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last state that was staged may be changed; raises what staging raised."""
+        if self._staging_future is not None:
+            self._staging_future.result()
+
+    def close(self) -> None:
+        """Wait for what is being staged, then let go of the thread and the memory."""
+        self._closed = True
+        if self._staging_executor is not None:
+            self._staging_executor.shutdown(wait=True)
+        self._staging_future = None
+        self._streams.clear()
+        self._state_dict_stager.close()
+
+
+# A stager that is part of a storage writer: it returns when the copy is there.
+
+
+class BlockingAsyncStager(AsyncStager):
+    """
+    Copies a state into host memory and returns when it is done; `synchronize_staging` has nothing to wait for.
+
+    A base of `FileSystemWriter`. The copy is of the values at the time of the call, for tensors on the CPU too.
+    """
+
+    _synchronize_after_execute: bool = False
+    _share_memory: bool = False
+    """Whether another process is to read the copy; set by whoever begins the save."""
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        """
+        Choose how states are staged.
+
+        Args:
+            cache_staged_state_dict: keep the memory, pinned where there is an accelerator, for the next save. The
+                copy of an earlier save is overwritten only if nobody holds it any more.
+            type_check: refuse values other than tensors, numbers, strings, bytes and None.
+
+        """
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self.state_dict_cache: StateDict | None = None
+        self._stager: StateDictStager | None = None
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        """Return a copy of the state in host memory."""
+        if self.type_check:
+            check_types(state_dict)
+        if not self.cache_staged_state_dict:
+            staged: StateDict = StateDictStager(share_memory=self._share_memory).stage(state_dict)
+            return staged
+        self.state_dict_cache = None  # else its memory would look used
+        if self._stager is None or self._stager.share_memory != self._share_memory:
+            self._stager = StateDictStager(torch.accelerator.is_available(), self._share_memory)
+        self.state_dict_cache = self._stager.stage(state_dict)
+        return self.state_dict_cache
+
+    def synchronize_staging(self) -> None:
+        """Return at once: `stage` has waited."""
+
+    def close(self) -> None:
+        """Give back the memory kept for the next save."""
+        self.state_dict_cache = None
+        if self._stager is not None:
+            self._stager.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A writer that goes to another process does not take the last save along.
+        return {**self.__dict__, "state_dict_cache": None}

@@ -1,0 +1,335 @@
+"""
+Tensors as memory: where their bytes are, and how to copy a part of them when they are not in one piece on the host.
+
+A tensor that is contiguous on the CPU is an address; the pipelines move its bytes with memcpy or read straight into
+it. Any other tensor is copied in parts, so that at most one window of it is in host memory at a time: by ranges of
+bytes if it lies in order on an accelerator, box by box if it is strided or of another dtype than what is stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardkeep.engine.memory import Scattered
+from shardkeep.errors import CheckpointError
+from shardkeep.format.boxes import (
+    Box,
+    Ints,
+    Stripes,
+    contiguous_run,
+    cut_stripes,
+    flat_range_to_boxes,
+    slices,
+    strides_of,
+    stripes,
+)
+from shardkeep.state.leaves import overlaps_itself
+from shardkeep.storage.buffers import address_of
+
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Types of each element size that both torch and numpy have: bytes are moved as these, whatever they mean."""
+
+
+def as_raw(tensor: torch.Tensor) -> torch.Tensor:
+    """See a tensor as whole numbers of the size of its elements, which every device can copy."""
+    return tensor.view(_RAW[tensor.element_size()])
+
+
+def host_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's bytes begin if they lie in order in host memory, else 0."""
+    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
+
+
+def _accelerator_of(device: torch.device) -> int | None:
+    """Return the index of a device whose streams torch lets us wait for."""
+    kind = None if device.type == "cpu" else torch.accelerator.current_accelerator()
+    return None if kind is None or kind.type != device.type else device.index or 0
+
+
+def _no_run() -> CheckpointError:
+    return CheckpointError("a run of bytes was to be written to memory whose `run_of` has none: a defect of shardkeep")
+
+
+class _Matrix(NamedTuple):
+    """A box of host memory whose rows are the stripes of a stored chunk."""
+
+    stripes: Stripes
+    start: int
+    """Where the first of them begins in the chunk, in bytes."""
+    rows: npt.NDArray[np.generic]
+
+
+class HostScattered:
+    """A strided tensor in host memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._array: npt.NDArray[np.generic] = as_raw(tensor).numpy()
+        self.nbytes = tensor.nbytes
+        self.accelerator: int | None = None
+        self._matrices: dict[tuple[Ints, Box, Box], _Matrix | None] = {}
+
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:  # noqa: ARG002
+        array = self._array
+        size = array.itemsize
+        flat = np.frombuffer(into, array.dtype)
+        at = 0
+        for box in flat_range_to_boxes(array.shape, start // size, stop // size):
+            np.copyto(flat[at : at + box.volume].reshape(box.sizes), array[slices(box)])
+            at += box.volume
+
+    def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
+        source = np.frombuffer(data, self._array.dtype).reshape(shape)
+        self._array[slices(box)] = source[slices(part)]
+
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+        key = (shape, source, target)
+        if key not in self._matrices:  # a chunk comes in many windows
+            self._matrices[key] = self._matrix(shape, source, target)
+        matrix = self._matrices[key]
+        size, dtype = self._array.itemsize, self._array.dtype
+        if matrix is None or at % size or len(data) % size:
+            return False
+        step = matrix.stripes.steps[0] * size
+        low = at - matrix.start
+        for first, last, head, tail in cut_stripes(matrix.stripes, low // size, (low + len(data)) // size):
+            shape = (last - first, tail - head)
+            start = first * step + head * size - low
+            matrix.rows[first:last, head:tail] = np.ndarray(shape, dtype, data, start, (step, size))
+        return True
+
+    def _matrix(self, shape: Ints, source: Box, target: Box) -> _Matrix | None:
+        index: tuple[Any, ...] = (*slices(target), ...)  # without the dots, no axes would give a copy
+        array, strides = self._array[index], strides_of(shape)
+        size = array.itemsize
+        if array.shape != source.sizes:  # what is strided freely below must all be there
+            return None
+        found = stripes(source.sizes, strides, tuple(n // size for n in array.strides))
+        if found is None:
+            return None
+        start = sum(o * n for o, n in zip(source.offsets, strides, strict=True)) * size
+        sides = (found.number, found.width), (found.steps[1] * size, size)
+        return _Matrix(found, start, np.lib.stride_tricks.as_strided(array, *sides))
+
+    def run_of(self, box: Box) -> None:  # noqa: ARG002
+        return None
+
+    def write_run(self, start: int, data: memoryview) -> None:  # noqa: ARG002
+        raise _no_run()
+
+    def wait(self) -> None:
+        """Nothing is queued."""
+
+
+class TorchScattered:
+    """A tensor on an accelerator, or one that holds another dtype than the stored one."""
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype) -> None:
+        same = tensor.dtype == stored
+        self._tensor = as_raw(tensor) if same else tensor
+        self._stored = self._tensor.dtype if same else stored
+        self._flat: torch.Tensor | None = None
+        if same and tensor.is_contiguous():
+            # Not `view(-1)`: of a single element it keeps the stride, whatever that is, and then there are no bytes.
+            self._flat = self._tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self._device = tensor.device
+        self.nbytes = tensor.nbytes
+        self.accelerator = _accelerator_of(tensor.device)
+
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
+        tensor = self._tensor
+        if self._flat is not None:
+            torch.frombuffer(into, dtype=torch.uint8).copy_(self._flat[start:stop], non_blocking=queued)
+            return
+        size = tensor.element_size()
+        flat = torch.frombuffer(into, dtype=tensor.dtype)
+        at = 0
+        for box in flat_range_to_boxes(tuple(tensor.shape), start // size, stop // size):
+            flat[at : at + box.volume].view(box.sizes).copy_(tensor[slices(box)], non_blocking=queued)
+            at += box.volume
+
+    def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
+        if address_of(data) % self._stored.itemsize:  # torch may crash on elements that lie askew
+            data = np.frombuffer(data, np.uint8).copy().data
+        source = torch.frombuffer(data, dtype=self._stored).view(shape)
+        with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
+            self._tensor[slices(box)].copy_(source[slices(part)])
+
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:  # noqa: ARG002
+        return False
+
+    def run_of(self, box: Box) -> int | None:
+        run = None if self._flat is None else contiguous_run(tuple(self._tensor.shape), box)
+        return None if run is None else run[0] * self._tensor.element_size()
+
+    def write_run(self, start: int, data: memoryview) -> None:
+        if self._flat is None:
+            raise _no_run()
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        with torch.inference_mode():
+            self._flat[start : start + len(data)].copy_(source, non_blocking=self.accelerator is not None)
+
+    def wait(self) -> None:
+        if self.accelerator is not None:
+            torch.accelerator.current_stream(self._device).synchronize()
+
+
+def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
+    """Choose how to reach a tensor's elements when they hold, or are filled from, elements of type `stored`."""
+    if tensor.device.type == "cpu" and tensor.dtype == stored:
+        return HostScattered(tensor)
+    return TorchScattered(tensor, stored)
+
+
+# Tensors that share memory: which of them truly have bytes in common, and which run of bytes they lie in.
+#
+# Tensors of one storage come in; out come groups. Those of a group are copied as one run of bytes, so that they stay
+# views of each other; the others are copied alone, each with its own bytes and no more. Values are never looked at.
+
+_SEARCH: Final = 10_000
+"""How many steps to spend on finding out whether two scattered tensors have an element in common."""
+_NEIGHBOURS: Final = 64
+"""With more tensors than this around it, a tensor is taken to overlap them: to compare all would take too long."""
+_ALIGNMENT: Final = 16
+"""No element is larger: a run that begins at a multiple of it keeps every view of it aligned."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of a storage, and the tensors that lie in them. Tensors of one geometry are given once."""
+
+    tensors: list[torch.Tensor]
+    start: int
+    stop: int
+    whole: bool
+    """All of the bytes are copied; else the elements alone, of the one tensor there is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be copied."""
+        return self.stop - self.start if self.whole else self.tensors[0].nbytes
+
+
+Form = tuple[Any, ...]
+Geometry = tuple[Any, ...]
+
+
+def form(tensor: torch.Tensor) -> Form:
+    """Return how a tensor sees the memory it begins at."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def geometry(tensor: torch.Tensor) -> Geometry:
+    """Return what two tensors have in common that are one and the same view of a storage."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), form(tensor)
+
+
+def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
+    """
+    Return a key for each tensor: equal for two that see the same memory in the same way, whatever storages these have.
+
+    All of them have memory.
+    """
+    starts = [tensor.data_ptr() for tensor in tensors]
+    # Nearly all are alone where they begin, and that is all that is asked of them.
+    shared = {start for start, times in Counter(starts).items() if times > 1}
+    return [
+        (tensor.device, start, form(tensor)) if start in shared else start
+        for tensor, start in zip(tensors, starts, strict=True)
+    ]
+
+
+def runs(tensors: Iterable[torch.Tensor]) -> Iterator[Run]:
+    """Sort strided tensors with elements into the runs of bytes they are to be copied as."""
+    by_storage: dict[int, dict[Geometry, torch.Tensor]] = {}
+    for tensor in tensors:
+        key = geometry(tensor)
+        by_storage.setdefault(key[0], {}).setdefault(key, tensor)
+    for views in by_storage.values():
+        for group in _groups(list(views.values())):
+            yield _run(group)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where in its storage a tensor's first byte is, and where the last one ends."""
+    first = int(tensor.storage_offset())
+    last = first + sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _run(group: list[torch.Tensor]) -> Run:
+    bounds = [extent(tensor) for tensor in group]
+    start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)
+    if len(group) > 1:
+        return Run(group, start - start % _ALIGNMENT, stop, whole=True)
+    [tensor] = group
+    # Dense, or expanded from fewer elements than it shows: the bytes between its ends are its own.
+    whole = not _resolved_by_copy(tensor) and (stop - start == tensor.nbytes or overlaps_itself(tensor))
+    return Run(group, start, stop, whole)
+
+
+def _groups(views: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Put tensors of one storage together where they overlap, directly or through others."""
+    if len(views) == 1:
+        return [views]
+    bounds = [extent(view) for view in views]
+    leader = list(range(len(views)))
+
+    def lead(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = index = leader[leader[index]]
+        return index
+
+    active: list[int] = []
+    for index in sorted(range(len(views)), key=bounds.__getitem__):
+        active = [other for other in active if bounds[other][1] > bounds[index][0]]
+        for other in active:
+            if lead(other) != lead(index) and (len(active) > _NEIGHBOURS or _overlap(views[other], views[index])):
+                leader[lead(other)] = lead(index)
+        active.append(index)
+    groups: dict[int, list[torch.Tensor]] = {}
+    for index, view in enumerate(views):
+        groups.setdefault(lead(index), []).append(view)
+    return list(groups.values())
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if _resolved_by_copy(a) or _resolved_by_copy(b):
+        return False
+    try:
+        # The stub knows only the two limits that have a name.
+        return np.shares_memory(_outline(a), _outline(b), max_work=_SEARCH)  # type: ignore[arg-type]
+    except RuntimeError:  # numpy's TooHardError
+        return True
+
+
+def _resolved_by_copy(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor shows other values than its bytes: it cannot stay a view of them."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+class _Outline:
+    """Tells numpy where the elements of a tensor lie. It never reads them: the address is made up."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (_PAGE + int(tensor.storage_offset()) * size, True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
+
+
+_PAGE: Final = 4096  # an array at address 0 has no memory
+
+
+def _outline(tensor: torch.Tensor) -> Any:
+    return np.asarray(_Outline(tensor))

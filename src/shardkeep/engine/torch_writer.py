@@ -1,0 +1,232 @@
+"""
+Files of torch's layout: items end to end, objects first, each tensor an archive as `torch.save` writes it.
+
+Where the size of every item is known beforehand, a file is laid out and goes through the write pipeline, straight from
+the tensors' memory. Where it is not (items that are transformed, places that only take a stream), items are written
+one after the other. Both take the digests of the file's blocks on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import xxhash
+
+from shardkeep.engine.memory import view_memory
+from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.workers import WINDOW_NBYTES
+from shardkeep.engine.writer import FileJob
+from shardkeep.errors import StateError
+from shardkeep.format.data_file import block_nbytes_for
+from shardkeep.format.dtypes import known_to_torch, of_torch
+from shardkeep.format.torch_zip import ArchiveFrame, frame_tensor
+from shardkeep.state.leaves import wait_tensor
+from shardkeep.storage.buffers import address_of
+
+_ALIGNMENT = 64
+_LARGE_NBYTES = 1 << 20
+_LARGE_ALIGNMENT = 4096
+"""What is large is read and written past the page cache, in whole pages."""
+_STREAM_BLOCK_NBYTES = 256 << 10
+"""Of files whose size is not known when their first block is hashed."""
+
+Data = torch.Tensor | memoryview
+Wrap = Callable[[IO[bytes]], tuple[IO[bytes], list[str]]]
+"""Puts a stream before another one that transforms what is written, and says what to undo when it is read."""
+
+
+class WrittenItem(NamedTuple):
+    """Where an item lies in its file."""
+
+    offset: int
+    nbytes: int
+    data_start: int | None
+    """Where the bytes of a dense tensor lie, row-major, as its metadata describe it; None for everything else."""
+    descriptors: list[str]
+
+
+def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """
+    Return a tensor as one whose elements can be taken from memory as they are; None for one that only torch can write.
+    """
+    tensor = wait_tensor(tensor.detach())
+    if tensor.device.type == "meta":
+        raise StateError(
+            f"{key!r} is on the meta device: it has no values to save", hint="materialize it first", key=key
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.resolve_conj().resolve_neg() if tensor.dtype in known_to_torch() else None
+
+
+def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[FileJob, list[WrittenItem]]:
+    """
+    Find the place of every item in a new file, and the memory that each of the file's bytes comes from.
+
+    Tensors are `framed` as archives of torch, or bare bytes.
+    """
+    laying = _Laying(framed=framed)
+    placed = [laying.tensor(item) if isinstance(item, torch.Tensor) else laying.raw(item) for item in items]
+    return laying.job(name), placed
+
+
+@dataclass
+class _Laying:
+    framed: bool
+    at: int = 0
+    start: list[int] = field(default_factory=list)
+    address: list[int] = field(default_factory=list)
+    others: dict[int, Any] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+    """What the addresses point into."""
+
+    def raw(self, data: memoryview) -> WrittenItem:
+        offset = self.at
+        self._memory(data)
+        return WrittenItem(offset, self.at - offset, None, [])
+
+    def tensor(self, tensor: torch.Tensor) -> WrittenItem:
+        offset = self.at
+        frame = _frame(tensor, offset) if self.framed else None
+        if frame:
+            self._memory(memoryview(frame.head))
+        begin = self.at
+        if tensor.numel():
+            address = host_address(tensor)
+            if not address:
+                self.others[len(self.start)] = scattered_memory(tensor, tensor.dtype)
+            self._add(address, tensor.numel() * tensor.element_size(), tensor)
+        if frame:
+            self._memory(memoryview(frame.tail))
+        return WrittenItem(offset, self.at - offset, begin, [])
+
+    def _memory(self, data: memoryview) -> None:
+        if data.nbytes:
+            self._add(address_of(data), data.nbytes, data)
+
+    def _add(self, address: int, nbytes: int, owner: Any) -> None:
+        self.start.append(self.at)
+        self.address.append(address)
+        self.kept.append(owner)
+        self.at += nbytes
+
+    def job(self, name: str) -> FileJob:
+        return FileJob(
+            name=name,
+            header=bytearray(),
+            data_nbytes=self.at,
+            block_nbytes=block_nbytes_for(self.at),
+            start=np.array(self.start, np.int64),
+            address=np.array(self.address, np.int64),
+            scattered=self.others,
+            owners=self.kept,
+        )
+
+
+def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
+    large = tensor.numel() * tensor.element_size() >= _LARGE_NBYTES
+    alignment = _LARGE_ALIGNMENT if large else _ALIGNMENT
+    return frame_tensor(of_torch(tensor.dtype), tuple(tensor.shape), at=at, alignment=alignment)
+
+
+class HashingStream:
+    """A file that is written from its beginning to its end, and hashed on the way."""
+
+    def __init__(self, raw: IO[bytes], at: int = 0) -> None:
+        self._raw = raw
+        self._hash = xxhash.xxh3_128()
+        self._room = _STREAM_BLOCK_NBYTES
+        self._digests: list[bytes] = []
+        self.nbytes = at
+
+    @property
+    def block_nbytes(self) -> int:
+        """The size of what each digest is of."""
+        return _STREAM_BLOCK_NBYTES
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            # Some streams take less than they are given.
+            done = self._raw.write(view[at:])
+            at += len(view) - at if done is None else done
+        self._add(view)
+        return len(view)
+
+    def _add(self, view: memoryview) -> None:
+        self.nbytes += len(view)
+        while view:
+            part = view[: self._room]
+            self._hash.update(part)
+            self._room -= len(part)
+            view = view[len(part) :]
+            if not self._room:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._digests.append(self._hash.digest())
+        self._hash.reset()
+        self._room = _STREAM_BLOCK_NBYTES
+
+    def flush(self) -> None:
+        """Pass on what the stream below holds back."""
+        self._raw.flush()
+
+    def tell(self) -> int:
+        """Return how much was written."""
+        return self.nbytes
+
+    def digests(self) -> bytes:
+        """End the file; return the digest of each block."""
+        if self._room < _STREAM_BLOCK_NBYTES:
+            self._end_block()
+        return b"".join(self._digests)
+
+
+def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, framed: bool = True) -> list[WrittenItem]:
+    """Write items one after the other, tensors framed or bare; each is asked for when its turn comes."""
+    placed = []
+    for item in items:
+        offset = out.nbytes
+        stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
+        start = _write_item(stream, item, offset, out, framed=framed)
+        if descriptors or stream is not cast("Any", out):
+            stream.close()
+        placed.append(WrittenItem(offset, out.nbytes - offset, None if descriptors else start, descriptors))
+    return placed
+
+
+def _write_item(stream: IO[bytes], item: Data, offset: int, out: HashingStream, *, framed: bool) -> int | None:
+    if not isinstance(item, torch.Tensor):
+        stream.write(item)
+        return None
+    frame = _frame(item, offset) if framed else None
+    if frame:
+        stream.write(frame.head)
+    start = out.nbytes
+    for part in _parts(item):
+        stream.write(part)
+    if frame:
+        stream.write(frame.tail)
+    return start
+
+
+def _parts(tensor: torch.Tensor) -> Iterable[memoryview]:
+    """Return a tensor's bytes in windows."""
+    nbytes = tensor.numel() * tensor.element_size()
+    address = host_address(tensor)
+    source = None if address or not nbytes else scattered_memory(tensor, tensor.dtype)
+    buffer = memoryview(b"") if source is None else memoryview(bytearray(min(nbytes, WINDOW_NBYTES)))
+    for at in range(0, nbytes, WINDOW_NBYTES):
+        size = min(WINDOW_NBYTES, nbytes - at)
+        if source is None:
+            yield view_memory(address + at, size)
+        else:
+            source.read(at, at + size, buffer[:size])
+            yield buffer[:size]

@@ -1,0 +1,311 @@
+"""
+The write pipeline: windows of a file are gathered from tensors, hashed while in cache, and written, on a few threads.
+
+Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
+On any failure every file of this call is removed again. Both layouts are written here: in the native one a header with
+the digests goes before the data, and is written last; or, where a store takes bytes only in order, first, and the digests
+go into a file of their own. In torch's layout they are kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from shardkeep.engine.memory import Scattered, copy_memory
+from shardkeep.engine.workers import run_workers, windows_for
+from shardkeep.errors import CheckpointError
+from shardkeep.format.boxes import IntArray
+from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, checksum_text, digest
+from shardkeep.format.data_file import count_blocks, encode_sidecar, seal_header
+from shardkeep.format.record import FileEntry
+from shardkeep.layouts import native
+from shardkeep.storage.base import BlobWriter, Creates, Deletes, delete_all
+from shardkeep.storage.buffers import address_of
+from shardkeep.storage.cancel import CancelScope, run_with_deadline
+
+MOST_FILES = 8
+"""Files written at a time: a kernel lets one thread write to a file at a time, and the others wait for it."""
+
+
+class WritableStore(Creates, Deletes, Protocol):
+    """What writing needs of a store."""
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """One data file: its header and where each of its bytes comes from."""
+
+    name: str
+    header: bytearray
+    """With room for the digests; empty where they are kept elsewhere."""
+    data_nbytes: int
+    block_nbytes: int
+    start: IntArray
+    """Where each source begins in the data; sorted, without gaps."""
+    address: IntArray
+    """Where each source lies in host memory; 0: it is in `scattered`."""
+    scattered: dict[int, Scattered]
+    owners: Sequence[object] = ()
+    """What must live as long as the addresses are used."""
+    apart: bool = False
+    """The header has no room for the digests: it is written first, and they go into a file beside this one."""
+    digests: bytearray = field(default_factory=bytearray)
+    """Of its blocks, when it is written."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + self.data_nbytes
+
+
+class Window(NamedTuple):
+    """Bytes of one file's data that are written at once."""
+
+    job: FileJob
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in the file."""
+        return len(self.job.header) + self.start
+
+    @property
+    def rows(self) -> range:
+        """The sources it takes bytes from."""
+        first = int(np.searchsorted(self.job.start, self.start, "right")) - 1
+        return range(first, int(np.searchsorted(self.job.start, self.stop, "left")))
+
+
+Take = Callable[[Window, memoryview], AbstractContextManager[memoryview]]
+"""Gives the bytes of a window while the context lasts; the memory, of the size of a window, is the writer's own."""
+
+
+class Sink(Protocol):
+    """Where windows go. Used by several threads."""
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """
+        Write a window to its file, and return the digests of its blocks.
+
+        `own` is memory of the size of a window, which the calling thread alone uses.
+        """
+
+
+class HashingSink:
+    """A sink: the thread that calls hashes a window and writes it to a store."""
+
+    def __init__(self, store: Creates, take: Take | None = None) -> None:
+        """`take` gives the bytes of a window while they are written; by default they are gathered then."""
+        self._store = store
+        self._take = take or _gathered
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+        return self._store.create(job.name, job.nbytes)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Write a window, and return the digests of its blocks."""
+        with self._take(window, own) as data:
+            return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+
+
+def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes: int) -> bytes:
+    """Write bytes, and return the digests of their blocks. Hashed first: then they are in cache."""
+    digests = block_digests(data, block_nbytes)
+    file.write_at(offset, data)
+    return digests
+
+
+@dataclass
+class _OpenFile:
+    job: FileJob
+    writer: BlobWriter
+    windows_left: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def write_files(
+    store: WritableStore, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
+) -> list[bytes]:
+    """
+    Write all files, durable on return; the digests of each one's blocks go into what is committed.
+
+    `sink` writes to `store` in another way than by gathering, hashing and writing on these threads.
+    """
+    # Elsewhere than in host memory, and gathered here.
+    gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
+    sink = sink or HashingSink(store)
+    with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
+        hope, begun = CancelScope(), list[str]()
+        undo.callback(_remove_begun, store, begun)
+        tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, hope)
+
+        def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
+            file, window = task
+            found = sink.put(window, file.writer, buffer)
+            at = window.start // file.job.block_nbytes * DIGEST_NBYTES
+            file.job.digests[at : at + len(found)] = found
+            with file.lock:
+                file.windows_left -= 1
+                last = file.windows_left == 0
+            if last:
+                _finish(store, file)
+            return True
+
+        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=hope.give_up)
+        undo.pop_all()
+    return [bytes(job.digests) for job in jobs]
+
+
+def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -> Iterator[Window]:
+    """Hand out the windows of a few files in turn, each file's in order, and begin a file as one comes to its end."""
+    waiting = (_windows(job, window_nbytes) for job in jobs)
+    turns = deque(islice(waiting, min(threads, MOST_FILES)))
+    while turns:
+        windows = turns.popleft()
+        if window := next(windows, None):
+            yield window
+            turns.append(windows)
+        else:
+            turns.extendleft(islice(waiting, 1))
+
+
+def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
+    """Cut a file into windows of whole blocks; with digests apart, where a store cuts it into parts, if that can be."""
+    lead = len(job.header) % window_nbytes
+    stop = window_nbytes - lead if job.apart and not lead % job.block_nbytes else window_nbytes
+    start = 0
+    while start < job.data_nbytes:
+        yield Window(job, start, min(stop, job.data_nbytes))
+        start, stop = stop, stop + window_nbytes
+
+
+def _tasks(
+    sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], hope: CancelScope
+) -> Iterator[tuple[_OpenFile, Window]]:
+    """Begin each file with the first of its windows, and note the names of all there may be then."""
+    opened: dict[str, _OpenFile] = {}
+    for window in windows:
+        job = window.job
+        if job.name not in opened:
+            # Only where no other file is ever called so: one that is given up may still appear, and is deleted then.
+            with hope.held() if native.save_id_of(job.name) else contextlib.nullcontext():
+                writer = sink.begin(job)
+            undo.callback(writer.abandon)
+            begun.append(job.name)
+            if job.apart:
+                begun.append(native.blocks_name(job.name))
+                writer.write_at(0, memoryview(job.header))
+            job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
+            opened[job.name] = _OpenFile(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
+        yield opened[job.name], window
+
+
+def remove_blob(store: Deletes, name: str, writer: BlobWriter) -> None:
+    """Remove a blob that is not to be, whether it was finished or not."""
+    writer.abandon()
+    with contextlib.suppress(CheckpointError):
+        store.delete(name)  # one that was finished outlives its writer's abandon
+
+
+def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
+    """Remove files that were finished and outlive their writers' abandon, as far as that can be done soon."""
+    if not names:
+        return
+    waits = True
+
+    def removed() -> None:
+        if hasattr(store, "delete_all"):
+            with contextlib.suppress(CheckpointError):
+                delete_all(store, names)
+            return
+        for name in names:
+            try:
+                store.delete(name)
+            except CheckpointError:
+                if not waits:
+                    return
+
+    # A name that another save may use must not be deleted later. Of all others it is known whose they are: what is left
+    # is swept when the store is there again, as long as their claim is.
+    if all(map(native.save_id_of, names)):
+        waits = run_with_deadline(removed, f"remove {len(names)} files")
+    else:
+        removed()
+
+
+@contextlib.contextmanager
+def _gathered(window: Window, buffer: memoryview) -> Iterator[memoryview]:
+    data = buffer[: window.nbytes]
+    gather(window, data)
+    yield data
+
+
+def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
+    """
+    Copy the bytes of a window out of the tensors they come from.
+
+    With `queued`, copies from accelerators are only queued on their current streams.
+    """
+    job, start, stop = window
+    first, last = window.rows.start, window.rows.stop
+    base = address_of(into) - start
+    begins = job.start[first : last + 1].tolist()
+    if last == len(job.start):
+        begins.append(job.data_nbytes)
+    for row, address, begin, end in zip(
+        range(first, last), job.address[first:last].tolist(), begins, begins[1:], strict=False
+    ):
+        low = max(begin, start)
+        high = min(end, stop)
+        if address:
+            copy_memory(base + low, address + low - begin, high - low)
+        else:
+            job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
+
+
+def _finish(store: Creates, file: _OpenFile) -> None:
+    job = file.job
+    if job.header and not job.apart:
+        seal_header(job.header, job.digests)
+        file.writer.write_at(0, memoryview(job.header))
+    file.writer.finish()
+    if job.apart:
+        digests = encode_sidecar(job.header, job.digests)
+        beside = store.create(native.blocks_name(job.name), len(digests))
+        try:
+            beside.write_at(0, memoryview(digests))
+            beside.finish()
+        except BaseException:
+            beside.abandon()
+            raise
+
+
+def file_entry(job: FileJob) -> FileEntry:
+    """Say what the commit record says of a file that was written, and went through no codecs."""
+    return FileEntry(
+        name=job.name,
+        nbytes=job.nbytes,
+        header_nbytes=len(job.header),
+        block_nbytes=job.block_nbytes,
+        checksum=checksum_text(digest(encode_sidecar(job.header, job.digests) if job.apart else job.header)),
+        blocks=native.blocks_name(job.name) if job.apart else None,
+    )

@@ -1,0 +1,348 @@
+"""
+Boxes: axis-aligned regions of an n-dimensional tensor, and the arithmetic everything else rests on.
+
+Pure functions of plain tuples; no tensor, no file. A box of a 0-dim tensor has no axes and one element.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.format import dtypes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements at `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every axis d."""
+
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+
+
+def whole(shape: Ints) -> Box:
+    """Return the box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the common part of two boxes, or None where they share no element."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    sizes = tuple(
+        min(ao + an, bo + bn) - lo
+        for ao, an, bo, bn, lo in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+    )
+    return None if any(n <= 0 for n in sizes) else Box(offsets, sizes)
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """Return `inner` in the coordinates of `outer`, which contains it."""
+    return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index that selects a box from a tensor or array."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+
+
+def flat_range_to_boxes(shape: Ints, start: int, stop: int) -> Iterator[Box]:
+    """
+    Cut elements `start..stop` of a row-major tensor into boxes, in order, each contiguous in that order.
+
+    At most `2 * ndim - 1` of them: a ragged head, whole rows, a ragged tail, for each axis.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:  # inside one row
+        yield from _under(first, flat_range_to_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from _under(first, flat_range_to_boxes(shape[1:], head, row))
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if tail:
+        yield from _under(last, flat_range_to_boxes(shape[1:], 0, tail))
+
+
+def _under(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
+    """
+    Return `(start, count)` of a box's elements in the row-major order of `shape`, if they are one run.
+
+    None where the box is scattered over that order.
+    """
+    start = count = 0
+    open_axes = True  # true until an axis with more than one index was met
+    for o, n, full in zip(box.offsets, box.sizes, shape, strict=True):
+        start = start * full + o
+        if not open_axes and n != full:
+            return None
+        if n != 1:
+            open_axes = False
+    count = box.volume
+    return start, count
+
+
+class Stripes(NamedTuple):
+    """A box as equal runs of elements, evenly apart in each of two memories that hold it."""
+
+    number: int
+    width: int
+    """Of a run, in elements."""
+    steps: tuple[int, int]
+    """From the beginning of a run to that of the next, in elements, in one memory and in the other."""
+
+
+def stripes(sizes: Ints, one: Ints, other: Ints) -> Stripes | None:
+    """
+    See a box of these sizes as stripes of two memories, which hold its elements at these strides.
+
+    None where that takes more than two axes, after those that follow each other evenly in both were joined.
+    """
+    axes: list[tuple[int, int, int]] = []  # from the innermost: size and strides
+    for n, a, b in zip(reversed(sizes), reversed(one), reversed(other), strict=True):
+        if n == 1:
+            continue
+        if axes and (a, b) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+            axes[-1] = (axes[-1][0] * n, *axes[-1][1:])
+        else:
+            axes.append((n, a, b))
+    if not axes or axes[0][1:] != (1, 1):
+        axes.insert(0, (1, 1, 1))
+    if len(axes) > 2:
+        return None
+    width = axes[0][0]
+    number, *steps = axes[1] if len(axes) == 2 else (1, width, width)
+    return Stripes(number, width, (steps[0], steps[1]))
+
+
+def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """
+    Return which stripes, and which elements of each, lie in a range of the first memory, counted from the first stripe.
+
+    As `(first stripe, last, first element, last)`, in order, lasts not included: at most a stripe whose beginning is
+    outside, all that are whole, and one whose end is outside.
+    """
+    number, width, (step, _) = all_of
+    low, high = max(low, 0), min(high, (number - 1) * step + width)
+    if low >= high:
+        return
+    first, head = divmod(low, step)
+    last, tail = divmod(high, step)
+    tail = min(tail, width)
+    if first == last:
+        if head < tail:
+            yield first, first + 1, head, tail
+        return
+    if head:
+        if head < width:
+            yield first, first + 1, head, width
+        first += 1
+    if tail == width:
+        last, tail = last + 1, 0
+    if first < last:
+        yield first, last, 0, width
+    if tail:
+        yield last, last + 1, 0, tail
+
+
+def strides_of(shape: Ints) -> Ints:
+    """Return how many elements apart neighbours along each axis of a row-major tensor are."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def grid(cuts: list[list[tuple[int, int]]]) -> Iterator[Box]:
+    """Return the boxes of the product of runs `(offset, size)` given for each axis, in row-major order."""
+    for combo in itertools.product(*cuts):
+        yield Box(tuple(o for o, _ in combo), tuple(n for _, n in combo))
+
+
+# Columns: the numpy arrays that plans and the index are made of.
+#
+# Boxes of tensors with different numbers of axes share one matrix: rows are padded on the right with offset 0 and
+# size
+# 1, which leaves volumes, intersections and tilings as they are.
+
+IntArray = npt.NDArray[np.int64]
+_GROUP_BITS = 7
+
+ITEMSIZES = np.zeros(256, np.int64)
+"""Bytes of an element by dtype code; 0 for codes that no dtype has."""
+ITEMSIZES[[row.code for row in dtypes.DTYPES]] = [row.itemsize for row in dtypes.DTYPES]
+
+
+class Rows:
+    """A dataclass whose fields are arrays of one length: the columns of a table."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]  # every subclass is a dataclass
+
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return the columns in the order of the fields."""
+        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+
+    def take(self, rows: Any) -> Self:
+        """Return the table of these rows, in this order (an index array, a mask or a slice)."""
+        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})  # type: ignore[type-var,arg-type]
+
+
+@dataclass(frozen=True)
+class Boxes(Rows):
+    """Boxes as two matrices, one row each."""
+
+    offsets: IntArray
+    sizes: IntArray
+
+    @property
+    def axes(self) -> int:
+        """Width of the matrices: the largest number of axes."""
+        return int(self.offsets.shape[1])
+
+    def volumes(self) -> IntArray:
+        """Return the number of elements of each box."""
+        volumes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return volumes
+
+    def box(self, row: int, ndim: int) -> Box:
+        """Return one row as a plain value, without padding."""
+        return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
+
+
+class Tuples:
+    """The rows of several columns as tuples of plain numbers, made in groups as they are asked for."""
+
+    def __init__(self, *columns: npt.NDArray[Any]) -> None:
+        self._columns = columns
+        self._groups: dict[int, list[tuple[Any, ...]]] = {}
+
+    def __getitem__(self, row: int) -> tuple[Any, ...]:
+        group = self._groups.get(row >> _GROUP_BITS)
+        if group is None:
+            first = row >> _GROUP_BITS << _GROUP_BITS
+            lists = (column[first : first + (1 << _GROUP_BITS)].tolist() for column in self._columns)
+            group = self._groups[row >> _GROUP_BITS] = list(zip(*lists, strict=True))
+        return group[row & ((1 << _GROUP_BITS) - 1)]
+
+
+def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:
+    """Pad a matrix on the right to `axes` columns."""
+    if matrix.shape[1] == axes:
+        return matrix
+    wide = np.full((len(matrix), axes), fill, np.int64)
+    wide[:, : matrix.shape[1]] = matrix
+    return wide
+
+
+def matrix_of(rows: Sequence[tuple[int, ...]], axes: int, fill: int) -> IntArray:
+    """Build a padded matrix from tuples of at most `axes` numbers, most of which are alike."""
+    seen: dict[tuple[int, ...], int] = {}
+    which = [seen.setdefault(row, len(seen)) for row in rows]
+    padded = [row + (fill,) * (axes - len(row)) for row in seen]
+    return np.array(padded, dtype=np.int64).reshape(len(seen), axes)[which]
+
+
+def segment_starts(ends: npt.NDArray[Any]) -> IntArray:
+    """Return where each segment begins, given where each ends."""
+    starts = np.empty(len(ends), np.int64)
+    starts[:1] = 0
+    starts[1:] = ends[:-1]
+    return starts
+
+
+def concat_ranges(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> IntArray:
+    """Return `start, start+1, … start+count-1` of every range, end to end."""
+    counts = np.asarray(counts, np.int64)
+    total = int(counts.sum())
+    if total == 0:
+        return np.empty(0, np.int64)
+    ends = np.cumsum(counts)
+    ranges: IntArray = np.arange(total, dtype=np.int64)
+    ranges += np.repeat(np.asarray(starts, np.int64) - (ends - counts), counts)
+    return ranges
+
+
+# What an index expression such as `[3:7, ::2]` picks of a tensor, axis by axis.
+
+IndexItem = int | slice | EllipsisType
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSlice:
+    """Indices `start, start + step, …`, `count` of them, along one axis."""
+
+    start: int
+    step: int
+    count: int
+    drop: bool
+    """The axis goes away: a single index was given."""
+
+    @property
+    def extent(self) -> int:
+        """How many indices from the first to the last, both included."""
+        return (self.count - 1) * self.step + 1 if self.count else 0
+
+
+def parse_index(key: str, shape: Ints, item: IndexItem | tuple[IndexItem, ...]) -> tuple[AxisSlice, ...]:
+    """Read an index expression the way torch does: integers, slices with positive steps, one Ellipsis."""
+    items = item if isinstance(item, tuple) else (item,)
+    if sum(part is Ellipsis for part in items) > 1:
+        raise IndexError(f"{key!r}: an index can only have one ellipsis")
+    given = len(items) - sum(part is Ellipsis for part in items)
+    if given > len(shape):
+        raise IndexError(f"{key!r}: {given} indices for a tensor of {len(shape)} axes")
+    at = next((i for i, part in enumerate(items) if part is Ellipsis), len(items))
+    full = (slice(None),) * (len(shape) - given)
+    spread = (*items[:at], *full, *items[at + 1 :])
+    return tuple(_pick(key, axis, n, part) for axis, (n, part) in enumerate(zip(shape, spread, strict=True)))
+
+
+def _pick(key: str, axis: int, n: int, part: object) -> AxisSlice:
+    if isinstance(part, slice):
+        if part.step is not None and int(part.step) <= 0:
+            raise ValueError(f"{key!r}: the step of axis {axis} must be positive")
+        indices = range(*part.indices(n))
+        return AxisSlice(indices.start, indices.step, len(indices), drop=False)
+    # True is a mask to numpy and torch, not the index 1.
+    is_mask = str(getattr(part, "dtype", type(part).__name__)).endswith("bool")
+    try:
+        index = None if is_mask else operator.index(part)  # type: ignore[arg-type]  # what is no number raises
+    except TypeError:
+        index = None
+    if index is None:
+        raise IndexError(f"{key!r}: cannot index a stored tensor with {type(part).__name__}")
+    if not -n <= index < n:
+        raise IndexError(f"{key!r}: index {index} is out of range for axis {axis} of size {n}")
+    return AxisSlice(index % n, 1, 1, drop=True)

@@ -1,0 +1,454 @@
+"""
+A tensor as `torch.save` writes it: a zip archive whose entries are stored as they are, so that its bytes lie in a file
+in one run.
+
+    archive/data.pkl    what the tensor is: a pickle of its rebuilding, with its storage stored apart
+    archive/byteorder   "little"
+    archive/version     "3"
+    archive/data/0      the storage
+    directory of the archive
+
+`frame_tensor` makes what stands before and after the bytes of a tensor; `find_tensor` finds the bytes in an archive
+that torch wrote. No torch is needed for either.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.format.dtypes import DTYPES, DType, by_name
+from shardkeep.format.pickles import load_pickle, plain_names
+
+Get = Callable[[int, int], bytes]
+"""Bytes of an archive: from where, and how many."""
+
+_STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_STORAGE_OF = {dtype: storage for storage, dtype in _STORAGES.items()}
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_UTF8, _SIZES_FOLLOW = 0x800, 0x8
+_DATA = b"archive/data/0"
+_END_NBYTES = _END64.size + _LOCATOR64.size + _END.size
+_MAX_DIRECTORY_NBYTES = 1 << 26
+_MAX_PICKLE_NBYTES = 1 << 26
+
+
+class ArchiveFrame(NamedTuple):
+    """What stands around the bytes of a tensor."""
+
+    head: bytes
+    tail: bytes
+
+
+def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: int) -> ArchiveFrame:
+    """
+    Frame a dense row-major tensor whose archive begins at `at` of a file, its bytes at a multiple of `alignment`.
+
+    The CRC-32 of the bytes is left out (0), as torch can be told to: nothing of torch's looks at it, and taking it costs
+    more than writing them.
+    """
+    before, directory = _before(dtype, shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    header, size = len(before), min(nbytes, _MAX32)
+    wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
+    extra = wide + _padding(-(at + header + _LOCAL.size + len(_DATA) + len(wide)) % alignment, alignment)
+    local = _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, 0, size, size, len(_DATA), len(extra)) + _DATA + extra
+    listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
+    return ArchiveFrame(before + local, listed + _ends(4, header + len(local) + nbytes, len(listed)))
+
+
+def _wide(*sizes: int) -> bytes:
+    return struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes)
+
+
+def _padding(nbytes: int, alignment: int) -> bytes:
+    """Make an extra field of this many bytes, or of one alignment more if it would be too short to be one."""
+    nbytes += 0 if nbytes == 0 or nbytes >= 4 else alignment
+    return struct.pack("<2s1H", b"FB", nbytes - 4) + b"Z" * (nbytes - 4) if nbytes else b""
+
+
+@lru_cache(maxsize=4096)
+def _before(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the entries before the storage, and what the directory says of them."""
+    entries = directory = b""
+    order = sys.byteorder.encode()
+    for name, data in (("data.pkl", _pickled(dtype, shape)), ("byteorder", order), ("version", b"3\n")):
+        raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
+        directory += _central(raw, _UTF8, crc, len(data), len(entries))
+        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, len(data), len(data), len(raw), 0) + raw + data
+    return entries, directory
+
+
+def _central(name: bytes, flags: int, crc: int, nbytes: int, at: int) -> bytes:
+    large = (*((nbytes, nbytes) if nbytes >= _MAX32 else ()), *((at,) if at >= _MAX32 else ()))
+    extra, size = _wide(*large) if large else b"", min(nbytes, _MAX32)
+    fields = (b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, min(at, _MAX32))
+    return _CENTRAL.pack(*fields) + name + extra
+
+
+def _ends(entries: int, start: int, nbytes: int) -> bytes:
+    few = min(entries, _MAX16)
+    return b"".join(
+        (
+            _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, nbytes, start),
+            _LOCATOR64.pack(b"PK\6\7", 0, start + nbytes, 1),
+            _END.pack(b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(start, _MAX32), 0),
+        )
+    )
+
+
+def _pickled(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """Pickle the rebuilding of a row-major tensor, as torch does."""
+    elements = math.prod(shape)
+    storage, rebuild, last = _STORAGE_OF.get(dtype.name), b"_rebuild_tensor_v2", b""
+    if storage is None:
+        rebuild, last = b"_rebuild_tensor_v3", b"ctorch\n" + dtype.name.encode() + b"\n"
+    kind = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
+    strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
+    return b"".join(
+        (
+            b"\x80\x02ctorch._utils\n" + rebuild + b"\n((X\x07\0\0\0storage" + kind.encode(),
+            b"X\x01\0\0\x000X\x03\0\0\0cpu" + _int(elements if storage else elements * dtype.itemsize) + b"tQK\0",
+            _tuple(shape) + _tuple(strides) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR.",
+        )
+    )
+
+
+def _tuple(numbers: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_int, numbers)) + b"t"
+
+
+def _int(number: int) -> bytes:
+    if number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little")
+    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
+
+
+@dataclass(frozen=True)
+class ArchivedTensor:
+    """Where a dense tensor lies in an archive, and what it is."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Its axes in the order in which its elements lie, the slowest first."""
+    start: int
+    """Where its bytes begin in the archive."""
+
+
+class _Form(NamedTuple):
+    dtype: DType
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
+    """
+    Find the tensor in an archive of `nbytes`.
+
+    Returns None for one that is no dense tensor in the byte order of this machine: that is left to torch.
+
+    Raises:
+        MalformedFile: it is no archive of torch's.
+
+    """
+    entries = _entries(get, nbytes, where)
+    root = next(iter(entries), "/").partition("/")[0]
+    described = entries.get(f"{root}/data.pkl")
+    if described is None:
+        raise MalformedFile(f"{where}: no archive of torch.save", file=where)
+    order = entries.get(f"{root}/byteorder")
+    little = order is None or get(_data_of(get, order, where), order.nbytes) == b"little"
+    if described.nbytes > _MAX_PICKLE_NBYTES or little != (sys.byteorder == "little"):
+        return None
+    try:
+        form = load_pickle(
+            get(_data_of(get, described, where), described.nbytes), _NAMES, where=where, persistent=lambda pid: pid
+        )
+    except (PickleRefused, MalformedFile):
+        return None  # a subclass of tensors, or a tensor with a state of its own
+    axes = _dense_order(form) if isinstance(form, _Form) else None
+    stored = entries.get(f"{root}/data/{form.key}") if axes is not None else None
+    if axes is None or stored is None or stored.nbytes < (form.offset + math.prod(form.shape)) * form.dtype.itemsize:
+        return None
+    start = _data_of(get, stored, where)
+    whole = form.offset == 0 and stored.nbytes == math.prod(form.shape) * form.dtype.itemsize
+    if start + stored.nbytes > nbytes or (form.offset and not whole):
+        return None
+    return ArchivedTensor(form.dtype, form.shape, axes, start)
+
+
+def read_object(data: bytes, *, where: str) -> Any:
+    """
+    Rebuild an object of plain values.
+
+    Raises:
+        PickleRefused: it names anything else than plain values.
+        MalformedFile: it is no archive of torch's, or holds tensors.
+
+    """
+
+    def get(at: int, nbytes: int) -> bytes:
+        return data[at : at + nbytes]
+
+    entries = _entries(get, len(data), where)
+    root = next(iter(entries), "/").partition("/")[0]
+    described = entries.get(f"{root}/data.pkl")
+    if described is None:
+        raise MalformedFile(f"{where}: no archive of torch.save", file=where)
+    return load_pickle(get(_data_of(get, described, where), described.nbytes), plain_names(), where=where)
+
+
+def is_archive(data: bytes) -> bool:
+    """Say whether these bytes are an archive of values that torch.save wrote, and not one of a compiled program."""
+
+    def get(at: int, nbytes: int) -> bytes:
+        return data[at : at + nbytes]
+
+    try:
+        names = _entries(get, len(data), "an object")
+    except MalformedFile:
+        return False
+    root = next(iter(names), "/").partition("/")[0]
+    return f"{root}/data.pkl" in names and f"{root}/constants.pkl" not in names
+
+
+class ArchiveEntry(NamedTuple):
+    """An entry of an archive: where its bytes are, and the CRC-32 that they should have."""
+
+    start: int
+    nbytes: int
+    crc: int
+
+
+def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
+    """Return every entry of an archive, so that it can be checked."""
+    entries = _entries(get, nbytes, where).values()
+    return [ArchiveEntry(_data_of(get, entry, where), entry.nbytes, entry.crc) for entry in entries]
+
+
+class _Entry(NamedTuple):
+    at: int
+    nbytes: int
+    crc: int
+
+
+def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
+    """Read the directory of an archive without compression."""
+    problem = MalformedFile(f"{where}: no archive of torch.save, or one that was cut short", file=where)
+    if nbytes < _END.size:
+        raise problem
+    ends = get(max(0, nbytes - _END_NBYTES), min(nbytes, _END_NBYTES))
+    mark, _, _, _, count, size, start, comment = _END.unpack(ends[-_END.size :])
+    if mark != b"PK\5\6" or comment:
+        raise problem
+    if ends[:4] == b"PK\6\6":
+        _, _, _, _, _, _, _, count, size, start = _END64.unpack(ends[: _END64.size])
+    if start + size > nbytes or size > _MAX_DIRECTORY_NBYTES or count * _CENTRAL.size > size:
+        raise problem
+    directory, at = get(start, size), 0
+    entries: dict[str, _Entry] = {}
+    for _ in range(count):
+        if at + _CENTRAL.size > size:
+            raise problem
+        mark, _, _, _, method, _, _, crc, packed, plain, name, extra, note, _, _, _, offset = _CENTRAL.unpack_from(
+            directory, at
+        )
+        at += _CENTRAL.size
+        if mark != b"PK\1\2" or method or packed != plain:
+            raise problem
+        key = directory[at : at + name].decode(errors="replace")
+        wide = _wide_sizes(directory[at + name : at + name + extra])
+        if plain == _MAX32 and len(wide) >= 2:
+            plain, wide = wide[0], wide[2:]
+        if offset == _MAX32 and wide:
+            offset = wide[0]
+        entries[key] = _Entry(offset, plain, crc)
+        at += name + extra + note
+    return entries
+
+
+def _wide_sizes(extra: bytes) -> tuple[int, ...]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            held = extra[at + 4 : at + 4 + length]
+            return struct.unpack(f"<{len(held) // 8}Q", held[: len(held) // 8 * 8])
+        at += 4 + length
+    return ()
+
+
+def _data_of(get: Get, entry: _Entry, where: str) -> int:
+    header = get(entry.at, _LOCAL.size)
+    if header[:4] != b"PK\3\4":
+        raise MalformedFile(f"{where}: the archive's directory points at no entry", file=where, offset=entry.at)
+    *_, name, extra = _LOCAL.unpack(header)
+    return entry.at + _LOCAL.size + int(name) + int(extra)
+
+
+def _dense_order(form: _Form) -> tuple[int, ...] | None:
+    """Return the axes from the slowest to the fastest if the elements lie without gaps in some order of axes."""
+    if math.prod(form.shape) == 0:
+        return tuple(range(len(form.shape)))
+    # Axes of one element may have any stride.
+    axes = sorted(range(len(form.shape)), key=lambda axis: (-form.strides[axis] if form.shape[axis] > 1 else 0, axis))
+    step = 1
+    for axis in reversed([axis for axis in axes if form.shape[axis] > 1]):
+        if form.strides[axis] != step:
+            return None
+        step *= form.shape[axis]
+    long = [axis for axis in axes if form.shape[axis] > 1]
+    if long == sorted(long):
+        return tuple(range(len(form.shape)))
+    return tuple(axes)
+
+
+def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Form | None:
+    """Stand for torch's functions of this purpose: (requires_grad, hooks[, dtype][, state])."""
+    kind, name, key, _, _ = storage
+    numbers = (offset, *shape, *strides)
+    if kind != "storage" or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+        return None
+    if name == "UntypedStorage":
+        dtype, rest = rest[2], rest[:2] + rest[3:]
+    else:
+        dtype = _STORAGES[name]
+    if any(rest[2:]):  # a conjugated or negated view
+        return None
+    return _Form(by_name(dtype), str(key), offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(form: Any, *_: Any) -> Any:
+    return form
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+    **{("torch", storage): storage for storage in _STORAGES},
+    **{("torch", row.name): row.name for row in DTYPES},
+}
+
+
+# An archive as `torch.save` writes it, with any number of storages, laid out before the first of them is read.
+#
+#     archive/data.pkl    the pickle of what was saved, in which storages stand as numbers
+#     archive/byteorder   "little"
+#     archive/version     "3"
+#     archive/data/0      the storages, each at a multiple of 64
+#     archive/data/1
+#     ...
+#     directory of the archive
+#
+# Sizes are known beforehand, so every byte has its place. Checksums are known once a storage has gone by: they stand
+# behind it and in the directory. What is written is therefore one row, from the first byte to the last: what stands
+# before storage 0, storage 0, what stands before storage 1, and so on. No torch is needed.
+
+ALIGNMENT = 64
+"""Every storage begins at a multiple of this, as in torch's files: no element of one lies across such a multiple."""
+
+
+class ArchiveLayout:
+    """Where everything goes in an archive of a pickle and storages of known sizes."""
+
+    def __init__(self, pickled: bytes, sizes: Sequence[int]) -> None:
+        """
+        Lay an archive out.
+
+        Args:
+            pickled: the contents of `data.pkl`.
+            sizes: bytes of each storage; number i of them is the one that the pickle calls by the text of i.
+
+        """
+        self.sizes = list(sizes)
+        self.starts: list[int] = []
+        """Where the bytes of each storage begin."""
+        self._entries, self._listed = _first_entries(pickled)
+        self._headers: list[int] = []
+        at = len(self._entries)
+        for number, nbytes in enumerate(self.sizes):
+            self._headers.append(at)
+            at += len(_header(number, nbytes, at))
+            self.starts.append(at)
+            at += nbytes + len(_descriptor(nbytes, 0))
+        self._directory_at = at
+        self.nbytes = at + len(self._directory([0] * len(self.sizes)))
+        """Size of the whole archive."""
+
+    def before(self, number: int, crcs: Sequence[int]) -> bytes:
+        """
+        Return what stands between storage `number` and the one before it; past the last one, what ends the archive.
+
+        `crcs` are the CRC-32 of at least the storages before that number.
+        """
+        parts = [self._entries] if number == 0 else [_descriptor(self.sizes[number - 1], crcs[number - 1])]
+        if number < len(self.sizes):
+            parts.append(_header(number, self.sizes[number], self._headers[number]))
+        else:
+            parts.append(self._directory(crcs))
+        return b"".join(parts)
+
+    def _directory(self, crcs: Sequence[int]) -> bytes:
+        rows = zip(self.sizes, self._headers, crcs, strict=True)
+        entries = [
+            _central(_name(n), _UTF8 | _SIZES_FOLLOW, crc, nbytes, at) for n, (nbytes, at, crc) in enumerate(rows)
+        ]
+        listed = b"".join([*self._listed, *entries])
+        return listed + _ends(len(self._listed) + len(entries), self._directory_at, len(listed))
+
+
+def _first_entries(pickled: bytes) -> tuple[bytes, list[bytes]]:
+    """Return the entries before the storages, and what the directory says of each."""
+    entries, listed = bytearray(), []
+    for name, data in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+        raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
+        listed.append(_central(raw, _UTF8, crc, len(data), len(entries)))
+        extra, size = (_wide(len(data), len(data)), _MAX32) if len(data) >= _MAX32 else (b"", len(data))
+        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, size, size, len(raw), len(extra))
+        entries += raw + extra + data
+    return bytes(entries), listed
+
+
+def _name(number: int) -> bytes:
+    return b"archive/data/%d" % number
+
+
+def _header(number: int, nbytes: int, at: int) -> bytes:
+    """Return what stands directly before a storage, from `at` of the file on."""
+    name = _name(number)
+    # The reader must know that 8 bytes hold each size that follows.
+    wide = _wide(0, 0) if nbytes >= _MAX32 else b""
+    size = _MAX32 if wide else 0
+    extra = wide + _padding(-(at + _LOCAL.size + len(name) + len(wide)) % ALIGNMENT, ALIGNMENT)
+    fields: tuple[Any, ...] = (b"PK\3\4", 0, _UTF8 | _SIZES_FOLLOW, 0, 0, 0, 0, size, size, len(name), len(extra))
+    return _LOCAL.pack(*fields) + name + extra
+
+
+def _descriptor(nbytes: int, crc: int) -> bytes:
+    """Return what stands directly behind a storage."""
+    return b"PK\7\x08" + struct.pack("<I2Q" if nbytes >= _MAX32 else "<3I", crc, nbytes, nbytes)

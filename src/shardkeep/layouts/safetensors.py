@@ -1,0 +1,316 @@
+"""
+The headers of safetensors files of any origin, checked before anything is believed, and those of new ones.
+
+A header is taken only if it says of every byte of the file which tensor it belongs to, once; all sizes are compared
+with that of the file before memory is made for anything. Files may be symbolic links, as in a Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion, WrongSize
+from shardkeep.format.checksum import digest
+from shardkeep.format.data_file import MAX_HEADER_NBYTES
+from shardkeep.format.dtypes import DTYPES, DType, Ints
+from shardkeep.storage.base import BlobReader, Opens
+from shardkeep.storage.local import PathStore
+
+ALIGNMENT = 4096
+"""Where data begins in files written here: on a page, for direct I/O."""
+_FIRST_NBYTES = 64 << 10
+_LARGEST = (1 << 63) - 1
+_BY_SAFETENSORS = {row.safetensors: row for row in DTYPES if row.safetensors is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTensor:
+    """One tensor of a file."""
+
+    dtype: DType
+    shape: Ints
+    """As torch counts: of a packed type, in bytes."""
+    start: int
+    """Where its bytes begin in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """What the header of a file says."""
+
+    path: str
+    tensors: dict[str, HeaderTensor]
+    metadata: dict[str, str]
+    nbytes: int
+    """Size of the file."""
+    data_start: int
+    """Where the header ends."""
+    digest: bytes
+    """Of the header's text."""
+
+    @property
+    def name(self) -> str:
+        """Its name in its directory."""
+        return os.path.basename(self.path)
+
+
+# -- reading headers ---------------------------------------------------------------------------------------------------
+
+
+def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
+    """
+    Read and check the header of a file: by its path, or by its name in a store.
+
+    Raises:
+        BlobNotFound: there is no such file.
+        MalformedFile: what is there is no safetensors file.
+        WrongSize: the file is shorter or longer than its header says.
+
+    """
+    with closing((opens or PathStore(direct=False)).open(path)) as reader:
+        raw, total = _raw_header(path, reader), reader.nbytes
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"{path}: the header is no JSON: {error}", file=path) from error
+    if not isinstance(header, dict):
+        raise MalformedFile(f"{path}: the header is no JSON object", file=path)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise MalformedFile(f"{path}: __metadata__ is not a map of texts", file=path)
+    data_start = 8 + len(raw)
+    parts = {key: _part(path, key, entry, data_start) for key, entry in header.items()}
+    _check_whole(path, parts, data_start, total)
+    return SafetensorsFile(path, parts, metadata, total, data_start, digest(raw))
+
+
+def _raw_header(path: str, reader: BlobReader) -> bytes:
+    """Return the text of a header."""
+    first = _read(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or length > reader.nbytes - 8:
+        raise WrongSize(
+            f"{path}: {reader.nbytes} bytes, too few for its header of {length}",
+            hint="the file was cut short, or is no safetensors file",
+            file=path,
+        )
+    if length > MAX_HEADER_NBYTES:
+        raise MalformedFile(
+            f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
+            file=path,
+        )
+    rest = _read(reader, len(first), max(0, 8 + length - len(first)))
+    return (first + rest)[8 : 8 + length]
+
+
+def _read(reader: BlobReader, offset: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    if nbytes:
+        reader.read_into(offset, memoryview(data))
+    return bytes(data)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _part(path: str, key: str, entry: Any, data_start: int) -> HeaderTensor:
+    where = f"{path}: tensor {key!r}"
+    details = {"file": path, "key": key}
+    if not isinstance(entry, dict):
+        raise MalformedFile(f"{where} is described by {type(entry).__name__}, not by an object", **details)
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not _numbers(shape) or not _numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedFile(f"{where} has shape {shape!r} and data_offsets {offsets!r}", **details)
+    dtype = _BY_SAFETENSORS.get(str(entry.get("dtype")))
+    if dtype is None:
+        raise MalformedFile(
+            f"{where} is of dtype {entry.get('dtype')!r}, which torch has no type for",
+            hint="is the file newer than this shardkeep?",
+            **details,
+        )
+    if dtype.packed > 1:
+        if not shape or shape[-1] % dtype.packed:
+            raise MalformedFile(f"{where} of {dtype.safetensors} has shape {shape}: not in whole bytes", **details)
+        shape = [*shape[:-1], shape[-1] // dtype.packed]
+    part = HeaderTensor(dtype, tuple(shape), data_start + offsets[0])
+    if part.nbytes != offsets[1] - offsets[0]:
+        raise MalformedFile(
+            f"{where}: shape {shape} of {dtype.name} takes {part.nbytes} bytes, "
+            f"and data_offsets {offsets} are {offsets[1] - offsets[0]}",
+            **details,
+        )
+    return part
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
+
+
+def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, total: int) -> None:
+    """Make sure that the tensors follow each other without gap or overlap, and end where the file does."""
+    at, last = data_start, ""
+    for key, part in sorted(parts.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
+        if part.start != at:
+            wrong = "overlaps" if part.start < at else "does not follow"
+            raise MalformedFile(
+                f"{path}: tensor {key!r} at byte {part.start} {wrong} {repr(last) if last else 'the header'}, "
+                f"which ends at {at}",
+                file=path, key=key,
+            )  # fmt: skip
+        at, last = part.start + part.nbytes, key
+    if at != total:
+        raise WrongSize(
+            f"{path}: {total} bytes, and the header says {at}" + (f" (up to tensor {last!r})" if last else ""),
+            hint="the file was cut short or is not complete yet" if total < at else "",
+            file=path,
+        )
+
+
+# -- writing headers ---------------------------------------------------------------------------------------------------
+
+
+def alignment_of(nbytes: int) -> int:
+    """
+    Return the largest power of two, up to a page, that divides a size.
+
+    Tensors in falling order of it are each aligned to their own, and so to their elements, without gaps: safetensors
+    allows none, and readers refuse elements that are not aligned.
+    """
+    return min(nbytes & -nbytes, ALIGNMENT) if nbytes else ALIGNMENT
+
+
+def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
+    """Write the header of a file whose tensors follow each other in this order; data begins at `ALIGNMENT`s."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for key, (dtype, shape) in parts.items():
+        if dtype.safetensors is None or (dtype.packed > 1 and not shape):
+            raise StateError(f"{where}: {key!r} is of dtype {dtype.name}, which safetensors files cannot hold", key=key)
+        if key == "__metadata__":
+            raise StateError(f"{where}: a safetensors file cannot hold a tensor called '__metadata__'", key=key)
+        stop = at + math.prod(shape) * dtype.itemsize
+        name, spelled = dtype.in_safetensors(shape)
+        header[key] = {"dtype": name, "shape": list(spelled), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if total > MAX_HEADER_NBYTES:
+        raise StateError(
+            f"{where}: {len(parts)} tensors need a header of {total} bytes, more than safetensors allows",
+            hint="spread the tensors over more files (fqn_to_index_mapping)",
+        )
+    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+
+
+# The names of Hugging Face's files, and the keys inside their headers that say more than which tensors there are.
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+SUFFIX = ".safetensors"
+FILE_NAME = "model-{cpt_idx}-of-{num_files}"
+SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
+
+CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
+"""Of a file that a distributed checkpoint wrote: where each of its tensors lies in its whole."""
+SAVED_OFFSETS_KEY = "saved_offsets"
+FORMAT_KEY = "format"
+FORMAT_VALUE = "pt"
+SAVE_ID_KEY = "shardkeep.save_id"
+"""Which save a file is of, so that files of two saves are never read as one checkpoint."""
+FILE_COUNT_KEY = "shardkeep.files"
+"""How many files that save has, so that a missing one is known."""
+
+
+def file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
+    """Return the name of file `index` of `largest_index`, or of one shard of it; all are counted from 1."""
+    numbers = {"cpt_idx": f"{index:05}", "num_files": f"{largest_index:05}"}
+    if shard_index is None:
+        return FILE_NAME.format(**numbers) + SUFFIX
+    return SHARDED_FILE_NAME.format(shard_idx=f"{shard_index:05}", **numbers) + SUFFIX
+
+
+def marked_name(name: str, save_id: str) -> str:
+    """Return the name of a file of a save that no file of another save has."""
+    return f"{name.removesuffix(SUFFIX)}-{save_id.replace('-', '')[:8]}{SUFFIX}"
+
+
+# What a state has besides tensors, kept in the header of a safetensors file: nesting, plain values, ties, arrays of
+# numpy.
+#
+# Tools that know safetensors read the tensors and pass over this text. It is JSON; plain values and the nesting stand
+# in
+# it in the encoding of `format.values` and `format.tree`, as base64, so that they come back exactly, and no pickle is
+# needed for them.
+
+STATE_KEY = "shardkeep.state"
+_VERSION = 1
+
+
+class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a state but its tensors."""
+
+    version: int = _VERSION
+    step: int | None = None
+    meta: dict[str, Any] = {}
+    """From the commit record."""
+    tree: str
+    """The skeleton, encoded."""
+    values: dict[str, str]
+    """Plain values by flat name, encoded."""
+    numpy: list[str] = []
+    """Tensors that were arrays of numpy."""
+    ties: dict[str, str] = {}
+    """Names of tensors that share the memory of another one, which is the one in the file."""
+
+
+def encode_header_state(state: HeaderState) -> str:
+    """Write it as the text that stands in a header."""
+    return msgspec.json.encode(state).decode()
+
+
+def decode_header_state(text: str, *, where: str) -> HeaderState:
+    """Read it; `where` is named in errors."""
+    try:
+        found = msgspec.json.decode(text, type=HeaderState)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise MalformedFile(f"{where}: {STATE_KEY} cannot be read: {exc}", file=where) from exc
+    if found.version > _VERSION:
+        raise UnsupportedVersion(
+            f"{where}: {STATE_KEY} is of version {found.version}; this shardkeep reads up to {_VERSION}",
+            hint="upgrade shardkeep",
+        )
+    return found
+
+
+def to_text(raw: bytes) -> str:
+    """Spell bytes."""
+    return base64.b64encode(raw).decode()
+
+
+def to_bytes(text: str, *, where: str) -> bytes:
+    """Return the bytes that a text spells."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as exc:
+        raise MalformedFile(f"{where}: {STATE_KEY} holds what is no base64", file=where) from exc

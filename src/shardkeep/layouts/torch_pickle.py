@@ -1,0 +1,353 @@
+"""What the user told torch to be safe in a pickle (`torch.serialization.add_safe_globals`)."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from shardkeep.errors import MalformedFile
+from shardkeep.format.pickles import (
+    Call,
+    Names,
+    New,
+    collector_paused,
+    load_pickle,
+    load_trusted,
+    names_of,
+    plain_names,
+    sealed,
+    unsealed,
+)
+from shardkeep.layouts import torch_values as metadata
+from shardkeep.layouts.lazy_dicts import LazyItems, LazyValues
+from shardkeep.layouts.torch_values import MetadataIndex, _StorageInfo, _StoragePrefix
+from shardkeep.options import Options
+
+
+def safe_globals() -> Names:
+    """Return those classes and functions, by the module and name that a pickle has for them."""
+    return names_of(torch.serialization.get_safe_globals())
+
+
+# `.metadata`, the file that says what a checkpoint in torch's layout holds: a pickle of torch's classes.
+#
+# It is written without importing them and read without running anything: names of torch's classes stand for ours.
+# Behind
+# the pickle, where torch does not look, stands a digest of it, so that damage is found.
+
+log = logging.getLogger("shardkeep")
+
+_PACKAGE = "torch.distributed.checkpoint"
+_CLASSES: dict[type, tuple[str, str]] = {
+    kind: (f"{_PACKAGE}.{module}", kind.__name__)
+    for module, kinds in {
+        "metadata": (
+            metadata.Metadata,
+            metadata.TensorStorageMetadata,
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata.StorageMeta,
+            metadata._MEM_FORMAT_ENCODING,
+            MetadataIndex,
+        ),
+        "filesystem": (_StorageInfo, _StoragePrefix),
+    }.items()
+    for kind in kinds
+}
+
+
+def encode_metadata(value: metadata.Metadata, *, columns: bytes | None = None, warns: bool = True) -> bytes:
+    """
+    Pickle metadata as torch does, in the names of torch's classes, and seal it; warn of what no reader will take.
+
+    Args:
+        value: the metadata.
+        columns: the digest of the file that has the same contents in columns, if there is one.
+        warns: whether to warn.
+
+    """
+    file = io.BytesIO()
+    writer = _Writer(file, protocol=4)
+    with collector_paused():
+        writer.dump(value)
+    if writer.unknown and warns:
+        log.warning(
+            "the checkpoint's metadata hold %s, which shardkeep does not load from a file: whoever reads the checkpoint"
+            " must call torch.serialization.add_safe_globals with them first, or set SHARDKEEP_ALLOW_PICKLE=1",
+            ", ".join(sorted(writer.unknown)),
+        )
+    return sealed(file.getvalue(), columns)
+
+
+def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
+    """
+    Read metadata that we or torch wrote.
+
+    Raises:
+        ChecksumMismatch: the seal is not that of the pickle.
+        PickleRefused: it names a class that is neither torch's for this purpose nor among torch's safe globals.
+        MalformedFile: it is no such file.
+
+    """
+    raw = unsealed(data, where)
+    if Options().allow_pickle:
+        found = load_trusted(raw, _kinds(), where=where)
+    else:
+        found = load_pickle(raw, _known(), where=where, others=safe_globals)
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
+    for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
+        vars(found).setdefault(name, default)  # of an older torch
+    try:
+        _check_entries(found)
+    except (AttributeError, TypeError) as exc:
+        raise MalformedFile(f"{where}: not the metadata of a checkpoint: {exc}", file=where) from exc
+    return found
+
+
+def _check_entries(found: metadata.Metadata) -> None:
+    """Insist that what will be computed with is what it should be; what belongs to planners is left to them."""
+    for key, entry in found.state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            sizes = [entry.size, *(each for chunk in entry.chunks for each in (chunk.offsets, chunk.sizes))]
+            if not all(_is_size(each, len(entry.size)) for each in sizes):
+                raise TypeError(f"{key!r} has sizes or offsets that no tensor has")
+            if not isinstance(entry.properties.dtype, torch.dtype):
+                raise TypeError(f"{key!r} has no dtype")
+    if found.storage_data is None:
+        return
+    for index, place in found.storage_data.items():
+        if isinstance(place, _StorageInfo):
+            numbers, descriptors = (place.offset, place.length), place.transform_descriptors
+            if type(place.relative_path) is not str or not all(type(n) is int and n >= 0 for n in numbers):
+                raise TypeError(f"{index} is at no place in a file")
+            if descriptors is not None and not all(type(each) is str for each in descriptors):
+                raise TypeError(f"{index} was written through extensions that have no names")
+
+
+def _is_size(size: Any, dimensions: int) -> bool:
+    return isinstance(size, tuple) and len(size) == dimensions and all(type(n) is int and n >= 0 for n in size)
+
+
+@cache
+def _kinds() -> Mapping[tuple[str, str], type]:
+    """Return our classes by the names that they are pickled by: torch's, and their own."""
+    ours = {kind: name for kind, name in _CLASSES.items() if kind is not _GetLayout}
+    shards = "torch.distributed._shard.sharded_tensor.metadata"
+    return {
+        **{name: kind for kind, name in ours.items()},
+        **{(kind.__module__, kind.__qualname__): kind for kind in ours},
+        # Where torch before 2.3 had them.
+        (shards, "TensorProperties"): metadata.TensorProperties,
+        (shards, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    }
+
+
+@cache
+def _known() -> Names:
+    """Return what a pickle may name, besides what the user told torch to be safe."""
+    names: dict[tuple[str, str], Any] = {**plain_names(), **{name: New(kind) for name, kind in _kinds().items()}}
+    for name, kind in _kinds().items():
+        if kind is metadata._MEM_FORMAT_ENCODING:
+            names[name] = Call(_memory_format)
+    # All of them, those of quantized tensors too, which only torch reads.
+    names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
+    names["torch", "Size"] = Call(torch.Size)
+    names["torch.serialization", "_get_layout"] = Call(_layout)
+    return names
+
+
+class _MemoryFormat(NamedTuple):
+    """Stands for a member of the enumeration, which a pickle could change."""
+
+    name: str
+
+
+def _memory_format(number: Any) -> _MemoryFormat:
+    return _MemoryFormat(metadata._MEM_FORMAT_ENCODING(number).name)
+
+
+def _layout(name: Any) -> torch.layout:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise MalformedFile(f"there is no layout {name!r}")
+    return found
+
+
+_Pickler: Any = pickle._Pickler
+"""The one written in Python, which can be told what a class is called."""
+
+
+class _Writer(_Pickler):  # type: ignore[misc]  # see above
+    """Pickles our classes under torch's names, and those there are thousands of in one step each."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def dump(self, obj: Any) -> None:
+        self.unknown: set[str] = set()
+        self._readable = {*safe_globals(), *_known()}
+        self._refs: dict[Any, bytes] = {}
+        self._sizes: dict[torch.Size, bytes] = {}
+        self._properties: dict[Any, bytes] = {}
+        super().dump(obj)
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        known = _CLASSES.get(obj) if isinstance(obj, type) else None
+        if known is None:
+            self._note(obj, name)
+            super().save_global(obj, name)
+            return
+        self.save(known[0])
+        self.save(known[1])
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+    def _note(self, obj: Any, name: str | None) -> None:
+        name = name or getattr(obj, "__qualname__", None) or obj.__name__
+        module = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]  # typeshed lacks it
+        if (module, name) not in self._readable:
+            self.unknown.add(f"{module}.{name}")
+
+    dispatch[LazyValues] = dispatch[LazyItems] = dispatch[dict]
+    dispatch[type] = save_global
+    dispatch[types.FunctionType] = save_global
+    dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
+
+    def _ref(self, obj: Any) -> bytes:
+        """Return what puts an object on the stack that is in the memo; it is put there first if need be."""
+        found = self._refs.get(obj)
+        if found is None:
+            self.save(obj)
+            self.write(pickle.POP)
+            found = self._refs[obj] = self.get(self.memo[id(obj)][0])
+        return found
+
+    def _size(self, size: torch.Size) -> bytes:
+        found = self._sizes.get(size)
+        if found is None:
+            found = self._ref(torch.Size) + b"(" + b"".join(map(_int, size)) + b"t\x85R"
+            self._sizes[size] = found
+        return found
+
+    def _fields(self, kind: type, **fields: bytes) -> bytes:
+        held = [self._ref(key) + value for key, value in fields.items()]
+        return self._ref(kind) + b")\x81}(" + b"".join(held) + b"ub"
+
+    def _save_size(self, obj: torch.Size) -> None:
+        self.write(self._size(obj))
+
+    dispatch[torch.Size] = _save_size
+
+    def _save_plainly(self, obj: Any) -> None:
+        """Pickle an object as any other: somebody put more into it than its class has."""
+        self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
+
+    def _save_tensor(self, obj: metadata.TensorStorageMetadata) -> None:
+        if not has_only_its_fields(obj):
+            self._save_plainly(obj)
+            return
+        state = obj.properties.__getstate__()
+        properties = self._properties.get(state)
+        if properties is None:
+            dtype, layout, requires_grad, memory_format, pin_memory = state
+            parts = [self._ref(dtype), self._layout(layout), _bool(requires_grad), self._ref(memory_format)]
+            properties = self._ref(type(obj.properties)) + b")\x81(" + b"".join([*parts, _bool(pin_memory)]) + b"tb"
+            self._properties[state] = properties
+        kind = metadata.ChunkStorageMetadata
+        chunks = [
+            self._fields(kind, offsets=self._size(chunk.offsets), sizes=self._size(chunk.sizes)) for chunk in obj.chunks
+        ]
+        held = b"](" + b"".join(chunks) + b"e"
+        self.write(self._fields(type(obj), properties=properties, size=self._size(obj.size), chunks=held))
+
+    dispatch[metadata.TensorStorageMetadata] = _save_tensor
+
+    def _layout(self, layout: torch.layout) -> bytes:
+        # Layouts have no memo of their own: torch makes each from its name.
+        return self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
+
+    def _save_index(self, obj: MetadataIndex) -> None:
+        if not is_plain_index(obj):
+            self._save_plainly(obj)
+            return
+        offset = b"N" if obj.offset is None else self._size(obj.offset)
+        index = b"N" if obj.index is None else _int(obj.index)
+        self.write(self._fields(MetadataIndex, fqn=self._ref(obj.fqn), offset=offset, index=index))
+
+    dispatch[MetadataIndex] = _save_index
+
+    def _save_place(self, obj: _StorageInfo) -> None:
+        fields = {
+            key: _int(value) if type(value) is int else self._ref(value) if type(value) is str else None
+            for key, value in obj.__getstate__().items()
+        }
+        if None in fields.values():
+            self._save_plainly(obj)
+        else:
+            self.write(self._fields(_StorageInfo, **fields))  # type: ignore[arg-type]  # none is None
+
+    dispatch[_StorageInfo] = _save_place
+
+
+_ENTRY = {"properties", "size", "chunks"}
+_CHUNK = {"offsets", "sizes"}
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}
+_INDEX = {"fqn", "offset", "index"}
+
+
+def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
+    """Say whether an entry of a tensor, and all in it, is what our planners make: nobody's class, nothing added."""
+    if type(entry) is not metadata.TensorStorageMetadata or vars(entry).keys() != _ENTRY:
+        return False
+    properties, chunks = entry.properties, entry.chunks
+    return (
+        type(properties) is metadata.TensorProperties
+        and vars(properties).keys() == _PROPERTIES
+        and type(properties.requires_grad) is type(properties.pin_memory) is bool
+        and type(entry.size) is torch.Size
+        and type(chunks) is list
+        and all(
+            type(chunk) is metadata.ChunkStorageMetadata
+            and vars(chunk).keys() == _CHUNK
+            and type(chunk.offsets) is type(chunk.sizes) is torch.Size
+            for chunk in chunks
+        )
+    )
+
+
+def is_plain_index(index: Any) -> bool:
+    """Say whether an index is what our planners make: nobody's class, nothing added."""
+    return (
+        type(index) is MetadataIndex
+        and vars(index).keys() <= _INDEX
+        and type(index.fqn) is str
+        and (index.offset is None or type(index.offset) is torch.Size)
+        and (index.index is None or type(index.index) is int)
+    )
+
+
+class _GetLayout:
+    """Stands for the function of torch that makes a layout from its name."""
+
+
+_CLASSES[_GetLayout] = ("torch.serialization", "_get_layout")
+
+
+def _bool(value: bool) -> bytes:
+    return b"\x88" if value else b"\x89"
+
+
+def _int(number: int) -> bytes:
+    if 0 <= number < 1 << 16:
+        return b"K" + number.to_bytes(1, "little") if number < 1 << 8 else b"M" + number.to_bytes(2, "little")
+    if 0 <= number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little")
+    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)

@@ -1,0 +1,363 @@
+"""
+The place that a save in torch's layout is committed in: a store, or a file system that somebody gave to a storage.
+
+Both do the same few things. Of a store it is also known how large its files are and when they were written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from shardkeep.engine.reader import ReadableStore
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, WrongSize
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts import native
+from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
+from shardkeep.layouts.torch_metadata_files import MetadataFiles, read_file_names
+from shardkeep.storage.base import BlobInfo, Store, check_below
+from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, read_up_to, store_of, write_all
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.system import storage_errors
+
+_SKEW_S = 3600.0
+"""How far the clock of a store on another machine may be from ours."""
+
+
+class CommitTarget(Protocol):
+    """What a commit needs."""
+
+    url: str
+    reads: ReadableStore
+    """Opens its files."""
+    store: Store | None
+    """Itself, where it is one."""
+    shared: bool
+    """Whether every rank sees what others wrote: directories may be of one machine each."""
+    skew_s: float
+    """How far its clock may be from ours."""
+
+    def names(self) -> list[str]:
+        """Name the files that are there; none where the file system does not tell."""
+
+    def infos(self) -> dict[str, BlobInfo]:
+        """Say what is known of the files that are there; nothing where only their names are."""
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
+        """Return the sizes of those of these files that are there; None where nobody knows."""
+
+    def exists(self, name: str) -> bool:
+        """Say whether there is a file."""
+
+    def holds(self, name: str, data: bytes) -> bool:
+        """Say whether there is a file of this name with these bytes."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put a file in place of what has its name, in one step where that is possible."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+
+
+def commit_target_for(fs: FileSystemBase, path: PathLike, *, sync: bool) -> CommitTarget:
+    """Return the place that a path of a file system is."""
+    store = store_of(fs, path, durable=sync)
+    return StreamTarget(fs, path, sync=sync) if store is None else commit_target(store)
+
+
+def commit_target(store: Store) -> CommitTarget:
+    """Return the place that a store is."""
+    return LocalTarget(store) if isinstance(store, LocalStore) else StoreTarget(store)
+
+
+def first_number(place: CommitTarget) -> int:
+    """
+    Return the number that the data files of a save are counted from.
+
+    Large uploads to a store replace what has their name, so that two jobs that save to one place at the same time must
+    not come to the same names.
+    """
+    return secrets.randbelow(10**9) * 1000 if place.shared else 0
+
+
+class StoreTarget:
+    """A store that all ranks see."""
+
+    shared = True
+    skew_s = _SKEW_S
+
+    def __init__(self, store: Store) -> None:
+        self.url = store.url
+        self.reads: ReadableStore = store
+        self.store: Store | None = store
+        self._store = store
+
+    def names(self) -> list[str]:
+        return [info.name for info in self._store.list()]
+
+    def infos(self) -> dict[str, BlobInfo]:
+        return {info.name: info for info in self._store.list()}
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
+        infos = self.infos()
+        return {name: infos[name].nbytes for name in names if name in infos}
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._store.open(name).close()
+        except BlobNotFound:
+            return False
+        return True
+
+    def holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self._store.get(name, limit=len(data)) == data
+        except (BlobNotFound, MalformedFile):  # the latter: it is longer
+            return False
+
+    def put(self, name: str, data: bytes) -> None:
+        self._store.put(name, data, replace=True)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+
+class LocalTarget(StoreTarget):
+    """A directory of this machine. Writers of others may have called files what they liked, also in directories below."""
+
+    shared = False
+    skew_s = 0.0
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store)
+        self.reads = store.of_foreign_files()
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
+        found: dict[str, int] = {}
+        for name in names:
+            with suppress(FileNotFoundError), storage_errors("cannot look at", self.url, name):
+                found[name] = os.stat(os.path.join(self.url, name)).st_size
+        return found
+
+    def delete(self, name: str) -> None:
+        # Not made durable: a file that comes back is swept by a later save.
+        with suppress(FileNotFoundError), storage_errors("cannot delete", self.url, name):
+            os.unlink(os.path.join(self.url, check_below(name)))
+
+
+class StreamTarget:
+    """A place of a file system that gives streams. Nobody knows how old its files are."""
+
+    store: Store | None = None
+    shared = False
+    skew_s = 0.0
+
+    def __init__(self, fs: FileSystemBase, path: PathLike, *, sync: bool) -> None:
+        self.url = os.fspath(path)
+        self.reads: ReadableStore = StreamStore(fs, path)
+        self._fs = fs
+        self._path = path
+        self._sync = sync
+
+    def _at(self, name: str) -> PathLike:
+        return self._fs.concat_path(self._path, name)
+
+    def names(self) -> list[str]:
+        ls = getattr(self._fs, "ls", None)
+        found = ls(self._path) if callable(ls) else []
+        return [os.path.basename(os.fspath(each).rstrip("/")) for each in found]
+
+    def infos(self) -> dict[str, BlobInfo]:
+        return {}
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
+        return None
+
+    def exists(self, name: str) -> bool:
+        return self._fs.exists(self._at(name))
+
+    def holds(self, name: str, data: bytes) -> bool:
+        if not self.exists(name):
+            return False
+        with self._fs.create_stream(self._at(name), "rb") as stream:
+            return read_up_to(stream, len(data) + 1) == data
+
+    def put(self, name: str, data: bytes) -> None:
+        if is_data(name):  # nothing is to be replaced, and nobody looks at it yet
+            with self._fs.create_stream(self._at(name), "wb") as stream:
+                write_all(stream, data, sync=self._sync)
+            return
+        path, temporary = self._at(name), self._at(f"{name}.tmp")
+        with self._fs.create_stream(temporary, "wb") as stream:
+            write_all(stream, data, sync=self._sync)
+        try:
+            self._fs.rename(temporary, path)
+        except FileExistsError:
+            self._fs.rm_file(path)
+            self._fs.rename(temporary, path)
+
+    def delete(self, name: str) -> None:
+        if self.exists(name):
+            self._fs.rm_file(self._at(name))
+
+
+# How a save in torch's layout becomes the checkpoint of its directory, and what then goes away.
+#
+# One small file, put in place in one step, says which data files belong to the checkpoint. On this machine's file
+# systems that step is atomic and durable; on others it is what their rename or upload makes of it.
+
+log = logging.getLogger("shardkeep")
+
+
+class Commit:
+    """The last step of a save, in one place."""
+
+    def __init__(self, place: CommitTarget) -> None:
+        self._place = place
+
+    def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
+        """
+        Insist that data files are whole: another save into the same place may have removed or replaced one.
+
+        Those of other ranks may be in directories of other machines, out of sight.
+        """
+        sizes = self._place.sizes(sums)
+        if sizes is None:
+            return
+        for name, each in sums.items():
+            found = sizes.get(name, -1)
+            if found != each.nbytes and (found >= 0 or name in own or self._place.shared):
+                raise WrongSize(
+                    f"{self._place.url}/{name}: {found if found >= 0 else 'no'} bytes where {each.nbytes} were written",
+                    hint="does another job save into the same place? nothing was committed",
+                    file=name,
+                )
+
+    def publish(
+        self,
+        files: MetadataFiles,
+        *,
+        sums: Mapping[str, Sums],
+        own: Collection[str],
+        keep: set[str],
+        began_s: float,
+    ) -> None:
+        """
+        Put the metadata in place if all files are, then remove the files that belonged to what they replace.
+
+        Args:
+            files: the metadata.
+            sums: what is known of each data file.
+            own: the data files that this rank wrote.
+            keep: the files that the metadata name.
+            began_s: when the save began: files that nobody names are left alone if they are younger.
+
+        """
+        name, data = files.name, files.data
+        old = self._files_of_old(name)
+        keep = keep if files.columns_name is None else keep | {files.columns_name}
+        try:
+            self._check_written(sums, own)
+            if files.columns_name is not None:  # before the metadata, which name it
+                self._place.put(files.columns_name, files.columns)
+            self._place.put(name, data)
+        except BaseException:
+            self._take_back(name, data, keep)
+            raise
+        # By their names, whatever old metadata say: those may be somebody else's, and name anything.
+        self.remove(filter(is_data, old - keep))
+        if name == METADATA_NAME:
+            self._supersede_others(keep)
+        if self._place.store is not None:
+            self.remove(self._abandoned(name, keep, began_s))
+        else:
+            # Nobody knows how old data files are there. Columns may go whoever wrote them: the pickle says the same.
+            columns = (each for each in self._listed() if is_data(each) and each.endswith(".columns"))
+            mine = "" if name == METADATA_NAME else f"{name}."
+            self.remove(each for each in columns if each.startswith(mine) and each not in keep)
+
+    def _supersede_others(self, keep: set[str]) -> None:
+        """Take away what says that another checkpoint exists here: ranks' own metadata, and a native record."""
+        others = [each for each in self._listed() if is_metadata(each) and each != METADATA_NAME]
+        # In a store, their data are found by their age.
+        data: set[str] = set() if self._place.store is not None else set().union(*map(self._files_of_old, others))
+        self.remove(others)
+        self.remove(filter(is_data, data - keep))
+        self._supersede_native()
+
+    def _listed(self) -> list[str]:
+        """Return the names of the files that are here; none where the file system does not tell."""
+        try:
+            return self._place.names()
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
+            log.warning("%s cannot be listed, so files of older saves stay: %s", self._place.url, exc)
+            return []
+
+    def supersede_common(self) -> None:
+        """Take away the metadata of all ranks together, and a native record."""
+        columns = [name for name in self._files_of_old(METADATA_NAME) if name.startswith(f"{METADATA_NAME}.")]
+        self.remove([METADATA_NAME, *filter(is_data, columns)])
+        self._supersede_native()
+
+    def _supersede_native(self) -> None:
+        files: list[str] = []
+        if self._place.store is not None:
+            with suppress(CheckpointError):
+                files = native.read_record(self._place.store).names
+        self.remove([RECORD_NAME])  # first: without it, the files mean nothing
+        self.remove(files)
+
+    def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
+        """Remove the files of a save that was not committed; one that failed only after that keeps them."""
+        try:
+            if self._place.holds(name, data):
+                return
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: then nobody knows, and they stay
+            log.warning("%s/%s cannot be read, so the files of the failed save stay: %s", self._place.url, name, exc)
+            return
+        self.remove(files)
+
+    def _files_of_old(self, name: str) -> set[str]:
+        try:
+            if not self._place.exists(name):
+                return set()
+            return read_file_names(self._place.reads, name, where=f"{self._place.url}/{name}")
+        except Exception as exc:  # noqa: BLE001 - as above
+            log.warning("%s/%s cannot be read, so the files it names stay: %s", self._place.url, name, exc)
+            return set()
+
+    def _abandoned(self, published: str, keep: set[str], began_s: float) -> set[str]:
+        """Find data files that nobody's metadata name, left by saves that ended before this one began."""
+        try:
+            infos = self._place.infos()
+        except CheckpointError as exc:
+            log.warning("%s cannot be listed, so files of dead saves stay: %s", self._place.url, exc)
+            return set()
+        # Of a rank that saved alone, only its own: others may be at work, and nothing names their files yet.
+        alone = published.removesuffix(METADATA_NAME)
+        for name in filter(is_metadata, infos):
+            if name in (published, METADATA_NAME) or not alone:
+                owned = self._files_of_old(name)
+                if not owned and name != published:
+                    return set()  # metadata that cannot be read may name any of them
+                keep = keep | owned
+        before_s = began_s - self._place.skew_s
+        return {
+            name
+            for name in filter(is_data, infos.keys() - keep)
+            if name.startswith((f"{alone}_", f"{alone}.") if alone else "") and infos[name].modified_s < before_s
+        }
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files that no checkpoint needs any more; what cannot be removed stays."""
+        for name in names:
+            try:
+                self._place.delete(name)
+            except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
+                log.warning(
+                    "could not remove %s/%s, which no checkpoint needs any more: %s", self._place.url, name, exc
+                )

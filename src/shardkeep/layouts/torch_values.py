@@ -1,0 +1,510 @@
+"""
+What a checkpoint holds, as plain values: tensors in chunks, objects as bytes, and where each lies.
+
+Fields, defaults, comparison and hashing are those of torch's classes of the same names. A `MetadataIndex` is also
+equal to torch's own, with the same hash, so that either finds what is stored under the other.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from shardkeep.errors import BrokenProtocol
+
+
+def is_torchs(obj: object, name: str) -> bool:
+    """Say whether an object's class is the one that torch's distributed checkpoint has under this name."""
+    kind = type(obj)
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.checkpoint.")
+
+
+@dataclass
+class ChunkStorageMetadata:
+    """A box of a tensor that is stored in one piece."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+class _MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - torch's name
+    """A memory format in a form that can be pickled."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
+
+
+@dataclass
+class TensorProperties:
+    """What a tensor is, besides its size; only the dtype still counts."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = field(default=torch.strided)
+    requires_grad: bool = False
+    memory_format: torch.memory_format = field(default=torch.contiguous_format)
+    pin_memory: bool = False
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        for name, memory_format in _FORMATS.items():
+            if memory_format == self.memory_format:
+                encoded = _MEM_FORMAT_ENCODING[name]
+                return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory
+        raise BrokenProtocol(f"{self.memory_format} is no memory format that a checkpoint can hold")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
+        # By name: the member may be that of torch's own enum.
+        name = getattr(encoded, "name", None)
+        if name not in _FORMATS:
+            raise BrokenProtocol(f"{encoded!r} stands for no memory format")
+        self.memory_format = _FORMATS[name]
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """Describe a tensor."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.is_pinned(),
+        )
+
+
+@dataclass
+class TensorStorageMetadata:
+    """A stored tensor and the chunks it is stored in."""
+
+    properties: TensorProperties
+    size: torch.Size
+    chunks: list[ChunkStorageMetadata]
+
+
+@dataclass
+class BytesStorageMetadata:
+    """A stored object that is no tensor."""
+
+
+STORAGE_TYPES = TensorStorageMetadata | BytesStorageMetadata
+STATE_DICT_TYPE = dict[str, Any]
+
+
+def is_tensor_entry(entry: Any) -> bool:
+    """Say whether an entry of `Metadata.state_dict_metadata`, ours or torch's, describes a tensor."""
+    return isinstance(entry, TensorStorageMetadata) or is_torchs(entry, "TensorStorageMetadata")
+
+
+@dataclass
+class StorageMeta:
+    """What a storage says about itself and the call it is used in."""
+
+    checkpoint_id: str | os.PathLike[str] | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Metadata:
+    """All that is known of a checkpoint without reading its data."""
+
+    state_dict_metadata: dict[str, STORAGE_TYPES]
+    """What is stored, by flat name."""
+    planner_data: Any = None
+    """Left by the save planner for the load planner; the default ones keep the path of each flat name."""
+    storage_data: Any = None
+    """Left by the storage writer for the reader: where each piece lies."""
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class MetadataIndex:
+    """Names an object of a checkpoint, or the chunk of a tensor that begins at an offset."""
+
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(hash=False, compare=False, default=None)
+    """Where in the list of chunks to look first; no part of what the index means."""
+
+    def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
+        object.__setattr__(self, "fqn", fqn)
+        object.__setattr__(self, "index", index)
+        if offset is not None:
+            object.__setattr__(self, "offset", offset if type(offset) is torch.Size else torch.Size(offset))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MetadataIndex) and not is_torchs(other, "MetadataIndex"):
+            return NotImplemented
+        return (self.fqn, self.offset) == (other.fqn, other.offset)  # type: ignore[attr-defined]  # torch's has both
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+
+# Where an item of a checkpoint lies among the files of torch's layout.
+#
+# Instances travel in `WriteResult.storage_data` and stand in `Metadata.storage_data`, pickled under torch's names.
+
+DEFAULT_SUFFIX = ".distcp"
+_metadata_fn = ".metadata"
+CURRENT_DCP_VERSION = "1.0.0"
+
+
+class SerializationFormat(Enum):
+    """What a data file is."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass
+class _StorageInfo:
+    """The place of one item: a file, and a range of it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Sequence[str] | None = None
+    """The extensions it was written through, the first to undo first."""
+
+    # What torch does not know is kept beside its fields: it is pickled with them, and torch carries it along unseen.
+
+    @property
+    def data_start(self) -> int | None:
+        """Where in the file the bytes of a tensor begin, row-major and as its metadata say; None if not known."""
+        return vars(self).get("shardkeep_data_start")
+
+    def keep_data_start(self, start: int) -> None:
+        """Say where in the file the tensor's bytes begin."""
+        vars(self)["shardkeep_data_start"] = start
+
+    def keep_sums(self, sums: tuple[int, int, str]) -> None:
+        """Give the coordinator what is to be known of the whole file."""
+        vars(self)["shardkeep_sums"] = sums
+
+    def take_sums(self) -> tuple[int, int, str] | None:
+        """Take what a rank said of the whole file."""
+        sums: tuple[int, int, str] | None = vars(self).pop("shardkeep_sums", None)
+        return sums
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Nothing where there is nothing to say, as before there were extensions.
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass
+class _StoragePrefix:
+    """What the names of a rank's files begin with."""
+
+    prefix: str
+
+
+# What is to be written and read, as plain values: items, and the plans of a rank that are made of them.
+#
+# The kinds of items are equal to torch's members of the same names, with the same hashes: torch's readers and writers
+# compare items of ours with their own enums.
+
+
+class _ItemType(Enum):
+    """Members equal to those of torch's enum with the name of ours."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is type(self):
+            return self is other
+        if isinstance(other, Enum) and is_torchs(other, type(self).__name__):
+            return self.name == other.name
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        # As every enum's: hash-equal to torch's member.
+        return hash(self._name_)
+
+
+class WriteItemType(_ItemType):
+    """What an item writes: a whole tensor, a shard of one, or bytes."""
+
+    TENSOR = auto()
+    SHARD = auto()
+    BYTE_IO = auto()
+
+
+class LoadItemType(_ItemType):
+    """What an item reads: a box of a tensor, or bytes."""
+
+    TENSOR = auto()
+    BYTE_IO = auto()
+
+
+@dataclass(frozen=True)
+class BytesIOWriteData:
+    """How much an object will take, where it is known."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorWriteData:
+    """Which box of which tensor is written."""
+
+    chunk: ChunkStorageMetadata
+    properties: TensorProperties
+    size: torch.Size
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """Something that is written in one piece."""
+
+    index: MetadataIndex
+    type: WriteItemType
+    bytes_io_data: BytesIOWriteData | None = None
+    tensor_data: TensorWriteData | None = None
+
+    def tensor_storage_size(self) -> int | None:
+        """Return the bytes of the *whole* tensor this is a piece of, as torch does; None for other objects."""
+        if self.tensor_data is None:
+            return None
+        return math.prod(self.tensor_data.size) * self.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReadItem:
+    """A box that is read from one stored piece into one place."""
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    """The value, or the shard of it, that is filled."""
+    dest_offsets: torch.Size
+    """Where the box begins there."""
+    storage_index: MetadataIndex
+    """The stored piece."""
+    storage_offsets: torch.Size
+    """Where the box begins in it."""
+    lengths: torch.Size
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a rank writes."""
+
+    items: list[WriteItem]
+    storage_data: Any = None
+    planner_data: Any = None
+    usable: bool = True
+    """False where the plan of the previous save holds."""
+
+
+@dataclass
+class LoadPlan:
+    """What a rank reads."""
+
+    items: list[ReadItem]
+    storage_data: Any = None
+    planner_data: Any = None
+
+
+def chunk_nbytes(item: WriteItem) -> int:
+    """Return the bytes that an item itself writes; 1 where nobody knows."""
+    if item.tensor_data is not None:
+        return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 1
+
+
+# What decides which values of a state are saved and loaded: the interfaces that users implement.
+#
+# The drivers (`save_driver`, `load_driver`) say in which order they are called. `SavePlanner` and `LoadPlanner` have
+# no
+# behaviour of their own; `DefaultSavePlanner` and `DefaultLoadPlanner` are what most users extend.
+
+
+class SavePlanner(abc.ABC):
+    """
+    Decides what each rank writes, and hands it over.
+
+    A planner serves one save at a time, in this order: `set_up_planner` and `create_local_plan` on all ranks,
+    `create_global_plan` on the coordinator, `finish_plan` on all ranks, then `resolve_data` for each item.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin a save of `state_dict`; what is needed later must be kept. Called on all ranks."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank could write. Called on all ranks."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what each rank shall write, and the metadata of the checkpoint. Called on the coordinator."""
+
+    @abc.abstractmethod
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan to carry out, given this rank's part of the global one. Called on all ranks."""
+
+    @abc.abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """
+        Return what is to be stored for an item of the final plan.
+
+        Called at least once for each item, from any thread, also several at a time; what needs memory should be made
+        here and not earlier. A tensor may be on any device and have any strides.
+        """
+
+
+class LoadPlanner:
+    """
+    Decides what each rank reads, and where it goes.
+
+    A planner serves one load at a time, in this order: `set_up_planner` and `create_local_plan` on all ranks,
+    `create_global_plan` on the coordinator, `finish_plan` on all ranks, then for each item `load_bytes`, or
+    `resolve_tensor` and `commit_tensor`.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin to load into `state_dict`. Called on all ranks."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank needs. Called on all ranks."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return what each rank shall read, given what each needs. Called on the coordinator."""
+
+    @abc.abstractmethod
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan to carry out, given this rank's part of the global one. Called on all ranks."""
+
+    @abc.abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a stored object into the state."""
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """Return the stream that the reader shall fill for an item, where the planner has one."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no stream for {read_item.dest_index.fqn!r}")
+
+    @abc.abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the tensor that the reader shall fill for an item: memory of the state, or what is copied later."""
+
+    @abc.abstractmethod
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note that `tensor`, which `resolve_tensor` gave for the item, has been filled."""
+
+
+# What moves the data of a checkpoint: the interfaces that users implement, and what a writer reports.
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """Where an item was written."""
+
+    index: MetadataIndex
+    size_in_bytes: int
+    storage_data: Any
+
+
+class StorageWriter(abc.ABC):
+    """
+    Writes what a save planner hands over.
+
+    Used for one save at a time, in this order: `reset` if a checkpoint id was given, `storage_meta`,
+    `set_up_storage_writer` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator,
+    `write_data` on all ranks, `finish` on the coordinator.
+    """
+
+    @abc.abstractmethod
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the previous save; the next one goes to `checkpoint_id`, if given."""
+
+    @abc.abstractmethod
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save. Those that take keywords get `rank` and `use_collectives`."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return this rank's plan with what the storage adds to it, best in `storage_data`."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans of all ranks with what the storage adds to them. Called on the coordinator."""
+
+    @abc.abstractmethod
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write every item of the plan, each as `planner.resolve_data` gives it."""
+
+    @abc.abstractmethod
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint complete, given what all ranks wrote. Called on the coordinator."""
+
+    @classmethod
+    @abc.abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether this storage can hold a checkpoint of this id."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what the storage says about itself to the planner and in the checkpoint."""
+        return None
+
+
+class StorageReader(abc.ABC):
+    """
+    Reads what a load planner asks for.
+
+    Used for one load at a time, in this order: `reset` if a checkpoint id was given, `read_metadata`,
+    `set_up_storage_reader` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator,
+    `read_data` on all ranks.
+    """
+
+    @abc.abstractmethod
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the previous load; the next one is from `checkpoint_id`, if given."""
+
+    @abc.abstractmethod
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata; with `rank`, those that this rank alone wrote."""
+
+    @abc.abstractmethod
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a load. Those that take keywords get `rank` and `use_collectives`."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan with what the storage adds to it, best in `storage_data`."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks with what the storage adds to them. Called on the coordinator."""
+
+    @abc.abstractmethod
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of the plan: objects to `planner.load_bytes`, tensors into `planner.resolve_tensor`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether this storage can hold a checkpoint of this id."""

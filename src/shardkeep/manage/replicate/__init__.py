@@ -1,0 +1,1 @@
+"""Replication of committed checkpoints to a second root."""

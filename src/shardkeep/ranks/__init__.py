@@ -1,1 +1,0 @@
-"""Talking to other ranks, on the CPU only, with a deadline on every wait."""

@@ -1,1 +1,0 @@
-"""Making it happen: the write and read pipelines."""

@@ -1,1 +1,0 @@
-"""Host memory between tensors and files, under a budget."""

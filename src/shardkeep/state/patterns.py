@@ -1,0 +1,205 @@
+"""
+Names of leaves: which are wanted, what they are called elsewhere, and what a user may have meant.
+
+Pure functions of strings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from shardkeep.errors import StateError
+
+Patterns = str | Iterable[str] | Callable[[str], bool] | None
+Renames = (
+    Mapping[str, str]
+    | Mapping["re.Pattern[str]", str]
+    | Sequence[tuple["str | re.Pattern[str]", str]]
+    | tuple["str | re.Pattern[str]", str]
+    | Callable[[str], "str | None"]
+    | None
+)
+
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_MOST_GUESSED = 20
+_MOST_SEARCHED = 20_000
+_MOST_PREFIXES = 4
+
+
+def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable[[str], bool] | None:
+    """Return patterns in a form that can be gone through again; refuse what is none."""
+    if patterns is None or (callable(patterns) and not isinstance(patterns, type)):
+        return patterns
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    found = tuple(patterns) if several else (patterns,)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise StateError(
+            f"{argument}={patterns!r} does not say which names are meant",
+            hint="give a name, a dotted prefix, a glob, several of them, or a callable",
+        )
+    return found
+
+
+def matcher(patterns: Patterns) -> Callable[[str], bool]:
+    """
+    Make a test for names.
+
+    A pattern is a name, a dotted prefix of names, or a glob; any of several may match. A callable is taken as it is.
+    """
+    if patterns is None:
+        return lambda _: True
+    if callable(patterns):
+        return patterns
+    globs = [patterns] if isinstance(patterns, str) else list(patterns)
+    prefixes = tuple(f"{glob}." for glob in globs)
+    shapes = [re.compile(fnmatch.translate(glob)).match for glob in globs]
+    return lambda name: name in globs or name.startswith(prefixes) or any(shape(name) for shape in shapes)
+
+
+def selector(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
+    """Make the test that `include` and `exclude` say together."""
+    wanted = matcher(include)
+    if exclude is None:
+        return wanted
+    unwanted = matcher(exclude)
+    return lambda name: wanted(name) and not unwanted(name)
+
+
+def renamer(rename: Renames) -> Callable[[str], str | None]:
+    """
+    Make the function from a name in the checkpoint to its name in the state; None drops it.
+
+    A mapping of strings replaces whole names and dotted prefixes (the longest that fits); regular expressions (a
+    mapping from compiled ones, one pair, or pairs in order) are substituted wherever they match; a callable is taken as it is.
+
+    Raises:
+        StateError: it is none of these; from the function, what it gives for a name is no name.
+
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    pairs = _pairs(rename)
+    if isinstance(rename, Mapping) and all(isinstance(old, str) for old in rename):
+        return _prefixes({str(old): new for old, new in pairs})
+    try:
+        patterns = [(re.compile(old), new) for old, new in pairs]
+    except re.error as exc:
+        raise StateError(f"rename={rename!r}: {exc.pattern!r} is no regular expression: {exc}") from exc
+
+    def substitute(name: str) -> str:
+        for pattern, new in patterns:
+            try:
+                name = pattern.sub(new, name)
+            except (re.error, IndexError) as exc:
+                raise StateError(f"rename: {new!r} cannot replace {pattern.pattern!r}: {exc}") from exc
+        return name
+
+    return substitute
+
+
+def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
+    pairs: list[Any]
+    if isinstance(rename, Mapping):
+        pairs = list(rename.items())
+    elif isinstance(rename, Sequence) and len(rename) == 2 and isinstance(rename[1], str):
+        pairs = [rename]  # one pair alone
+    else:
+        pairs = list(rename) if isinstance(rename, Sequence) else [rename]
+    for pair in pairs:
+        if not (
+            isinstance(pair, (tuple, list))
+            and len(pair) == 2
+            and isinstance(pair[0], (str, re.Pattern))
+            and (isinstance(pair[1], str) or callable(pair[1]))
+        ):
+            raise StateError(
+                f"rename={rename!r} does not say which names become which",
+                hint="give a mapping of names, pairs of regular expression and replacement, or a callable",
+            )
+    return pairs
+
+
+def _prefixes(table: dict[str, str]) -> Callable[[str], str]:
+    longest_first = sorted(table, key=len, reverse=True)
+
+    def replace(name: str) -> str:
+        for old in longest_first:
+            if name == old:
+                return table[old]
+            if name.startswith(f"{old}."):
+                return f"{table[old]}{name[len(old) :]}" if table[old] else name[len(old) + 1 :]
+        return name
+
+    return replace
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without the parts that module wrappers put in."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts)
+
+
+def closest(name: str, present: Collection[str]) -> str | None:
+    """Return the name most like another one, if any is."""
+    if len(present) > _MOST_SEARCHED:
+        return None
+    return next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.75)), None)
+
+
+def prefixes_of(names: Iterable[str]) -> set[str]:
+    """Return names and all their dotted prefixes: what a pattern without wildcards can match."""
+    found: set[str] = set()
+    for name in names:
+        prefix = name
+        while prefix and prefix not in found:
+            found.add(prefix)
+            prefix = prefix.rpartition(".")[0]
+    return found
+
+
+def suggestions(missing: Sequence[str], present: Collection[str]) -> tuple[dict[str, str], str]:
+    """
+    For names that were not found, guess which present ones were meant; and say what to do where it is clear.
+    """
+    by_core: dict[str, str] = {}
+    for name in present:
+        by_core.setdefault(unwrapped(name), name)
+    wrapped = {name: other for name in missing if (other := by_core.get(unwrapped(name), name)) != name}
+    guessed = {name: closest(name, present) for name in missing[:_MOST_GUESSED] if name not in wrapped}
+    meant = wrapped | {name: other for name, other in guessed.items() if other is not None}
+    return meant, _rename_hint(wrapped)
+
+
+def _rename_hint(wrapped: dict[str, str]) -> str:
+    """Say which rename leads from names in the checkpoint to those in the state that differ by wrappers."""
+    theirs = sorted({part for name in wrapped.values() for part in name.split(".")} & set(WRAPPERS))
+    ours = sorted({part for name in wrapped for part in name.split(".")} & set(WRAPPERS))
+    if theirs and not ours:
+        pairs = ", ".join(f"(r'(^|\\.){wrapper}\\.', r'\\1')" for wrapper in theirs)
+        return f"the checkpoint's keys carry {_dotted(theirs)}: pass rename=[{pairs}]"
+    if not ours:
+        return ""
+    table = dict(_differing_prefixes(other, name) for name, other in wrapped.items())
+    rename = _prefixes(table)
+    if len(table) <= _MOST_PREFIXES and all(rename(other) == name for name, other in wrapped.items()):
+        return f"the state's keys carry {_dotted(ours)}: pass rename={table!r}"
+    return f"the state's keys carry {_dotted(ours)}: pass a callable as rename that puts them in"
+
+
+def _differing_prefixes(old: str, new: str) -> tuple[str, str]:
+    """Return what is left of two names when the parts they end in alike are taken away; at least one part."""
+    a, b = old.split("."), new.split(".")
+    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
+        a.pop()
+        b.pop()
+    return ".".join(a), ".".join(b)
+
+
+def _dotted(wrappers: Sequence[str]) -> str:
+    return ", ".join(f"`{wrapper}.`" for wrapper in wrappers)

@@ -1,0 +1,453 @@
+"""
+What a checkpoint holds below a name, so that an object can be given all of it, whatever the object has by now.
+
+Names are those the load gives them (`rename=`); the nesting is the one that was saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from bisect import bisect_left
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+import xxhash
+
+from shardkeep.errors import ReplicasDiffer, StateMismatch, UnsupportedLeaf
+from shardkeep.format.dtypes import to_torch
+from shardkeep.format.index import Index
+from shardkeep.format.tree import Container, Node, Part, decode_tree, join, part_name
+from shardkeep.format.values import decode_value, encode_value
+from shardkeep.state.flatten import flatten
+from shardkeep.state.leaves import (
+    EveryRank,
+    PerRank,
+    ShardedBox,
+    describe_leaf,
+    is_dtensor,
+    is_sharded_tensor,
+    is_tensor,
+)
+
+Selected = Callable[[str], bool]
+"""Tells the names that are to be loaded."""
+PathStep = tuple[str, Part]
+"""A kind of container, and the key in it."""
+
+
+def is_per_rank_name(name: str, rank: int) -> bool:
+    """Say whether a flat name stands for something inside a `PerRank` of this rank."""
+    return part_name("ranks", rank) in name.split(".")
+
+
+class _Unfilled:
+    """The one value that stands where a stored value will be put."""
+
+    def __repr__(self) -> str:
+        return "UNFILLED"
+
+
+UNFILLED: Final = _Unfilled()
+_CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "dict": dict,
+    "odict": OrderedDict,
+    "list": list,
+    "tuple": tuple,
+    "ranks": lambda values: EveryRank(dict(values)),
+}
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """One leaf of a checkpoint."""
+
+    name: str
+    path: tuple[PathStep, ...]
+    """From the root to it."""
+    row: int
+    """Of its tensor, or of its value."""
+    is_tensor: bool
+    order: int
+    """Its place in the state that was saved."""
+    empty: str = ""
+    """The kind of a container that has nothing in it, for there is no other sign of it."""
+
+
+class StoredState:
+    """The leaves of a checkpoint by name."""
+
+    def __init__(
+        self,
+        index: Index,
+        tensor_rows: Mapping[str, int],
+        value_rows: Mapping[str, int],
+        rename: Callable[[str], str | None],
+    ) -> None:
+        """Take an index, the names that its tensors and values are to have, and what gave them these."""
+        self._index = index
+        self.renamed = rename
+        names = {(True, row): name for name, row in tensor_rows.items()}
+        names |= {(False, row): name for name, row in value_rows.items()}
+        found = []
+        for order, (name, path, empty) in enumerate(_leaves(decode_tree(index.tree), None, ())):
+            if empty:
+                found.append(StoredLeaf(name, path, -1, False, order, empty))
+            elif (at := self._find(name)) in names:
+                found.append(StoredLeaf(names[at], path, at[1], at[0], order))
+        self._leaves = sorted(found, key=lambda leaf: leaf.name)
+        self._names = [leaf.name for leaf in self._leaves]
+
+    def _find(self, name: str) -> tuple[bool, int]:
+        row = self._index.tensor_rows.get(name)
+        return (False, self._index.value_rows.get(name, -1)) if row is None else (True, row)
+
+    def below(self, name: str) -> list[tuple[tuple[PathStep, ...], StoredLeaf]]:
+        """Return the leaves whose names begin with `name` and a dot, each with its path from there on."""
+        prefix = f"{name}."
+        first = bisect_left(self._names, prefix)
+        # The character behind the dot: every name that begins with the prefix sorts before this.
+        last = bisect_left(self._names, f"{name}/", lo=first)
+        found = sorted(self._leaves[first:last], key=lambda leaf: leaf.order)
+        return [(_tail(leaf, prefix), leaf) for leaf in found]
+
+    def has(self, name: str) -> bool:
+        """Say whether there is anything of this name or below it."""
+        return self.find(name) is not None or bool(self.below(name))
+
+    @cached_property
+    def _former_names(self) -> list[str]:
+        return sorted([*self._index.tensor_rows, *self._index.value_rows])
+
+    def was(self, name: str) -> bool:
+        """Say whether the checkpoint has anything below a name of its own, before the load renames or drops it."""
+        at = bisect_left(self._former_names, f"{name}.")
+        return at < len(self._former_names) and self._former_names[at].startswith(f"{name}.")
+
+    def find(self, name: str) -> StoredLeaf | None:
+        """Return the leaf of exactly this name."""
+        at = bisect_left(self._names, name)
+        return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
+
+    def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
+        """Return the global shape of a tensor."""
+        return self._index.shape(leaf.row)
+
+    def dtype(self, leaf: StoredLeaf) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return to_torch(self._index.dtype(leaf.row))
+
+    def from_numpy(self, leaf: StoredLeaf) -> bool:
+        """Say whether a tensor was a numpy array."""
+        return bool(self._index.tensors.origin[leaf.row])
+
+    def value(self, leaf: StoredLeaf) -> Any:
+        """Decode a plain value that decides how the rest is loaded."""
+        return decode_value(self._index.value_data.raw(leaf.row), key=leaf.name)
+
+    def raw(self, leaf: StoredLeaf) -> bytes:
+        """Return a plain value as it is stored, to compare it with another."""
+        return self._index.value_data.raw(leaf.row)
+
+    def nest(self, name: str, make: Callable[[StoredLeaf], Any]) -> Any:
+        """
+        Rebuild the containers below a name, asking `make` for each leaf.
+
+        Per-rank state becomes an `EveryRank`. Where the name itself is a leaf, that leaf is returned.
+        """
+        own = self.find(name)
+        items = [((), own)] if own is not None else self.below(name)
+        made = [(tail, _CONTAINERS[leaf.empty]([]) if leaf.empty else make(leaf)) for tail, leaf in items]
+        return made[0][1] if own is not None else build_containers(made)
+
+
+def build_containers(leaves: list[tuple[tuple[PathStep, ...], Any]], depth: int = 0) -> Any:
+    """Build containers from the paths of their leaves, which are in order."""
+    kind = leaves[0][0][depth][0]
+    groups: dict[Part, list[tuple[tuple[PathStep, ...], Any]]] = {}
+    for path, leaf in leaves:
+        groups.setdefault(path[depth][1], []).append((path, leaf))
+    made = {
+        part: group[0][1] if len(group[0][0]) == depth + 1 else build_containers(group, depth + 1)
+        for part, group in groups.items()
+    }
+    if kind in ("list", "tuple"):
+        return _CONTAINERS[kind](made[at] for at in sorted(made))
+    return _CONTAINERS[kind](made)
+
+
+def _leaves(
+    node: Node, name: str | None, path: tuple[PathStep, ...]
+) -> Iterator[tuple[str, tuple[PathStep, ...], str]]:
+    """Give each leaf's name, path and "", and each empty container's name, path and kind."""
+    if not isinstance(node, Container):
+        return
+    for part, child in node.children:
+        own, steps = join(name, node.kind, part), (*path, (node.kind, part))
+        if child is None:
+            yield own, steps, ""
+        elif not child.children:
+            yield own, steps, child.kind
+        else:
+            yield from _leaves(child, own, steps)
+
+
+def _tail(leaf: StoredLeaf, prefix: str) -> tuple[PathStep, ...]:
+    """Return the last steps of a leaf's path, those that spell what comes behind the prefix."""
+    rest = leaf.name[len(prefix) :]
+    length = -1
+    for count in range(1, len(leaf.path) + 1):
+        kind, part = leaf.path[-count]
+        length += 1 + len(part_name(kind, part))
+        if length >= len(rest):
+            break
+    steps = leaf.path[-count:]
+    if ".".join(part_name(kind, part) for kind, part in steps) == rest:
+        return steps
+    return (("dict", rest),)  # renamed in the middle of a key
+
+
+# Objects with `state_dict` and `load_state_dict`: schedulers, data loaders, scalers, whatever a user writes.
+#
+# An object is given back exactly what its `state_dict` returned, whatever it holds by now. State that differs between
+# ranks is stored for each of them.
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 64 << 10
+"""Of tensors of more than 1 MiB so many pieces are compared, spread evenly; to hash a model would take seconds."""
+
+
+class StatefulObject:
+    """How an object with `state_dict` and `load_state_dict` is saved and loaded."""
+
+    def __init__(self, name: str, target: Any, *, rank: int, world_size: int) -> None:
+        self.name = name
+        self.communicates = False
+        self._target = target
+        self._rank = rank
+        self._world_size = world_size
+        self._present: Any = None
+        self._in_per_rank = is_per_rank_name(name, rank)
+        # One that knows what to do with all ranks' states is to be given all ranks' states.
+        self._per_rank = getattr(type(target), "__per_rank__", False) or hasattr(target, "load_rank_states")
+
+    @cached_property
+    def _given(self) -> Mapping[Any, Any]:
+        """Asked for once: it may be a costly answer, or another one the next time."""
+        return _state_of(self.name, self._target)
+
+    def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
+        """
+        Sum up a state that may differ between ranks.
+
+        One that is in part spread over them is summed up leaf by leaf: as a whole it cannot be each rank's own.
+        """
+        if self._per_rank or self._in_per_rank:
+            return {}
+        leaves, _ = flatten(self._given, rank=self._rank, is_tensor=is_tensor)
+        own = {
+            f"{self.name}.{key}": digest_of(f"{self.name}.{key}", leaf, allow_pickle=allow_pickle)
+            for key, leaf in sorted(leaves.items())
+            if not is_sharded_leaf(leaf) and not is_per_rank_name(key, self._rank)
+        }
+        if any(is_sharded_leaf(leaf) for leaf in leaves.values()):
+            return own
+        digest = xxhash.xxh3_128()
+        for key, one in own.items():
+            digest.update(key.encode() + b"\0" + one)
+        return {self.name: digest.digest()}
+
+    def give(self, differing: Collection[str]) -> Any:
+        """Return the object's state."""
+        if inside := [name for name in differing if name.startswith(f"{self.name}.")]:
+            raise ReplicasDiffer(
+                f"{inside[0]!r} is not the same on all ranks, in an object whose other tensors are spread over them",
+                hint="let state_dict() wrap what differs by rank in sk.PerRank",
+                key=inside[0],
+            )
+        alone = (self._per_rank or self.name in differing) and not self._in_per_rank
+        return PerRank(self._given) if alone else self._given
+
+    def template(self, stored: StoredState, selected: Selected) -> Any:  # noqa: ARG002 - all of it, or nothing
+        """Return what was saved, with places for its leaves; `UNFILLED` where nothing was."""
+        if not stored.has(self.name):
+            return UNFILLED
+        leaf = stored.find(self.name)
+        if leaf is not None and not leaf.empty:
+            raise StateMismatch(
+                f"{self.name!r} is a {type(self._target).__qualname__} in the state, and a single value in the checkpoint",
+                hint="load the value under another name, or exclude it",
+                key=self.name,
+            )
+        # Only for how tensors are laid out over ranks; what is in it now is never touched.
+        with suppress(Exception):
+            self._present = _state_of(self.name, self._target)
+        leaves, _ = flatten(self._present or {}, rank=self._rank, is_tensor=is_tensor)
+        behind = len(self.name) + 1
+        saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
+        if not isinstance(saved, EveryRank):
+            return self._own_parts(saved, self.name)
+        if set(saved.values) == set(range(self._world_size)):
+            return PerRank(self._own_parts(saved.values[self._rank], self.name))
+        if not hasattr(self._target, "load_rank_states"):
+            self._refuse(self.name, len(saved.values))
+        return saved
+
+    def _own_parts(self, value: Any, name: str) -> Any:
+        """Keep this rank's value of each `PerRank` that the state itself has."""
+        if isinstance(value, EveryRank):
+            if set(value.values) != set(range(self._world_size)):
+                self._refuse(name, len(value.values))
+            return PerRank(value.values[self._rank])
+        if isinstance(value, dict):
+            for key, child in value.items():
+                value[key] = self._own_parts(child, f"{name}.{key}")
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._own_parts(child, f"{name}.{at}") for at, child in enumerate(value))
+        return value
+
+    def _refuse(self, name: str, ranks: int) -> NoReturn:
+        raise StateMismatch(
+            f"{name!r} was saved by {ranks} ranks, each with its own; this is rank {self._rank} of {self._world_size}",
+            hint=f"give {type(self._target).__qualname__} a method load_rank_states(states, rank, world_size) that"
+            f" decides what this rank takes, or exclude={self.name!r}",
+            key=name,
+        )
+
+    def take(self, state: Any) -> None:
+        """Give the object what was loaded."""
+        if isinstance(state, EveryRank):
+            self._target.load_rank_states(state.values, self._rank, self._world_size)
+            return
+        own = state.value if isinstance(state, PerRank) and not self._in_per_rank else state
+        self._target.load_state_dict(_in_classes_of(self._present, own))
+
+
+def allocate_leaf(stored: StoredState, leaf: StoredLeaf, present: Any = None) -> Any:
+    """Make room for a stored leaf: laid out as what is there, if that is spread over ranks, else plain host memory."""
+    if not leaf.is_tensor:
+        return UNFILLED
+    shape, dtype = stored.shape(leaf), stored.dtype(leaf)
+    if is_sharded_leaf(present) and describe_leaf(leaf.name, present, allow_meta=True).shape == shape:
+        # Of a ShardedTensor or a ShardedBox, memory of its own has no other name.
+        return torch.empty_like(present, dtype=dtype) if is_dtensor(present) else present
+    fresh = torch.empty(shape, dtype=dtype, device="cpu")
+    return fresh.numpy() if stored.from_numpy(leaf) else fresh
+
+
+def _in_classes_of(present: Any, state: Any) -> Any:
+    """Rebuild containers in the classes they have in the object now: a Counter is stored as a dict."""
+    if isinstance(state, dict) and isinstance(present, dict):
+        items = {key: _in_classes_of(present.get(key), value) for key, value in state.items()}
+        if isinstance(present, defaultdict):
+            return defaultdict(present.default_factory, items)
+        return Counter(items) if isinstance(present, Counter) else type(state)(items)
+    if isinstance(state, (list, tuple)) and isinstance(present, (list, tuple)) and len(state) == len(present):
+        values = [_in_classes_of(one, value) for one, value in zip(present, state, strict=True)]
+        make: Any = getattr(type(present), "_make", type(state))
+        return make(values)
+    return state
+
+
+def _state_of(name: str, target: Any) -> Mapping[Any, Any]:
+    state = target.state_dict()
+    if not isinstance(state, Mapping):
+        raise UnsupportedLeaf(
+            f"{name!r}: state_dict() of {type(target).__qualname__} returned a {type(state).__qualname__}",
+            hint="return a dict",
+            key=name,
+        )
+    return state
+
+
+def is_sharded_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, ShardedBox) or is_dtensor(leaf) or is_sharded_tensor(leaf)
+
+
+def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
+    """Sum up a leaf: a plain value or a tensor; of a large tensor, samples."""
+    if not is_tensor(leaf):
+        return xxhash.xxh3_128_digest(encode_value(leaf, key=key, allow_pickle=allow_pickle))
+    described = describe_leaf(key, leaf)
+    digest = xxhash.xxh3_128(f"{described.dtype} {described.shape}".encode())
+    for _, tensor in described.pieces:
+        data = tensor.detach().contiguous().reshape(-1)
+        if not data.numel():
+            continue
+        data = data.view(torch.uint8)
+        if len(data) > _SAMPLES * _SAMPLE_NBYTES:
+            starts = [at * (len(data) - _SAMPLE_NBYTES) // (_SAMPLES - 1) for at in range(_SAMPLES)]
+            data = torch.cat([data[at : at + _SAMPLE_NBYTES] for at in starts])
+        digest.update(data.cpu().numpy().data)
+    return digest.digest()
+
+
+# The random number generators of a process, as an object that can stand in a state.
+
+
+class RNG:
+    """
+    The generators of Python, NumPy, torch, and this process's accelerator, each rank's own.
+
+    Put one into the state, under a name of your choice: ``{"model": model, "rng": sk.RNG()}``. A rank gets back what
+    the rank of the same number saved. On more ranks than saved, the new ones are seeded from what rank 0 saved and
+    their own number: the same on every resume, and different from each other. On fewer, what is left over is dropped.
+    """
+
+    __per_rank__ = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every generator."""
+        version, words, gauss = random.getstate()
+        legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what scripts use
+        state = {
+            "python": {"version": version, "words": np.array(words, np.int64), "gauss": gauss},
+            "numpy": {
+                "kind": legacy["bit_generator"],
+                "words": legacy["state"]["key"].copy(),
+                "position": legacy["state"]["pos"],
+                "has_gauss": legacy["has_gauss"],
+                "gauss": legacy["gauss"],
+            },
+            "torch": torch.get_rng_state(),
+        }
+        if (device := _accelerator()) is not None:
+            state["accelerator"] = device.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set every generator; that of an accelerator only where there was and is one."""
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
+        np.random.set_state(  # noqa: NPY002
+            (numpy["kind"], np.asarray(numpy["words"]), numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        )
+        torch.set_rng_state(torch.as_tensor(state["torch"]))
+        device = _accelerator()
+        if device is not None and "accelerator" in state:
+            device.set_rng_state(torch.as_tensor(state["accelerator"]))
+
+    def load_rank_states(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> None:  # noqa: ARG002
+        """Take this rank's own state, or a seed where this rank was not there when it was saved."""
+        if rank in states:
+            self.load_state_dict(states[rank])
+            return
+        if not states:
+            raise StateMismatch("the checkpoint holds no generator's state", hint="exclude the RNG from this load")
+        first = torch.as_tensor(states[min(states)]["torch"]).numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(first + rank.to_bytes(8, "little")).digest()[:8], "little")
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))  # noqa: NPY002
+        torch.manual_seed(seed % (1 << 63))
+
+
+def _accelerator() -> Any:
+    """Return torch's module for the accelerator, if one is used in this process."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else torch.get_device_module(device)

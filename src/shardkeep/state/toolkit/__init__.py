@@ -1,1 +1,0 @@
-"""Shaping and moving whole state dicts: iterate, gather, offload, copy, broadcast, distribute, flatten."""

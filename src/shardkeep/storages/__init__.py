@@ -1,1 +1,0 @@
-"""Storage writers and readers of torch's protocol: files of its layout, fsspec, Hugging Face safetensors."""

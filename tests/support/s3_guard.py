@@ -1,0 +1,72 @@
+"""
+Keeps an S3 server running as long as somebody holds the lock of its folder, then ends it. A process of its own.
+
+The server takes half a minute to end when it is asked to, so it is not asked. It dies with its guard, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shardkeep.options import setting
+
+_LOOK_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def main(folder: Path) -> None:
+    """Run what the folder says until nobody uses it."""
+    command = json.loads((folder / "guard.json").read_text())
+    # The few megabytes of a test need no gigabytes of caches; and its sockets belong below the folder, too.
+    limits = {"GOMEMLIMIT": "400MiB", "GOGC": "50", "HOME": str(folder), "TMPDIR": str(folder)}
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={"PATH": setting("PATH") or os.defpath, **limits},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread only
+        )
+    # Held until all is tidied up: whoever comes now waits, and begins anew.
+    with (folder / "users").open("a") as users:
+        while server.poll() is None and not _alone(users.fileno()):
+            time.sleep(_LOOK_S)
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder / "data", ignore_errors=True)
+        for port in _ports(command):
+            for kind in ("master", "volume", "filer", "s3"):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"/tmp/seaweedfs-{kind}-grpc-{port}.sock")
+        with contextlib.suppress(OSError):
+            (folder / "state.json").unlink()
+
+
+def _alone(users: int) -> bool:
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _ports(command: list[str]) -> list[str]:
+    return [after for before, after in itertools.pairwise(command) if before.endswith(".port.grpc")]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
