@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardkeep.codecs.base import CodecConfig
     from shardkeep.codecs.keys import KeyRing, KeySource, new_key
     from shardkeep.codecs.registry import register_codec
-    from shardkeep.convert.api import ConvertReport, ExportReport, convert, export
-    from shardkeep.convert.rotate import rotate_keys
+    from shardkeep.conversion.api import ConvertReport, ExportReport, convert, export
+    from shardkeep.conversion.rotate import rotate_keys
     from shardkeep.engine.queue import SaveHandle, SaveProgress
     from shardkeep.engine.report import LoadReport, SaveReport
     from shardkeep.errors import (
@@ -77,8 +77,8 @@ _HOMES = {
     "codecs.base": ("CodecConfig",),
     "codecs.keys": ("KeyRing", "KeySource", "new_key"),
     "codecs.registry": ("register_codec",),
-    "convert.api": ("ConvertReport", "ExportReport", "convert", "export"),
-    "convert.rotate": ("rotate_keys",),
+    "conversion.api": ("ConvertReport", "ExportReport", "convert", "export"),
+    "conversion.rotate": ("rotate_keys",),
     "engine.queue": ("SaveHandle", "SaveProgress"),
     "engine.report": ("LoadReport", "SaveReport"),
     "errors": (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardkeep.convert.api import check_different_place
+from shardkeep.conversion.api import check_different_place
 from shardkeep.errors import CheckpointError
 from shardkeep.storage.resolve import open_place, open_root
 from shardkeep.storage.same_place import same_place

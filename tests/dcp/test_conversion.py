@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard as Cut
 
 import shardkeep
 from shardkeep.codecs.stream_extensions import ExtensionRegistry
-from shardkeep.convert import torch_archive as archive_file
-from shardkeep.convert.torch_archive import pickle_state
+from shardkeep.conversion import torch_archive as archive_file
+from shardkeep.conversion.torch_archive import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp._impl import convert as compat_conversion
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter

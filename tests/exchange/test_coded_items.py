@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep import dcp
-from shardkeep.convert.to_torch import cut
+from shardkeep.conversion.to_torch import cut
 from shardkeep.format.boxes import Box, whole
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardkeep as sk
-from shardkeep.convert import to_hf as models
+from shardkeep.conversion import to_hf as models
 from shardkeep.layouts.safetensors_stored import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor

@@ -11,7 +11,7 @@ from safetensors.torch import load as load_safetensors
 
 import shardkeep as sk
 from shardkeep.codecs.keys import KeyRing
-from shardkeep.convert import torch_archive as archive_blob
+from shardkeep.conversion import torch_archive as archive_blob
 from shardkeep.layouts.safetensors_publish import begin_save, prepare_directory, publish_model
 from shardkeep.layouts.safetensors_stored import NOTE_NAME
 from shardkeep.storage.fsspec import FsspecStore

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert it, and say what was written."""
-    from shardkeep.convert.api import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
+    from shardkeep.conversion.api import convert  # noqa: PLC0415 - it imports torch, which --help need not wait for
 
     size = parse_size(args.shard_size)
     with ExitStack() as stack, quiet_log(), path_hints(args.checkpoint):

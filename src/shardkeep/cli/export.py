@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
-    from shardkeep.convert.api import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
+    from shardkeep.conversion.api import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
 
     renames = [parse_rename(text) for text in args.rename or ()]
     size = parse_size(args.shard_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkeep.cli.output import echo, echo_err, format_count, print_json, printable, styled
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
-from shardkeep.convert.rotate import rotate_keys
+from shardkeep.conversion.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
 
 EXAMPLES = """

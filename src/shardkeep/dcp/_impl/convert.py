@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.futures import Future
 
-from shardkeep.convert.torch_archive import (
+from shardkeep.conversion.torch_archive import (
     StoragePart,
     TensorPlaceholder,
     destination,

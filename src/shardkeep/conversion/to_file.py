@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
-from shardkeep.convert import torch_archive as archive_file
-from shardkeep.convert.pipeline import PartReader, Progress
-from shardkeep.convert.select import Selection
-from shardkeep.convert.torch_archive import TensorPlaceholder, file_exists, pickle_state
+from shardkeep.conversion import torch_archive as archive_file
+from shardkeep.conversion.pipeline import PartReader, Progress
+from shardkeep.conversion.select import Selection
+from shardkeep.conversion.torch_archive import TensorPlaceholder, file_exists, pickle_state
 from shardkeep.engine.reader import Source
 from shardkeep.errors import CheckpointExists, ChecksumMismatch, StorageError, UnsupportedLeaf
 from shardkeep.format.index import Index

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED, CodecConfig
-from shardkeep.convert.pipeline import Progress
-from shardkeep.convert.select import Selection, cast_target, drop_leaves, select, selection_contents
-from shardkeep.convert.to_file import write_torch_file
-from shardkeep.convert.to_hf import model_files, names_in, write_model, write_safetensors
-from shardkeep.convert.to_native import Contents, write_native
-from shardkeep.convert.to_torch import write_torch_layout
+from shardkeep.conversion.pipeline import Progress
+from shardkeep.conversion.select import Selection, cast_target, drop_leaves, select, selection_contents
+from shardkeep.conversion.to_file import write_torch_file
+from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
+from shardkeep.conversion.to_native import Contents, write_native
+from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
 from shardkeep.engine.reader import DigestCache, Source
 from shardkeep.engine.sources import find

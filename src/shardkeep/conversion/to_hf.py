@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from shardkeep.convert.pipeline import (
+from shardkeep.conversion.pipeline import (
     FileParts,
     Part,
     Progress,

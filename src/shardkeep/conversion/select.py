@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.convert.pipeline import TensorPart
-from shardkeep.convert.to_native import Contents
+from shardkeep.conversion.pipeline import TensorPart
+from shardkeep.conversion.to_native import Contents
 from shardkeep.engine.reader import Source
 from shardkeep.errors import KeyCollision, StateError
 from shardkeep.format.boxes import concat_ranges, matrix_of, whole

@@ -21,7 +21,7 @@ import xxhash
 
 from shardkeep.codecs.base import CodecConfig
 from shardkeep.codecs.stream_extensions import CodecStream, transformed_output
-from shardkeep.convert.pipeline import (
+from shardkeep.conversion.pipeline import (
     FileParts,
     Part,
     PartReader,
@@ -31,7 +31,7 @@ from shardkeep.convert.pipeline import (
     verify_written,
     write_parts,
 )
-from shardkeep.convert.to_hf import names_in
+from shardkeep.conversion.to_hf import names_in
 from shardkeep.dcp._impl.filesystem import keep_sums
 from shardkeep.engine.access import keys_for
 from shardkeep.engine.reader import Source

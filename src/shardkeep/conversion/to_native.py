@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.codecs.coded_store import DecodingStore
-from shardkeep.convert.pipeline import (
+from shardkeep.conversion.pipeline import (
     FileParts,
     Progress,
     TensorPart,
