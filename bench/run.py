@@ -20,6 +20,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support has the S3 server and the pool of ranks
+
 import pagecache
 import planning
 import report

@@ -1,8 +1,8 @@
 """
-Processes that are forks of a single one, which has imported torch: Python's forkserver, prepared for tests.
+Python's forkserver, prepared for tests: processes that are forks of one process that has already imported torch.
 
-Importing torch takes seconds, a fork milliseconds. What the forks inherit is kept from their garbage collectors: it is no
-garbage, and to look at it copies all of it.
+Importing torch takes seconds, a fork milliseconds. Objects that forks inherit are frozen (`gc.freeze`), because a garbage
+collection that visits them would copy their pages.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import gc
 import multiprocessing
 import os
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
+
+
+ROOT = str(Path(__file__).parents[2])
 
 
 @functools.cache
@@ -29,18 +33,19 @@ def _preloaded() -> list[str]:
 
 
 def preload(*modules: str) -> None:
-    """Let every fork have imported these when it starts. Before the first one: later it changes nothing."""
+    """Import these modules before the first fork. A call after the first fork has no effect."""
     _preloaded().extend(each for each in modules if each not in _preloaded())
 
 
 def fork_context() -> ForkServerContext:
-    """Return the context that makes such processes, and start the one that they are forks of, if it is not there."""
+    """Start the forkserver if it does not run yet, and return its context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_preloaded(), "tests.support.inherited"])
-    # The one process that forks must have a single thread, and none of its forks needs more on a small machine.
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in single}
-    os.environ.update(single)
+    # The process that forks must have a single thread. It must also find the package `tests`, whatever the directory.
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    special = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in special}
+    os.environ.update(special)
     try:
         forkserver.ensure_running()
     finally:
@@ -50,7 +55,7 @@ def fork_context() -> ForkServerContext:
 
 
 def caches_of_torch_distributed() -> list[Any]:
-    """Return the `lru_cache`s of torch.distributed among what the garbage collector looks at."""
+    """Return all live `lru_cache`s of torch.distributed."""
     return [
         one
         for one in gc.get_objects()

@@ -1,4 +1,4 @@
-"""Imported last by the process that others are forked from: `forking`."""
+"""Imported last by the forkserver (`forking`), to freeze what its forks inherit."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import gc
 from tests.support.forking import caches_of_torch_distributed
 
 CACHES = caches_of_torch_distributed()
-"""Looked for here, once for all forks."""
+"""Searched once, for all forks."""
 gc.freeze()

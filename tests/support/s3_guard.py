@@ -1,7 +1,7 @@
 """
-Keeps an S3 server running as long as somebody holds the lock of its folder, then ends it. A process of its own.
+A process that keeps an S3 server running while any process holds the lock of its folder, then kills it.
 
-The server takes half a minute to end when it is asked to, so it is not asked. It dies with its guard, too.
+The server is killed because a graceful stop takes half a minute. It also dies with this process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import sys
 import time
 from pathlib import Path
 
-from shardkeep.options import setting
-
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
 def main(folder: Path) -> None:
-    """Run what the folder says until nobody uses it."""
+    """Run the command in the folder's guard.json until no process uses the folder."""
     command = json.loads((folder / "guard.json").read_text())
     # The few megabytes of a test need no gigabytes of caches; and its sockets belong below the folder, too.
     limits = {"GOMEMLIMIT": "400MiB", "GOGC": "50", "HOME": str(folder), "TMPDIR": str(folder)}
@@ -35,7 +33,7 @@ def main(folder: Path) -> None:
         server = subprocess.Popen(
             command,
             cwd=folder,
-            env={"PATH": setting("PATH") or os.defpath, **limits},
+            env={"PATH": os.environ.get("PATH") or os.defpath, **limits},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

