@@ -32,7 +32,6 @@ from shardkeep.conversion.pipeline import (
     write_parts,
 )
 from shardkeep.conversion.to_hf import names_in
-from shardkeep.dcp._impl.filesystem import keep_sums
 from shardkeep.engine.access import keys_for
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import Item, ItemFiles, read_raw
@@ -44,7 +43,7 @@ from shardkeep.format.boxes import Box, whole
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
-from shardkeep.layouts.torch_metadata_files import files_of, metadata_files
+from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_target, first_number
 from shardkeep.layouts.torch_values import (
     CURRENT_DCP_VERSION,
@@ -320,8 +319,8 @@ def write_torch_layout(
         else:
             places, sums = _write_coded(store, items, names, source, coding, options, progress, made)
         metadata.storage_data = places
-        keep_sums(metadata, sums)
-        ready = metadata_files(metadata, METADATA_NAME)
+        set_sums(metadata, sums)
+        data = encode_metadata(metadata)
     except BaseException:
         for name in made:
             for each in (name, f"{name}{SUMS_SUFFIX}"):
@@ -329,7 +328,9 @@ def write_torch_layout(
                     store.delete(each)
         raise
     # It takes back its files itself: only it knows whether they were committed.
-    Commit(commit_target(store)).publish(ready, sums=sums, own=list(sums), keep=files_of(metadata), began_s=began_s)
+    Commit(commit_target(store)).publish(
+        METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s
+    )
     return sum(each.nbytes for each in sums.values())
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property
 from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,17 +37,16 @@ from shardkeep.errors import (
     UnsupportedLeaf,
     WrongSize,
 )
-from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Ints, Tuples, concat_ranges, matrix_of, segment_starts
+from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Ints, concat_ranges, matrix_of
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.dtypes import DType
 from shardkeep.format.index import Chunks, Index, Strings, Tensors, decode_index, encode_index
-from shardkeep.format.pickles import tail_of, unsealed
+from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals
-from shardkeep.format.torch_columns import TorchColumns, decode_path
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.tree import Container, Node, encode_tree
 from shardkeep.format.values import encode_value
-from shardkeep.layouts.torch import MAX_METADATA_NBYTES, METADATA_NAME, Sums, read_index, read_sums, writer_rank
+from shardkeep.layouts.torch import MAX_METADATA_NBYTES, METADATA_NAME, Sums, read_sums, writer_rank
 from shardkeep.layouts.torch_metadata import ItemLocation, TorchMetadata, decode_torch_metadata
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, Scatter, chunk_rows, plan_reads
@@ -372,9 +371,7 @@ def nbytes_of(shape: Ints, dtype: DType) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-# What a checkpoint of torch's layout holds, in the columns of the native index: from its `.metadata`, or from the
-# columns
-# beside it, of which nothing is decoded that is not asked for.
+# What `.metadata` says, in the columns of the native index.
 
 Path = tuple[str | int, ...]
 
@@ -426,16 +423,9 @@ def read_contents(store: ReadableStore) -> TorchContents:
         DamagedCheckpoint: it is not what was saved.
 
     """
-    found = read_index(store, METADATA_NAME)
-    if not isinstance(found, bytes):
-        return _of_columns(
-            found.columns, found.name, checksum=checksum_text(found.tail.seal), nbytes=found.metadata_nbytes
-        )
-    tail = tail_of(found)
+    found = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
     metadata = decode_torch_metadata(found, where=METADATA_NAME)
-    return _of_metadata(
-        metadata, checksum=checksum_text(digest(found) if tail is None else tail.seal), nbytes=len(found)
-    )
+    return _of_metadata(metadata, checksum=checksum_text(digest(found)), nbytes=len(found))
 
 
 def _of_metadata(metadata: TorchMetadata, *, checksum: str, nbytes: int) -> TorchContents:
@@ -473,126 +463,6 @@ def _of_metadata(metadata: TorchMetadata, *, checksum: str, nbytes: int) -> Torc
         save_id=metadata.save_id,
         paths=metadata.paths,
     )
-
-
-def _of_columns(columns: TorchColumns, where: str, *, checksum: str, nbytes: int) -> TorchContents:
-    rest = decode_torch_metadata(columns.rest, where=where)
-    codes = np.array([0, *(entry.dtype.code for entry in rest.tensors.values())], np.uint8)
-    texts = columns.key_texts[: len(columns.kind)]
-    raw = [text.encode() for text in texts]
-    order = np.array(sorted(range(len(raw)), key=raw.__getitem__), np.int64)
-    kind = np.asarray(columns.kind, np.int64)
-    rows, objects = order[kind[order] > 0], order[kind[order] == 0]
-    # Chunks in the order of the sorted tensors, without those that hold nothing.
-    counts = np.asarray(columns.chunk_ends, np.int64) - segment_starts(columns.chunk_ends)
-    chunks = concat_ranges(segment_starts(columns.chunk_ends)[rows], counts[rows])
-    owner = np.repeat(np.arange(len(rows)), counts[rows])
-    filled = (np.asarray(columns.sizes)[chunks] > 0).all(axis=1)
-    chunks, owner = chunks[filled], owner[filled]
-    places = columns.place_of_chunk[chunks]
-    for row in np.flatnonzero(places < 0).tolist():
-        places[row] = _place_elsewhere(columns, int(rows[owner[row]]), int(chunks[row]))
-    found = {texts[row]: int(columns.place_of_entry[row]) for row in objects.tolist()}
-    if lost := [name for name, place in found.items() if place < 0]:
-        raise MalformedFile(f"the metadata do not say where {lost[0]!r} is", key=lost[0])
-    held = np.array(list(found.values()), np.int64)
-    file_of = np.asarray(columns.places.file, np.int64)
-    used = np.unique(np.concatenate([file_of[places], file_of[held]])).tolist()
-    files = sorted(columns.names.files[each] for each in used)
-    number = np.zeros(len(columns.names.files), np.int64)
-    number[used] = [files.index(columns.names.files[each]) for each in used]
-    lazy = _Places(columns)
-    return TorchContents(
-        checksum=checksum,
-        nbytes=nbytes,
-        keys=[texts[row] for row in rows.tolist()],
-        tensors=Tensors(
-            dtype=codes[kind[rows]],
-            ndim=np.asarray(columns.ndim)[rows].astype(np.uint8),
-            shape=np.asarray(columns.shape, np.int64)[rows],
-            origin=np.zeros(len(rows), np.uint8),
-            alias=np.arange(len(rows)),
-        ),
-        chunk_ends=np.cumsum(np.bincount(owner, minlength=len(rows)), dtype=np.int64),
-        chunks=Chunks(
-            offsets=np.asarray(columns.offsets, np.int64)[chunks],
-            sizes=np.asarray(columns.sizes, np.int64)[chunks],
-            file=number[file_of[places]],
-            start=places,
-        ),
-        places=lazy,
-        objects={name: lazy[place] for name, place in found.items()},
-        files=files,
-        sums=rest.sums,
-        save_id=rest.save_id,
-        paths=_Paths(columns, texts),
-    )
-
-
-def _place_elsewhere(columns: TorchColumns, entry: int, chunk: int) -> int:
-    """Return the place of a chunk that has it under another chunk's row, or without an offset."""
-    offset = columns.offsets[chunk, : int(columns.ndim[entry])].tolist()
-    place = columns.find_place(entry, offset)
-    if place < 0 and not any(offset):
-        place = int(columns.place_of_entry[entry])
-    if place < 0:
-        key = columns.key_texts[entry]
-        raise MalformedFile(f"the metadata do not say where {key!r} at {tuple(offset)} is", key=key)
-    return place
-
-
-class _Places(Sequence[ItemLocation]):
-    """Places, made of columns when they are asked for."""
-
-    def __init__(self, columns: TorchColumns) -> None:
-        places = columns.places
-        self._rows = Tuples(places.file, places.start, places.nbytes, places.data, places.way)
-        self._names = columns.names
-        self._count = len(places)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, row: int) -> ItemLocation: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[ItemLocation]: ...
-    def __getitem__(self, row: int | slice) -> ItemLocation | Sequence[ItemLocation]:
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(self._count))]
-        if not 0 <= row < self._count:
-            raise IndexError(row)
-        file, start, nbytes, data, way = self._rows[row]
-        ways = tuple(self._names.ways[way - 1]) if way else ()
-        return ItemLocation(self._names.files[file], start, nbytes, start + data - 1 if data else None, ways)
-
-
-class _Paths(Mapping[str, Path]):
-    """The path of every name; those that have none, or none that can be, stand at the top."""
-
-    def __init__(self, columns: TorchColumns, names: list[str]) -> None:
-        self._columns = columns
-        self._names = names
-
-    @cached_property
-    def _rows(self) -> dict[int, int]:
-        return {key: row for row, key in enumerate(self._columns.path_key.tolist())}
-
-    @cached_property
-    def _keys(self) -> dict[str, int]:
-        return {name: row for row, name in enumerate(self._names)}
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __iter__(self) -> Any:
-        kind = self._columns.kind.tolist()
-        tensors = [name for name, each in zip(self._names, kind, strict=True) if each]
-        return iter([*tensors, *(name for name, each in zip(self._names, kind, strict=True) if not each)])
-
-    def __getitem__(self, name: str) -> Path:
-        row = self._rows.get(self._keys[name])
-        return (row is not None and decode_path(self._columns.paths.raw(row), name)) or (name,)
 
 
 def _tree(paths: Mapping[str, Path]) -> Node:

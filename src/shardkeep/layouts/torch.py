@@ -5,7 +5,7 @@ Torch's layout: which files a checkpoint of it is made of, and the digests we ke
     __<rank>_<n>.distcp     items, end to end
     __<rank>_<n>.distcp.sums    digests of the blocks of that file; torch does not look at them
     __<rank>.metadata       instead of `.metadata`, where each rank saved on its own
-    .metadata.<digest>.columns  what a large `.metadata` says, in columns; torch does not look at it either
+    .metadata.<digest>.columns  a copy of `.metadata` that older versions of shardkeep wrote; nothing reads it
 
 `.metadata` names the files, so a save that replaces another one writes files of other names: what is committed stays
 whole until the new `.metadata` takes its place.
@@ -13,19 +13,14 @@ whole until the new `.metadata` takes its place.
 
 from __future__ import annotations
 
-import logging
 import re
-from contextlib import closing
-from typing import NamedTuple, Protocol
 
 import msgspec
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, checksum_text, digest
 from shardkeep.format.data_file import count_blocks
-from shardkeep.format.pickles import Tail, tail_of
-from shardkeep.format.torch_columns import TorchColumns, decode_columns
-from shardkeep.storage.base import BlobReader, Gets, Opens
+from shardkeep.storage.base import Gets
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -39,7 +34,7 @@ _WRITER = re.compile(r"__(\d{1,9})_")
 
 
 def is_data(name: str) -> bool:
-    """Tell whether a file is one that metadata speak of: it holds items, digests of one, or columns; by its name."""
+    """Say whether a name is that of a data file, its digests, or a copy of the metadata; all of them may be removed."""
     return _OURS.fullmatch(name) is not None
 
 
@@ -57,11 +52,6 @@ def writer_rank(name: str) -> int | None:
 def metadata_name(rank: int | None) -> str:
     """Name the metadata of a checkpoint, or of what a rank saved on its own."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-
-
-def columns_name(metadata: str, columns_digest: bytes) -> str:
-    """Name the columns of a `.metadata`, by their digest."""
-    return f"{metadata}.{columns_digest.hex()}.columns"
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -119,70 +109,3 @@ def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
     ):
         raise MalformedFile(f"{own}: these are not the digests of {name}", file=own)
     return file.digests
-
-
-# The columns beside torch's `.metadata`, read instead of it.
-#
-# Behind the pickle, under the same seal, stands the digest of the columns; they are a file whose name has that digest
-# in
-# it. So `.metadata` that anybody else wrote has none, and columns of another `.metadata` are never found. Whatever is
-# wrong with them, the pickle is there.
-#
-# Of `.metadata`, only the last bytes are looked at. What is before them may be damaged: the columns, whose digest is
-# checked, say what was saved.
-
-log = logging.getLogger("shardkeep")
-
-_SMALL_NBYTES = 64 << 10
-"""So much is read at first: all of a small file."""
-
-
-class _Reads(Opens, Gets, Protocol):
-    """What looking for columns needs of a store."""
-
-
-class FoundColumns(NamedTuple):
-    """Columns, and the `.metadata` they belong to."""
-
-    columns: TorchColumns
-    name: str
-    """Of the file with the columns."""
-    tail: Tail
-    metadata_nbytes: int
-
-
-def read_index(store: _Reads, name: str) -> FoundColumns | bytes:
-    """
-    Read the columns beside `.metadata`; where it has none, or they are not what it says, return `.metadata` itself.
-
-    Raises:
-        BlobNotFound: there is no `.metadata`.
-
-    """
-    with closing(store.open(name)) as reader:
-        if reader.nbytes > MAX_METADATA_NBYTES:
-            raise MalformedFile(f"{name}: {reader.nbytes} bytes are more than any metadata have", name=name)
-        end = _read(reader, max(0, reader.nbytes - _SMALL_NBYTES))
-        tail = tail_of(end)
-        found = _find(store, name, tail, reader.nbytes) if tail is not None else None
-        return found or (end if len(end) == reader.nbytes else _read(reader, 0))
-
-
-def _read(reader: BlobReader, start: int) -> bytes:
-    data = bytearray(reader.nbytes - start)
-    reader.read_into(start, memoryview(data))
-    return bytes(data)
-
-
-def _find(store: Gets, name: str, tail: Tail, nbytes: int) -> FoundColumns | None:
-    own = columns_name(name, tail.columns)
-    try:
-        data = store.get(own, limit=MAX_METADATA_NBYTES)
-        if digest(data) == tail.columns:
-            return FoundColumns(decode_columns(data, where=own), own, tail, nbytes)
-        log.warning("%s is damaged, so %s is read instead, which takes longer", own, name)
-    except BlobNotFound:
-        log.info("%s is gone, so %s is read instead, which takes longer", own, name)
-    except Exception as exc:  # noqa: BLE001 - file systems of others raise what they like, and the pickle is there
-        log.warning("%s cannot be read, so %s is read instead: %s", own, name, exc)
-    return None

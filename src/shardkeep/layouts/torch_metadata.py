@@ -117,9 +117,11 @@ def _torch_names() -> Names:
     names: dict[tuple[str, str], Any] = {}
     for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
                  "TensorProperties", "StorageMeta", "MetadataIndex"):  # fmt: skip
-        names[f"{_PACKAGE}.metadata", name] = names["shardkeep.layouts.torch_values", name] = New(_Fields)
+        for home in (f"{_PACKAGE}.metadata", "shardkeep.layouts.torch_values", "shardkeep.protocol.metadata"):
+            names[home, name] = New(_Fields)
     for name in ("_StorageInfo", "_StoragePrefix"):
-        names[f"{_PACKAGE}.filesystem", name] = names["shardkeep.layouts.torch_values", name] = New(_Fields)
+        for home in (f"{_PACKAGE}.filesystem", "shardkeep.layouts.torch_values", "shardkeep.protocol.stored_items"):
+            names[home, name] = New(_Fields)
     names[_SHARDS, "TensorProperties"] = New(_Fields)
     names[f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"] = names[_SHARDS, "MEM_FORMAT_ENCODING"] = Call(_as_it_is)
     names["torch", "Size"] = Call(tuple)

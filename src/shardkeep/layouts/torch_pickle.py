@@ -1,4 +1,9 @@
-"""What the user told torch to be safe in a pickle (`torch.serialization.add_safe_globals`)."""
+"""
+`.metadata`, the file that lists the contents of a checkpoint in torch's layout: a pickle of torch's classes.
+
+It is written without importing torch's classes, and read without running code: the names of torch's classes stand for
+ours. A digest of the pickle follows it in the file, where torch does not look, so that damage is detected.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +31,10 @@ from shardkeep.format.pickles import (
     unsealed,
 )
 from shardkeep.layouts import torch_values as metadata
-from shardkeep.layouts.lazy_dicts import LazyItems, LazyValues
-from shardkeep.layouts.torch_values import MetadataIndex, _StorageInfo, _StoragePrefix
+from shardkeep.layouts.torch import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums
+from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo, _StoragePrefix
 from shardkeep.options import Options
-
-
-def safe_globals() -> Names:
-    """Return those classes and functions, by the module and name that a pickle has for them."""
-    return names_of(torch.serialization.get_safe_globals())
-
-
-# `.metadata`, the file that says what a checkpoint in torch's layout holds: a pickle of torch's classes.
-#
-# It is written without importing them and read without running anything: names of torch's classes stand for ours.
-# Behind
-# the pickle, where torch does not look, stands a digest of it, so that damage is found.
+from shardkeep.storage.base import Gets
 
 log = logging.getLogger("shardkeep")
 
@@ -64,27 +58,50 @@ _CLASSES: dict[type, tuple[str, str]] = {
 }
 
 
-def encode_metadata(value: metadata.Metadata, *, columns: bytes | None = None, warns: bool = True) -> bytes:
-    """
-    Pickle metadata as torch does, in the names of torch's classes, and seal it; warn of what no reader will take.
-
-    Args:
-        value: the metadata.
-        columns: the digest of the file that has the same contents in columns, if there is one.
-        warns: whether to warn.
-
-    """
+def encode_metadata(value: metadata.Metadata) -> bytes:
+    """Pickle metadata as torch does, under the names of torch's classes, and seal it; warn of classes no reader knows."""
     file = io.BytesIO()
     writer = _Writer(file, protocol=4)
     with collector_paused():
         writer.dump(value)
-    if writer.unknown and warns:
+    if writer.unknown:
         log.warning(
-            "the checkpoint's metadata hold %s, which shardkeep does not load from a file: whoever reads the checkpoint"
-            " must call torch.serialization.add_safe_globals with them first, or set SHARDKEEP_ALLOW_PICKLE=1",
+            "the checkpoint's metadata contain %s, which shardkeep refuses to load: before loading, call"
+            " torch.serialization.add_safe_globals with these classes, or set SHARDKEEP_ALLOW_PICKLE=1",
             ", ".join(sorted(writer.unknown)),
         )
-    return sealed(file.getvalue(), columns)
+    return sealed(file.getvalue())
+
+
+def read_metadata(store: Gets, name: str, *, where: str) -> Metadata:
+    """
+    Read `.metadata`, or the metadata of one rank.
+
+    Raises:
+        BlobNotFound: there is no such file.
+        DamagedCheckpoint: the file is not what was saved.
+
+    """
+    return decode_metadata(store.get(name, limit=MAX_METADATA_NBYTES), where=where)
+
+
+def data_files_of(metadata: Metadata) -> set[str]:
+    """Return the names of all data files that metadata refer to, and of the files with their digests."""
+    places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    names = {place.relative_path for place in places.values() if isinstance(place, _StorageInfo)}
+    return names | {f"{name}{SUMS_SUFFIX}" for name in names}
+
+
+def set_sums(metadata: Metadata, sums: Mapping[str, Sums]) -> None:
+    """Add the checksums of the data files as an attribute, which is pickled and which torch ignores."""
+    vars(metadata)["shardkeep_sums"] = {
+        name: (each.nbytes, each.block_nbytes, each.checksum) for name, each in sorted(sums.items())
+    }
+
+
+def safe_globals() -> Names:
+    """Return what the user declared safe (`torch.serialization.add_safe_globals`), by module and name."""
+    return names_of(torch.serialization.get_safe_globals())
 
 
 def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
@@ -145,6 +162,12 @@ def _kinds() -> Mapping[tuple[str, str], type]:
     return {
         **{name: kind for kind, name in ours.items()},
         **{(kind.__module__, kind.__qualname__): kind for kind in ours},
+        # Torch's writer pickles our classes under their own names, and these modules had other names once.
+        **{
+            (f"shardkeep.protocol.{home}", kind.__name__): kind
+            for kind in ours
+            for home in ("metadata", "stored_items")
+        },
         # Where torch before 2.3 had them.
         (shards, "TensorProperties"): metadata.TensorProperties,
         (shards, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
@@ -216,7 +239,6 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         if (module, name) not in self._readable:
             self.unknown.add(f"{module}.{name}")
 
-    dispatch[LazyValues] = dispatch[LazyItems] = dispatch[dict]
     dispatch[type] = save_global
     dispatch[types.FunctionType] = save_global
     dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global

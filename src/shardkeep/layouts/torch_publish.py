@@ -13,13 +13,12 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from shardkeep.engine.reader import ReadableStore
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, WrongSize
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
-from shardkeep.layouts.torch_metadata_files import MetadataFiles, read_file_names
-from shardkeep.storage.base import BlobInfo, Store, check_below
+from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
+from shardkeep.storage.base import BlobInfo, Gets, Store, check_below
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, read_up_to, store_of, write_all
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.system import storage_errors
@@ -32,7 +31,7 @@ class CommitTarget(Protocol):
     """What a commit needs."""
 
     url: str
-    reads: ReadableStore
+    reads: Gets
     """Opens its files."""
     store: Store | None
     """Itself, where it is one."""
@@ -92,7 +91,7 @@ class StoreTarget:
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
-        self.reads: ReadableStore = store
+        self.reads: Gets = store
         self.store: Store | None = store
         self._store = store
 
@@ -158,7 +157,7 @@ class StreamTarget:
 
     def __init__(self, fs: FileSystemBase, path: PathLike, *, sync: bool) -> None:
         self.url = os.fspath(path)
-        self.reads: ReadableStore = StreamStore(fs, path)
+        self.reads: Gets = StreamStore(fs, path)
         self._fs = fs
         self._path = path
         self._sync = sync
@@ -239,7 +238,8 @@ class Commit:
 
     def publish(
         self,
-        files: MetadataFiles,
+        name: str,
+        data: bytes,
         *,
         sums: Mapping[str, Sums],
         own: Collection[str],
@@ -247,38 +247,30 @@ class Commit:
         began_s: float,
     ) -> None:
         """
-        Put the metadata in place if all files are, then remove the files that belonged to what they replace.
+        Check that all data files are complete, put the metadata in place, then remove the files that they replace.
 
         Args:
-            files: the metadata.
-            sums: what is known of each data file.
+            name: the file of the metadata.
+            data: its contents.
+            sums: size and checksum of each data file.
             own: the data files that this rank wrote.
-            keep: the files that the metadata name.
-            began_s: when the save began: files that nobody names are left alone if they are younger.
+            keep: the files that the metadata refer to.
+            began_s: when the save began. Younger files that no metadata refer to are not removed.
 
         """
-        name, data = files.name, files.data
         old = self._files_of_old(name)
-        keep = keep if files.columns_name is None else keep | {files.columns_name}
         try:
             self._check_written(sums, own)
-            if files.columns_name is not None:  # before the metadata, which name it
-                self._place.put(files.columns_name, files.columns)
             self._place.put(name, data)
         except BaseException:
             self._take_back(name, data, keep)
             raise
-        # By their names, whatever old metadata say: those may be somebody else's, and name anything.
+        # Only files with names of data files: old metadata may come from another writer and name any file.
         self.remove(filter(is_data, old - keep))
         if name == METADATA_NAME:
             self._supersede_others(keep)
         if self._place.store is not None:
             self.remove(self._abandoned(name, keep, began_s))
-        else:
-            # Nobody knows how old data files are there. Columns may go whoever wrote them: the pickle says the same.
-            columns = (each for each in self._listed() if is_data(each) and each.endswith(".columns"))
-            mine = "" if name == METADATA_NAME else f"{name}."
-            self.remove(each for each in columns if each.startswith(mine) and each not in keep)
 
     def _supersede_others(self, keep: set[str]) -> None:
         """Take away what says that another checkpoint exists here: ranks' own metadata, and a native record."""
@@ -299,8 +291,7 @@ class Commit:
 
     def supersede_common(self) -> None:
         """Take away the metadata of all ranks together, and a native record."""
-        columns = [name for name in self._files_of_old(METADATA_NAME) if name.startswith(f"{METADATA_NAME}.")]
-        self.remove([METADATA_NAME, *filter(is_data, columns)])
+        self.remove([METADATA_NAME])
         self._supersede_native()
 
     def _supersede_native(self) -> None:
@@ -325,7 +316,7 @@ class Commit:
         try:
             if not self._place.exists(name):
                 return set()
-            return read_file_names(self._place.reads, name, where=f"{self._place.url}/{name}")
+            return data_files_of(read_metadata(self._place.reads, name, where=f"{self._place.url}/{name}"))
         except Exception as exc:  # noqa: BLE001 - as above
             log.warning("%s/%s cannot be read, so the files it names stay: %s", self._place.url, name, exc)
             return set()

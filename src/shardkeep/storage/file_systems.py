@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
-from shardkeep.layouts.torch import MAX_METADATA_NBYTES
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, check_below
 from shardkeep.storage.local import LocalStore
@@ -463,6 +462,7 @@ class BlobOutput(io.RawIOBase):
 # planners and writers of others, who know nothing else.
 
 _READ_AHEAD_NBYTES = 1 << 20
+_MOST_RENAMED_NBYTES = 4 << 30
 
 
 class StoreFileSystem(FileSystemBase):
@@ -517,7 +517,7 @@ class StoreFileSystem(FileSystemBase):
     def rename(self, path: PathLike, new_path: PathLike) -> None:
         """Copy a small blob to another name and delete it: stores cannot rename."""
         (store, name), (target, new_name) = self._blob(path), self._blob(new_path)
-        target.put(new_name, store.get(name, limit=MAX_METADATA_NBYTES), replace=True)
+        target.put(new_name, store.get(name, limit=_MOST_RENAMED_NBYTES), replace=True)
         store.delete(name)
 
     def mkdir(self, path: PathLike) -> None:

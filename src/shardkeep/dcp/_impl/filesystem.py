@@ -61,7 +61,7 @@ from shardkeep.format.dtypes import DType, known_to_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_metadata import ItemLocation, item_location, sums_of
-from shardkeep.layouts.torch_metadata_files import files_of, metadata_files, read_metadata
+from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, read_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_target_for, first_number
 from shardkeep.layouts.torch_values import (
     CURRENT_DCP_VERSION,
@@ -747,13 +747,14 @@ class _FileSystemWriter(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
-        keep_sums(metadata, sums)
+        set_sums(metadata, sums)
         rank = None if self.use_collectives else self.rank
         self._commit().publish(
-            metadata_files(metadata, metadata_name(rank)),
+            metadata_name(rank),
+            encode_metadata(metadata),
             sums=sums,
             own=self._written,
-            keep=files_of(metadata),
+            keep=data_files_of(metadata),
             began_s=self._began_s,
         )
 
@@ -774,13 +775,6 @@ class _FileSystemWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
-
-
-def keep_sums(metadata: Metadata, sums: dict[str, Sums]) -> None:
-    """Put what is known of the data files where torch's classes have nothing: it is pickled, and torch ignores it."""
-    vars(metadata)["shardkeep_sums"] = {
-        name: (each.nbytes, each.block_nbytes, each.checksum) for name, each in sorted(sums.items())
-    }
 
 
 class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):

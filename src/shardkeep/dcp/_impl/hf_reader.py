@@ -8,7 +8,7 @@ import math
 import os
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.futures import Future
@@ -25,7 +25,6 @@ from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
 from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
 from shardkeep.format.boxes import Box, whole
 from shardkeep.format.dtypes import DType, Ints, to_torch
-from shardkeep.layouts.lazy_dicts import LazyItems
 from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_stored import list_model
 from shardkeep.layouts.torch_metadata import ItemLocation
@@ -181,8 +180,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         self._chunks = {}
         self._catalog = read_catalog(list_model(place), threads=self._threads())
         metadata = Metadata(
-            LazyItems.of(_Entries(self._catalog)),
-            storage_data=LazyItems.of(_Places(self._catalog)),
+            cast("dict[str, Any]", _Entries(self._catalog)),  # read only
+            storage_data=_Places(self._catalog),
             storage_meta=StorageMeta(load_id=self.load_id),
         )
         return to_classes_of_caller(metadata)
@@ -333,19 +332,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
 
 
-class _Entries:
-    """Makes what the metadata say of each tensor."""
+class _Entries(Mapping[str, TensorStorageMetadata]):
+    """The metadata of each tensor, made on access: a file is opened when one of its tensors is first looked up."""
 
     def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
         self._catalog = catalog
 
-    def count(self) -> None:
-        return None
-
-    def has(self, key: Any) -> bool:
-        return key in self._catalog
-
-    def one(self, key: str) -> TensorStorageMetadata:
+    def __getitem__(self, key: str) -> TensorStorageMetadata:
         stored = self._catalog[key]
         return TensorStorageMetadata(
             properties=TensorProperties(dtype=to_torch(stored.dtype)),
@@ -353,33 +346,39 @@ class _Entries:
             chunks=[ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks],
         )
 
-    def every(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        return ((key, self.one(key)) for key in self._catalog)
+    def __contains__(self, key: object) -> bool:
+        return key in self._catalog
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog)
+
+    def __len__(self) -> int:
+        return len(self._catalog)
 
 
-class _Places:
-    """Makes where each chunk lies."""
+class _Places(Mapping[MetadataIndex, _HFStorageInfo]):
+    """The location of each chunk, made on access."""
 
     def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
         self._catalog = catalog
         self._found: dict[str, dict[Ints, _HFStorageInfo]] = {}
 
-    def count(self) -> None:
-        return None
-
-    def has(self, key: Any) -> bool:
-        return self._find(key) is not None
-
-    def one(self, key: MetadataIndex) -> _HFStorageInfo:
+    def __getitem__(self, key: MetadataIndex) -> _HFStorageInfo:
         found = self._find(key)
         if found is None:
             raise KeyError(key)
         return found
 
-    def every(self) -> Iterator[tuple[MetadataIndex, _HFStorageInfo]]:
+    def __iter__(self) -> Iterator[MetadataIndex]:
         for key, stored in self._catalog.items():
             for chunk in stored.chunks:
-                yield MetadataIndex(key, chunk.box.offsets), _place_of(stored, chunk)
+                yield MetadataIndex(key, chunk.box.offsets)
+
+    def __len__(self) -> int:
+        return sum(len(stored.chunks) for stored in self._catalog.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._catalog)  # without opening any file
 
     def _find(self, key: Any) -> _HFStorageInfo | None:
         known = isinstance(key, MetadataIndex) or is_torchs(key, "MetadataIndex")

@@ -25,7 +25,6 @@ from shardkeep.layouts import (
 from shardkeep.layouts import (
     torch_values as storage,
 )
-from shardkeep.layouts.lazy_dicts import LazyDict
 
 Classes = Mapping[str, type]
 
@@ -123,7 +122,7 @@ def to_classes_of_caller(value: metadata.Metadata) -> metadata.Metadata:
         if name in _DRIVERS:
             made: metadata.Metadata = _translated(value, _torchs_classes())
             return made
-        if name.startswith("shardkeep.compat."):
+        if name.startswith("shardkeep.dcp._impl.driver"):
             break
         frame = frame.f_back
     return value
@@ -139,7 +138,7 @@ def _translated(value: Any, classes: Classes) -> Any:
     kind = type(value)
     if kind is list:
         return [_translated(each, classes) for each in value]
-    if kind is dict or isinstance(value, LazyDict):
+    if isinstance(value, Mapping):
         return {_translated(key, classes): _translated(each, classes) for key, each in value.items()}
     name = kind.__name__
     target = classes.get(name)
