@@ -40,8 +40,6 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkeep.events import Event
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -353,13 +351,6 @@ class NotPromoted(EarlierSaveFailed):
 
 class NearCopyDamaged(DamagedCheckpoint):
     """A checkpoint that was to be promoted is not what was saved: it is left alone, and not promoted."""
-
-
-class PruneFailed(Event, frozen=True, kw_only=True):
-    """A checkpoint, or what is left of one, could not be removed; it is tried again after the next save."""
-
-    kind: str
-    message: str
 
 
 # Errors of this package that are also the builtin which torch's helpers raise in the same place.

@@ -204,6 +204,13 @@ class Pruned(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class PruneFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint, or what is left of one, could not be removed. The next save tries it again."""
+
+    kind: str
+    message: str
+
+
 class PromotionBegan(Event, frozen=True, kw_only=True):
     """A checkpoint is copied to the far root (`where`). One of `PromotionFinished` and `PromotionFailed` follows."""
 

@@ -10,7 +10,7 @@ process group is ever built.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,14 @@ class World:
     def solo(self) -> bool:
         """True where there is nobody to talk to."""
         return self.size == 1
+
+    def with_prefix(self, prefix: str) -> World:
+        """Return the same ranks with keys of their own in the key-value store."""
+        if self.store is None:
+            return self
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store
+
+        return replace(self, store=PrefixStore(prefix, self.store))
 
 
 def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float) -> World:

@@ -113,18 +113,18 @@ def spawn_daemon(work: Callable[[], T], name: str) -> Future[T]:
     return answer
 
 
-def run_with_deadline(work: Callable[[], object], name: str) -> bool:
+def run_with_deadline(work: Callable[[], object], name: str, within_s: float = CANCEL_DEADLINE_S) -> bool:
     """
-    Take something back on a thread of that name, which is left behind after some seconds; tells whether it has ended.
+    Run `work` on a daemon thread of that name, and wait for it; return False if it does not end in time, and goes on.
 
-    Whatever `work` raises in that time is raised here.
+    An error of `work` is raised here.
     """
     try:
         answer = spawn_daemon(work, name)
     except RuntimeError:  # there is no thread to be had: that may be why it is taken back
         work()
         return True
-    if not wait([answer], CANCEL_DEADLINE_S).done:
+    if not wait([answer], within_s).done:
         return False
     answer.result()
     return True
