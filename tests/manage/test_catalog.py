@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import shardkeep as sk
 from shardkeep.errors import MalformedFile, StorageError, UnsupportedVersion
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts import orphans
 from shardkeep.manage.catalog import Catalog, build_meta, metrics_in, pin, unpin
 from shardkeep.storage.base import REMOVING_NAME
 from shardkeep.storage.local import LocalRoot
@@ -96,12 +96,12 @@ def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
     (tmp_path / "step-4" / REMOVING_NAME).touch()
     root = LocalRoot(tmp_path)
     dead, alive, away = "a" * 20, "b" * 20, "c" * 20
-    script = "import sys; from shardkeep.layout import leftovers as l; from shardkeep.storage.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
+    script = "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-5"), dead], check=True, timeout=60)
     root.place("step-7").put(f"claim-{away}.json", json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}).encode())
     (tmp_path / "step-8").mkdir()
-    with leftovers.holding_claim(alive):
-        leftovers.make_claim(root.place("step-6"), alive)
+    with orphans.holding_claim(alive):
+        orphans.make_claim(root.place("step-6"), alive)
         found = {entry.step: entry for entry in Catalog(tmp_path).entries()}
     assert [found[step].status for step in (1, 2, 3, 4, 5, 6, 7)] == ["damaged"] * 2 + ["unfinished"] * 5
     assert isinstance(found[1].problem, MalformedFile)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.errors import PruneFailed, StorageError
-from shardkeep.events import Event, Pruned, Retried, SaveCommitted, StepSkipped
+from shardkeep.errors import StorageError
+from shardkeep.events import Event, Pruned, PruneFailed, Retried, SaveCommitted, StepSkipped
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalRoot, LocalStore
 from shardkeep.storage.memory import MemoryRoot
@@ -69,7 +69,7 @@ def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
 def test_by_the_clock(tmp_path: Path) -> None:
     """So many minutes after the last save, whatever the reason of that one."""
     now = [0.0]
-    seams = Clock(clock=lambda: now[0], interval_s=0.0)
+    seams = Clock(monotonic=lambda: now[0], interval_s=0.0)
     with checkpointer(tmp_path, every_minutes=1, every_steps=10, seams=seams) as ckpt:
         saved = []
         for step in range(1, 25):
@@ -115,7 +115,7 @@ def test_when_a_call_asks_for_it(tmp_path: Path) -> None:
         thread.start()
         thread.join()
         assert train(ckpt, range(1, 4)) == [1]
-    with checkpointer(tmp_path, request_file=None) as ckpt, pytest.raises(sk.StateError, match="talk"):
+    with checkpointer(tmp_path, request_file=None) as ckpt, pytest.raises(sk.StateError, match="exchange requests"):
         ckpt.request_save()
 
 
@@ -444,10 +444,10 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from shardkeep.layouts import orphans as leftovers
+    from shardkeep.layouts import orphans
 
     script = (
-        "import sys; from shardkeep.layout import leftovers as l; from shardkeep.storage.local import LocalStore as S\n"
+        "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S\n"
         "s = S(sys.argv[1]); l.make_claim(s, 'a' * 20); s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-1")], check=True, timeout=60)
@@ -459,8 +459,8 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
     root.place("step-5").put(f"model-00000-of-00001-{'e' * 20}.safetensors", b"x")
     (tmp_path / "step-6").mkdir()
     (tmp_path / "notes").mkdir()
-    with leftovers.holding_claim(alive), checkpointer(tmp_path) as ckpt:
-        leftovers.make_claim(root.place("step-2"), alive)
+    with orphans.holding_claim(alive), checkpointer(tmp_path) as ckpt:
+        orphans.make_claim(root.place("step-2"), alive)
         ckpt.save(10, state_at(10))
     assert places(tmp_path) == {"step-2", "step-3", "step-4", "step-10", "notes"}
 

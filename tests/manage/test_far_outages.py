@@ -6,106 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import shardkeep as sk
-from shardkeep.cli.main import main
-from shardkeep.layouts.native import claim_name, new_save_id
-from shardkeep.layouts.orphans import Claim
-from shardkeep.storage import uploads
-from shardkeep.storage.resolve import open_root
-from shardkeep.storage.system import host_identity
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import QUICK, checkpointer, empty_state, state_at, until
-from tests.support.s3_server import BUCKET, S3Server
-
-
-@pytest.fixture
-def server(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The S3 server, as one that the environment names."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return s3_server
-
-
-class Killed:
-    """Leaves what a job leaves in a bucket that is killed while it sends a file: a claim, and an upload."""
-
-    def __init__(self, boto: Any) -> None:
-        self._boto = boto
-
-    def __call__(self, root: Any, place: str, save_id: str | None, file: str = "") -> None:
-        if save_id is not None:
-            claim = Claim(host=host_identity(), pid=2**22 + 1, started="long ago")
-            root.place(place).put(claim_name(save_id), msgspec.json.encode(claim))
-        key = f"{root.prefix}{place}/{file or f'state-00000-of-00001-{save_id}.safetensors'}"
-        made = self._boto.create_multipart_upload(Bucket=BUCKET, Key=key)
-        self._boto.upload_part(Bucket=BUCKET, Key=key, UploadId=made["UploadId"], PartNumber=1, Body=bytes(100))
-
-
-@pytest.fixture
-def killed(boto: Any) -> Killed:
-    return Killed(boto)
-
-
-def left(root: Any) -> list[str]:
-    return sorted(each.name.split("/")[0] for each in uploads.unfinished(root))
 
 
 def steps(root: Any) -> list[int]:
     return sorted(entry.step for entry in sk.Catalog(root).entries() if entry.committed)
-
-
-def test_the_next_job_takes_back_uploads_of_a_killed_one(server: S3Server, killed: Killed) -> None:
-    """Where a save had no commit yet, and beside a checkpoint; with its claim gone nobody could say whose they are."""
-    url = server.url("killed-saves")
-    root = open_root(url, direct=False)
-    with checkpointer(url, asynchronous=False) as ckpt:
-        ckpt.save(1, state_at(1))
-    killed(root, "step-1", new_save_id())
-    killed(root, "step-2", new_save_id())
-    assert left(root) == ["step-1", "step-2"]
-    with checkpointer(url, asynchronous=False) as ckpt:
-        ckpt.restore_latest(empty_state())
-        ckpt.save(3, state_at(3))
-    assert left(root) == []
-    assert steps(url) == [1, 3]
-
-
-def test_a_promotion_takes_back_uploads_of_the_one_it_goes_on_with(
-    server: S3Server, killed: Killed, tmp_path: Path
-) -> None:
-    """They have its own save's name, so that no later sweep would ever take them for those of a dead one."""
-    url = server.url("killed-promotion")
-    root = open_root(url, direct=False)
-    with checkpointer(tmp_path, asynchronous=False) as ckpt:
-        ckpt.save(1, state_at(1))
-    [entry] = sk.Catalog(tmp_path).entries()
-    assert entry.record is not None
-    killed(root, "step-1", entry.record.save_id)
-    with checkpointer(tmp_path, asynchronous=False, promote_to=url) as ckpt:
-        ckpt.restore_latest(empty_state())
-        ckpt.save(2, state_at(2))
-    assert left(root) == []
-    assert steps(url) == [1, 2]
-
-
-def test_prune_takes_back_old_uploads_where_nothing_else_goes(
-    server: S3Server, killed: Killed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What saves began and nobody claims; a dry run leaves it, and what other programs send is always left."""
-    url = server.url("killed-prune")
-    root = open_root(url, direct=False)
-    with checkpointer(url, asynchronous=False) as ckpt:
-        ckpt.save(1, state_at(1))
-    killed(root, "step-1", None, f"state-00000-of-00001-{new_save_id()}.safetensors")
-    killed(root, "step-2", None, "model.bin")
-    monkeypatch.setattr("shardkeep.layouts.orphans.STALE_AFTER_S", -60.0)
-    assert main(["prune", url, "--keep-last", "9", "--dry-run"]) == 0
-    assert left(root) == ["step-1", "step-2"]
-    assert main(["prune", url, "--keep-last", "9", "--yes"]) == 0
-    assert left(root) == ["step-2"]
 
 
 class Silent:
@@ -153,7 +62,7 @@ def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monke
     assert not silent.open.is_set()
     assert not (tmp_path / "lease.json").exists()
     silent.open.set()
-    until(lambda: not {"shardkeep-promote", "shardkeep-aside"} & {each.name for each in threading.enumerate()})
+    until(lambda: not {"shardkeep-promote", "shardkeep-release"} & {each.name for each in threading.enumerate()})
     assert "shardkeep.json" not in far.names("step-2")
     with checkpointer(tmp_path, asynchronous=False, promote_to=far) as ckpt:
         ckpt.restore_latest(empty_state())

@@ -14,7 +14,7 @@ def test_a_forked_child_can_be_terminated() -> None:
     # runs: Python forgets signals that come to any handler of its own in the very moment of a fork. And it sleeps little
     # at a time: of one that comes just before a sleep Python takes notice after it.
     script = (
-        "import multiprocessing, os, signal, time; from shardkeep.manage.schedule import Handlers\n"
+        "import multiprocessing, os, signal, time; from shardkeep.manage.schedule import SignalHandlers as Handlers\n"
         "told = []; handlers = Handlers([signal.SIGTERM], lambda: told.append(1)); read, write = os.pipe()\n"
         "def run(): os.write(write, b'x'); [time.sleep(0.1) for _ in range(600)]\n"
         "child = multiprocessing.get_context('fork').Process(target=run, daemon=True); child.start()\n"
@@ -51,7 +51,7 @@ def test_handlers_may_be_removed_in_any_order() -> None:
 def test_a_signal_ends_a_process_whose_handlers_were_removed() -> None:
     """In whichever order or thread."""
     script = (
-        "import signal, sys, threading; from shardkeep.manage.schedule import Handlers\n"
+        "import signal, sys, threading; from shardkeep.manage.schedule import SignalHandlers as Handlers\n"
         "a, b = (Handlers([signal.SIGTERM], print) for _ in range(2))\n"
         "a.remove(); t = threading.Thread(target=b.remove); t.start(); t.join()\n"
         "signal.raise_signal(signal.SIGTERM); print('alive')"

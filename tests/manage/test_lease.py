@@ -23,7 +23,7 @@ import sys
 from shardkeep.manage.lease import Lease
 from shardkeep.storage.local import LocalRoot
 lease = Lease(LocalRoot(sys.argv[1]))
-lease.take()
+lease.acquire()
 print("held", flush=True)
 sys.stdin.readline()
 """
@@ -112,7 +112,7 @@ def test_a_holder_elsewhere_that_moves_is_alive() -> None:
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
     with pytest.raises(sk.RootInUse, match="node7"):
-        clock.lease(root).take()
+        clock.lease(root).acquire()
     assert clock.now < 25
     assert root.get(LEASE_NAME, limit=999) == of_elsewhere(1)
 
@@ -124,13 +124,13 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
     root.put(LEASE_NAME, seen)
     clock = Clock()
     lease = clock.lease(root, lasts_s=100.0)
-    lease.take()
+    lease.acquire()
     assert 99 < clock.now < 105
     assert lease.held
-    lease.insist()
+    lease.check()
     lease.release()
     later = clock.lease(root, lasts_s=100.0)  # waits for nobody
-    later.take()
+    later.acquire()
     assert clock.now < 105
     later.release()
 
@@ -142,7 +142,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
     os.utime(tmp_path / LEASE_NAME, (1, 1))
     clock = Clock()
     lease = clock.lease(root, lasts_s=100.0)
-    lease.take()
+    lease.acquire()
     assert 15 <= clock.now < 20
     lease.release()
     os.utime(tmp_path)
@@ -150,7 +150,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
     os.utime(tmp_path / LEASE_NAME, (1, 1))
     clock = Clock(lambda now: root.put(LEASE_NAME, of_elsewhere(2), replace=True))
     with pytest.raises(sk.RootInUse):
-        clock.lease(root, lasts_s=100.0).take()
+        clock.lease(root, lasts_s=100.0).acquire()
 
 
 def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
@@ -159,7 +159,7 @@ def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock(lambda now: root.delete(LEASE_NAME))
     lease = clock.lease(root)
-    lease.take()
+    lease.acquire()
     assert clock.now < 10
     lease.release()
 
@@ -170,7 +170,7 @@ def test_takeover_waits_for_nobody() -> None:
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock()
     lease = clock.lease(root, takeover=True)
-    lease.take()
+    lease.acquire()
     assert clock.now == 0
     lease.release()
 
@@ -179,8 +179,8 @@ def test_it_is_renewed_while_it_is_held() -> None:
     """By a thread, which notices when it is lost, and puts it back where somebody tidied up."""
     root = MemoryRoot()
     lease = Lease(root, lasts_s=2.0)
-    lease.take()
-    lease.take()
+    lease.acquire()
+    lease.acquire()
 
     def beat() -> int:
         return int(json.loads(root.get(LEASE_NAME, limit=999))["beat"])
@@ -188,11 +188,11 @@ def test_it_is_renewed_while_it_is_held() -> None:
     until(lambda: beat() >= 2)
     root.delete(LEASE_NAME)
     until(lambda: any(info.name == LEASE_NAME for info in root.list()))
-    lease.insist()
+    lease.check()
     root.put(LEASE_NAME, of_elsewhere(), replace=True)
     until(lambda: not lease.held)
     with pytest.raises(sk.LeaseLost, match="node7"):
-        lease.insist()
+        lease.check()
     lease.release()
     assert root.get(LEASE_NAME, limit=999) == of_elsewhere()
 
@@ -206,14 +206,14 @@ def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same() -> None:
     """A later Checkpointer of this process takes the root, and one that still holds it is not taken for such a one."""
     root = _Undeletable()
     first = Lease(root)
-    first.take()
+    first.acquire()
     with pytest.raises(sk.RootInUse, match="this process itself"):
-        Lease(root).take()
+        Lease(root).acquire()
     first.release()
     assert LEASE_NAME in [info.name for info in root.list()]
     second = Lease(root)
-    second.take()
-    second.insist()
+    second.acquire()
+    second.check()
     second.release()
 
 
@@ -232,12 +232,12 @@ def test_a_garbled_answer_is_no_other_job() -> None:
     """What makes no sense is read again before the lease counts as lost."""
     root = _Garbling()
     lease = Lease(root)
-    lease.take()
+    lease.acquire()
     for _ in range(9):
-        lease.insist()
+        lease.check()
     root.put(LEASE_NAME, b"no lease", replace=True)
     with pytest.raises(sk.LeaseLost, match="unreadable"):
-        lease.insist()
+        lease.check()
     lease.release()
 
 
@@ -258,12 +258,12 @@ def test_a_flipped_bit_is_no_other_job() -> None:
     """One answer that names another holder loses no lease, and one that names another process frees none."""
     root = _Flipping()
     lease = Lease(root)
-    lease.take()
+    lease.acquire()
     root.after = b'"id":"'
-    lease.insist()
+    lease.check()
     assert lease.held
     root.after = b'"started":"'
     with pytest.raises(sk.RootInUse, match="this process itself"):
-        Lease(root).take()
-    lease.insist()
+        Lease(root).acquire()
+    lease.check()
     lease.release()

@@ -20,8 +20,8 @@ import torch
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.engine.coordinator import Coordinator
-from shardkeep.errors import PruneFailed, StorageError
-from shardkeep.events import Event
+from shardkeep.errors import StorageError
+from shardkeep.events import Event, PruneFailed
 from shardkeep.manage.catalog import Entry, template_of
 from shardkeep.manage.decisions import StepDecisions
 from shardkeep.manage.lease import Lease
@@ -385,7 +385,7 @@ def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(
         with pytest.raises((sk.StateError, sk.CheckpointNotFound)) as caught:
             ckpt.save(2, {"w": object()}) if call == "save" else ckpt.restore(77, empty_state())
         assert isinstance(caught.value.__context__, StorageError)
-        assert "was not told of before: injected" in caplog.text
+        assert "was not reported before: injected" in caplog.text
 
 
 def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,7 +527,7 @@ def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
     agreement = StepDecisions(World(0, 1), "s", clock=lambda: now[0])
     paces = []
     for _ in range(20):
-        agreement._calls_since = again = agreement._pace()
+        agreement._calls_since = again = agreement._calls_per_interval()
         now[0] += 0.001 * again
         paces.append(again)
     assert max(paces) == 50

@@ -58,33 +58,33 @@ def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
     """The one that took it over was killed; who takes it from the dead tells the first one, too."""
     root = MemoryRoot()
     away, second, third = Lease(root), Lease(root, takeover=True), Lease(root)
-    away.take()
-    second.take()
+    away.acquire()
+    second.acquire()
     root.put(
         LEASE_NAME, msgspec.json.encode(msgspec.structs.replace(holder_of(root), started="long ago")), replace=True
     )
-    third.take()
+    third.acquire()
     third.release()
     with pytest.raises(sk.LeaseLost):
-        away.insist()
+        away.check()
 
 
 def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
     """By hand, it is tidied up beside a living job; nobody knows what happened while a job was away for longer."""
     root, now = MemoryRoot(), [0.0]
     lease = Lease(root, lasts_s=1000.0, clock=lambda: now[0])
-    lease.take()
+    lease.acquire()
     now[0] = 999.0
     root.delete(LEASE_NAME)
-    lease.insist()
+    lease.check()
     assert not holder_of(root).contested
     now[0] = 1998.0  # it was renewed meanwhile, by being put back
     root.delete(LEASE_NAME)
-    lease.insist()
+    lease.check()
     now[0] = 2998.0
     root.delete(LEASE_NAME)
     with pytest.raises(sk.LeaseLost, match="the lease is gone, and was not renewed for 1000 s"):
-        lease.insist()
+        lease.check()
     assert not list(root.list())
     lease.release()
 
@@ -104,7 +104,7 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
             if not self.busy:
                 return inner.put(name, data, **how)
             other = Lease(inner)
-            other.take()
+            other.acquire()
             try:
                 inner.put(name, data, **how)
             finally:
@@ -112,11 +112,11 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
 
     root: Any = Busy()
     lease = Lease(root)
-    lease.take()
+    lease.acquire()
     inner.delete(LEASE_NAME)
     root.busy = True
     with pytest.raises(sk.LeaseLost, match="came and went"):
-        lease.insist()
+        lease.check()
     lease.release()
 
 
@@ -131,7 +131,7 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
         root.put(LEASE_NAME, json.dumps({**old, "contested": True, "released": True}).encode(), replace=True)
 
     lease = Lease(root, clock=lambda: now[0], sleep=sleep)
-    lease.take()
+    lease.acquire()
     assert now[0] < 10
     lease.release()
     assert holder_of(root).released
@@ -191,7 +191,7 @@ def test_what_may_be_the_newest_or_the_best_is_not_passed_over(look: Callable[[s
     """Its record cannot be read for the moment: that is raised, however low its step; another one can be asked for."""
     root: Any = gone_back()
     with checkpointer(root, retries=0) as ckpt:
-        with pytest.raises(StorageError, match=r"step-150 cannot be looked at now.*503 slow down") as caught:
+        with pytest.raises(StorageError, match=r"step-150 cannot be read at the moment.*503 slow down") as caught:
             look(ckpt)
         assert caught.value.errno == 5
         assert ckpt.all_steps() == [100, 200]
@@ -222,7 +222,7 @@ def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path: Path) -> 
             ckpt.save(step, state_at(step))
     state, failing = empty_state(), Away(LocalRoot(root), "step-2")
     with checkpointer(failing, asynchronous=False, retries=0) as ckpt:
-        with pytest.raises(StorageError, match=f"^{root}/step-2 cannot be looked at now") as caught:
+        with pytest.raises(StorageError, match=f"^{root}/step-2 cannot be read at the moment") as caught:
             ckpt.restore_latest(state)
         assert f"to go on without this checkpoint, move {root}/step-2 out of the root" in caught.value.hint
         assert "promote_to" not in caught.value.hint
@@ -240,7 +240,7 @@ def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path: Path
         ckpt.save(1, state_at(1))
     far.before = Broken("get", "shardkeep")
     with checkpointer(tmp_path, promote_to=far, retries=0) as ckpt:
-        with pytest.raises(StorageError, match=f"^{far.url}/step-1 cannot be looked at now") as caught:
+        with pytest.raises(StorageError, match=f"^{far.url}/step-1 cannot be read at the moment") as caught:
             ckpt.restore_latest(empty_state())
         assert "leave promote_to out" in caught.value.hint
     with checkpointer(tmp_path) as ckpt:

@@ -245,9 +245,9 @@ def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: 
     """As those of promotions that succeed do."""
     choose, now, heard = ReplicationCoordinator.choose, [0.0], list[Any]()
 
-    def slowly(self: Any, *, newest: bool) -> bytes:
+    def slowly(self: Any, held: Any, *, newest: bool) -> Any:
         now[0] += 100.0
-        return choose(self, newest=newest)
+        return choose(self, held, newest=newest)
 
     class Clock:
         perf_counter = staticmethod(lambda: now[0])

@@ -217,7 +217,7 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
         far.before = Broken("put", "shardkeep")
         ckpt.step(2, state_at(2))
         ckpt.wait(promotions=False)
-        until(ckpt._saves.promotions.rounds._handles[2].done)  # type: ignore[union-attr]
+        until(ckpt._saves.replicator.rounds._tasks[2].done)  # type: ignore[union-attr]
         far.before = None
         with pytest.raises(NotPromoted) as caught:
             ckpt.step(3, state_at(3))
@@ -285,7 +285,7 @@ def test_half_a_promotion_stays_while_nobody_knows() -> None:
         ckpt.wait()
         half = far.names("step-1")
         far.before, near.before = None, Broken("get", "shardkeep.json", errno.EIO)
-        ckpt._saves.promotions.after(None)  # type: ignore[union-attr]  # a round of its own, as after a save
+        ckpt._saves.replicator.after(None)  # type: ignore[union-attr]  # a round of its own, as after a save
         ckpt.wait()
         assert far.names("step-1") == half
         near.before = None
@@ -365,10 +365,10 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"not all checkpoints were promoted to memory://.* within 0.05 s"):
         ckpt.wait(timeout_s=0.05)
     assert committed(tmp_path) == [1]
-    promotions: Any = ckpt._saves.promotions
+    promotions: Any = ckpt._saves.replicator
 
     def let_go() -> None:
-        until(lambda: promotions._cancelled > 0)
+        until(lambda: promotions._cancelled_before > 0)
         go.set()
 
     late = threading.Thread(target=let_go)
@@ -435,7 +435,7 @@ class Place(FaultyStore):
         if (verb, name[:5]) == (sys.argv[3], sys.argv[4]):
             if sys.argv[5] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            while not ckpt._saves.promotions._cancelled:
+            while not ckpt._saves.replicator._cancelled_before:
                 time.sleep(0.01)
         return super().begin(verb, name)
 

@@ -262,7 +262,7 @@ def test_what_any_rank_asks_for_reaches_rank_0() -> None:
         seen: list[list[str]] = []
         for step in range(3):
             if world.rank == 1 and step == 1:
-                agreement.ask(["save"])
+                agreement.request(["save"])
             if world.rank == 0:
                 time.sleep(0.1)
             made = agreement.decision(step, lambda asked: Decision(step=step, why=",".join(asked)), ("save", "stop"))  # noqa: B023
@@ -286,4 +286,4 @@ def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFi
             return ckpt.all_steps()
 
     assert run_thread_ranks(2, main)[0] == [2, 4]
-    assert sum("is saved to" in each.message for each in caplog.records) == 2
+    assert sum("saving step" in each.message for each in caplog.records) == 2

@@ -35,7 +35,7 @@ def test_nobody_waits_for_a_root_that_does_not_answer():
     until = time.monotonic() + 30
     while not (why := requests.why([])[0]) and time.monotonic() < until:
         time.sleep(0.01)
-    assert why == "save-now was there"
+    assert why == "the file save-now was found"
     assert not list(root.list())
     time.sleep(0.05)
     assert requests.why([]) == ("", False)

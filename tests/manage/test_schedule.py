@@ -73,8 +73,8 @@ def test_what_was_asked_for_is_taken_once() -> None:
     """A flag is down after it was seen."""
     flag = Flag()
     assert not flag.take()
-    flag.raise_()
-    flag.raise_()
+    flag.set()
+    flag.set()
     assert flag.take()
     assert not flag.take()
 

@@ -21,7 +21,7 @@ from tests.manage.scene import checkpointer, state_at, until
 def leave_dead_lease(root: Root) -> None:
     """Leave the lease of a process of this machine that is gone."""
     lease = Lease(root)
-    lease.take()
+    lease.acquire()
     holder = json.loads(root.get("lease.json", limit=4096))
     lease.release()
     root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode())
@@ -52,7 +52,7 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
 
     def take(lease: Lease) -> str:
         try:
-            lease.take()
+            lease.acquire()
         except sk.RootInUse as error:
             return str(error)
         return ""
@@ -83,17 +83,17 @@ def test_a_renewal_does_not_undo_a_takeover() -> None:
         def put(self, name: str, data: bytes, **how: Any) -> None:
             if self.other is not None:
                 other, self.other = self.other, None
-                other.take()
+                other.acquire()
             inner.put(name, data, **how)
 
     late: Any = Late()
     first, second = Lease(late, lasts_s=0.2), Lease(inner, takeover=True)
-    first.take()
+    first.acquire()
     late.other = second
     until(lambda: not first.held)
     with pytest.raises(sk.LeaseLost, match="another job saves here now"):
-        first.insist()
-    second.insist()
+        first.check()
+    second.check()
     second.release()
     first.release()
 

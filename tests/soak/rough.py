@@ -14,8 +14,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.layouts import native
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts import native, orphans
 from shardkeep.storage import uploads
 from shardkeep.storage.base import BlobInfo, Store
 from shardkeep.storage.local import LocalRoot
@@ -172,7 +171,7 @@ def wrong_clock(clock: JumpyClock | None) -> Iterator[None]:
     patched: list[tuple[Any, str, Any]] = [
         (native, "time", clock),
         (native, "datetime", clock),
-        (leftovers, "time", clock),
+        (orphans, "time", clock),
         (uploads, "time", clock),
     ]
     before = [getattr(module, name) for module, name, _ in patched]

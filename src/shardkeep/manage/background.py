@@ -1,15 +1,11 @@
-"""
-Work on threads that nobody has to wait for: a store that does not answer must keep neither a call nor the process.
-
-They are daemons, not an executor's threads, which Python waits for at exit however long that takes.
-"""
+"""Background work of a Checkpointer: a worker thread that may be left behind, and numbered tasks that are pending."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -19,20 +15,24 @@ _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonWorker:
-    """One thread, which does what it is given in turn. Used by one thread."""
+    """
+    One daemon thread that runs tasks in order. Used by one thread.
+
+    Python waits at exit for the threads of an executor, however long that takes. It does not wait for daemon threads,
+    so a store that does not answer cannot block the end of the process.
+    """
 
     def __init__(self, name: str) -> None:
-        """Begin nothing yet; `name` is the thread's."""
         self.closed = False
-        self.left = False
-        """Whether it was closed, and was still at work."""
+        self.abandoned = False
+        """Whether it was closed while a task was still running."""
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._tasks.put, None)  # so that the thread ends with whoever forgot to close it
+        weakref.finalize(self, self._tasks.put, None)  # ends the thread of a worker that was never closed
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have something done after all that came before."""
+        """Run `work` after everything that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name=self._name)
             self._thread.start()
@@ -41,26 +41,13 @@ class DaemonWorker:
         return future
 
     def close(self, within_s: float) -> bool:
-        """End the thread after what it was given; False where it is not over in time, and goes on by itself."""
+        """End the thread after its tasks; return False if they take longer than `within_s`, and leave it running."""
         self.closed = True
-        if not self.left and self._thread is not None:
+        if not self.abandoned and self._thread is not None:
             self._tasks.put(None)
             self._thread.join(within_s)
-            self.left = self._thread.is_alive()
-        return not self.left
-
-
-def run_within(work: Callable[[], object], within_s: float) -> bool:
-    """Do something, and raise what it raises; False where it is not over in time, and goes on by itself."""
-    tasks: SimpleQueue[_Task | None] = SimpleQueue()
-    future: Future[Any] = Future()
-    tasks.put((future, work, ()))
-    tasks.put(None)
-    threading.Thread(target=_serve, args=(tasks,), daemon=True, name="shardkeep-aside").start()
-    if not wait([future], within_s).done:
-        return False
-    future.result()
-    return True
+            self.abandoned = self._thread.is_alive()
+        return not self.abandoned
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
@@ -68,73 +55,78 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
         future, work, arguments = task
         try:
             future.set_result(work(*arguments))
-        except BaseException as error:  # noqa: BLE001 - whoever holds the future is told
+        except BaseException as error:  # noqa: BLE001 - raised by the future
             future.set_exception(error)
-        del task, future, work, arguments  # what was done is not held until there is more to do
-
-
-# Saves, or promotions, of a Checkpointer that have not ended, or whose failure was not told yet.
+        del task, future, work, arguments  # do not keep them alive until the next task arrives
 
 
 class BackgroundTask(Protocol):
-    """Something that goes on in the background."""
+    """A save or a replication round that runs in the background."""
 
     def done(self) -> bool:
-        """Say whether it has ended, well or not."""
+        """Return whether it has ended, with or without an error."""
 
     def exception(self) -> BaseException | None:
-        """Wait for its end, and return what went wrong, if anything did."""
+        """Wait for its end, and return its error, if any."""
 
 
 class PendingTasks:
-    """They have numbers, the same on all ranks. Used by one thread."""
+    """
+    Background tasks that have not ended, or whose error was not reported yet. Used by one thread.
+
+    Tasks are numbered in the order of the calls, so that a number means the same task on all ranks.
+    """
 
     def __init__(self, *, raises: bool = False) -> None:
-        """Take none yet; `raises`: whether failures are raised, so that one that never was is an error of the process."""
+        """`raises`: errors are raised by a later call, so an error that was never raised is printed at exit."""
         self._raises = raises
-        self._handles: dict[int, BackgroundTask] = {}
+        self._tasks: dict[int, BackgroundTask] = {}
         self.count = 0
-        """Of all saves that were begun."""
+        """How many tasks were begun, including skipped ones."""
 
-    def add(self, handle: BackgroundTask) -> None:
-        """Take a save that was begun; its failure is told by its Checkpointer, and by nobody else."""
-        if isinstance(handle, SaveHandle):
-            handle.asked, handle.told_later = True, self._raises
-        self._handles[self.count] = handle
+    def add(self, task: BackgroundTask) -> None:
+        """Add a task. The Checkpointer, and not the next save of the process, reports the error of a save."""
+        if isinstance(task, SaveHandle):
+            task.asked, task.told_later = True, self._raises
+        self._tasks[self.count] = task
         self.count += 1
 
     def skip(self) -> None:
-        """Count a save that failed in its call here, as it may be under way on other ranks."""
+        """Count a task that failed to begin on this rank, because it may run on other ranks."""
         self.count += 1
 
     def failed(self) -> list[int]:
-        """Number those that have failed by now, on this rank; forget those that ended well."""
-        ended = [number for number, handle in self._handles.items() if handle.done()]
-        failed = [number for number in ended if _error_of(self._handles[number]) is not None]
+        """Return the numbers of tasks that have failed by now on this rank; forget those that succeeded."""
+        ended = [number for number, task in self._tasks.items() if task.done()]
+        failed = [number for number in ended if _error_of(self._tasks[number]) is not None]
         for number in set(ended) - set(failed):
-            del self._handles[number]
+            del self._tasks[number]
         return failed
 
     def before(self, number: int) -> list[int]:
-        """Number those that were begun before one."""
-        return [each for each in self._handles if each < number]
+        """Return the numbers of tasks that were begun before one."""
+        return [each for each in self._tasks if each < number]
 
     def end(self, numbers: Collection[int]) -> list[BaseException]:
-        """Wait for saves to end, forget them, and return what went wrong."""
+        """Wait for tasks to end, forget them, and return their errors."""
         errors = []
         for number in sorted(numbers):
-            handle = self._handles.get(number)
-            if handle is None:  # it ended well here, or its call has raised
+            task = self._tasks.get(number)
+            if task is None:  # it succeeded here, or its call raised
                 continue
-            error = _error_of(handle)
-            del self._handles[number]
-            if isinstance(handle, SaveHandle):
-                handle.told_later = False
+            error = _error_of(task)
+            del self._tasks[number]
+            if isinstance(task, SaveHandle):
+                task.told_later = False
             if error is not None:
                 errors.append(error)
         return errors
 
+    def end_all(self) -> list[BaseException]:
+        """Wait for all tasks to end, forget them, and return their errors."""
+        return self.end(list(self._tasks))
 
-def _error_of(handle: BackgroundTask) -> BaseException | None:
-    """Wait, and return what went wrong; that is told by whoever asks here, and not by having asked."""
-    return handle.outcome() if isinstance(handle, SaveHandle) else handle.exception()
+
+def _error_of(task: BackgroundTask) -> BaseException | None:
+    """Wait, and return the error without marking it as retrieved by the user."""
+    return task.outcome() if isinstance(task, SaveHandle) else task.exception()

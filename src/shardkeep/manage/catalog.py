@@ -1,4 +1,11 @@
-"""One checkpoint of a root, as its commit record tells of it: what policies and commands decide by."""
+"""
+The checkpoints of a root, found by their commit records alone: no index, data file or torch is needed.
+
+The commit records are authoritative. The `latest` file of a root is a hint for people and scripts, and is never read here.
+
+`Entry` describes one checkpoint. `Naming` maps steps to names and back. `newest_first` orders entries by timeline and
+step. `Catalog` reads one root, and `Tiers` reads a near and a far root as one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,7 @@ from typing import Any, Literal
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StateError, StorageError
 from shardkeep.format.record import Record
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
 from shardkeep.options import Options
@@ -23,16 +30,33 @@ from shardkeep.storage.base import REMOVING_NAME, Deletes, Gets, Lists, Puts, Ro
 from shardkeep.storage.resolve import open_root
 
 METRICS = "metrics"
-"""Where in a record's meta the metrics of its step are."""
+"""The key of the step's metrics in the meta of a commit record."""
 TIMELINE = "timeline"
-"""Where in a record's meta it says which attempt at its steps it belongs to; not there: the first."""
+"""The key of the timeline's number in the meta of a commit record; absent for the first timeline."""
 BEGAN_AFTER = "timeline_began_after"
-"""Where in a record's meta it says after which timeline and step its own began; not there for the first."""
+"""The key of the timeline and step after which the timeline began; absent for the first timeline."""
+NEAR, FAR = 0, 1
+"""The tier of the root that is saved to, and of the one that checkpoints are promoted to."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")
+_STEP_SPEC = re.compile(r"(0[1-9]\d*)?d?")
+_TEMPLATE_HINT = (
+    'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
+)
+_MAX_STEP = (1 << 63) - 1
+_PIN_PREFIX = "pin."
+_MAX_PIN_NBYTES = 4096
+_THREADS = 16
+"""How many records are read at a time: most of that time is spent waiting for the disk or the network."""
+_BATCH = 64
+"""How many records are read before the next ones are asked for."""
+_MAX_STRANGERS = 3
 
 Status = Literal["committed", "unfinished", "damaged"]
 Layout = Literal["native", "torch"]
+
+
+# -- one checkpoint -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,43 +64,53 @@ class Entry:
     """A checkpoint of a root, or what is left of one."""
 
     name: str
-    """Of its place."""
+    """The name of its directory in the root."""
     step: int
     status: Status
-    """committed: it exists. unfinished: it is being written, or never was to the end. damaged: its record is unreadable."""
+    """committed: it exists. unfinished: it is being written, or its save never finished. damaged: its record is unreadable."""
     reason: str = ""
     """Why it is not committed."""
     layout: Layout | None = None
     saved_at: datetime | None = None
-    """By the clock of the rank that committed it, or of the store; always with its time zone."""
+    """By the clock of the rank that committed it, or of the store; always with a time zone."""
     nbytes: int = 0
-    """Of all files that belong to it; 0 where that is not known."""
+    """The size of all files that belong to it; 0 where that is not known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     pinned: bool = False
     timeline: int = 0
-    """A job that goes back to an earlier step and saves other steps from there begins a new one; higher is newer."""
+    """A job that goes back to an earlier step and saves other steps from there begins a new timeline; higher is newer."""
     began_after: tuple[int, int] | None = None
-    """Which timeline and step its own timeline began after."""
+    """The timeline and step after which its own timeline began."""
     record: Record | None = field(default=None, repr=False)
-    """Of a native checkpoint."""
+    """The commit record of a native checkpoint."""
     problem: CheckpointError | None = field(default=None, repr=False)
-    """What reading the record of a damaged one raised."""
+    """The error that reading the record of a damaged checkpoint raised."""
     tier: int = 0
-    """Of a Checkpointer with two roots: 0 in the near one, 1 in the one that is promoted to."""
+    """In a Checkpointer with two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
 
     @property
     def committed(self) -> bool:
-        """Whether it exists."""
+        """Whether it exists as a checkpoint."""
         return self.status == "committed"
 
     @property
     def age(self) -> tuple[int, int]:
-        """What checkpoints are ordered by, the newest last: clocks have no say in it."""
+        """The key by which checkpoints are ordered, the newest last. It does not depend on any clock."""
         return self.timeline, self.step
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save that wrote it; empty where that is not known."""
+        return "" if self.record is None else self.record.save_id
+
+    @property
+    def save_order(self) -> tuple[int, str]:
+        """The key that orders several saves of one step, the newest last: save ids sort by time."""
+        return self.timeline, self.save_id
 
 
 def entry_from_record(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
-    """Say what a commit record says."""
+    """Describe a committed checkpoint by its record."""
     return Entry(
         name=name,
         step=step,
@@ -86,8 +120,8 @@ def entry_from_record(name: str, step: int, record: Record, *, pinned: bool) -> 
         nbytes=record.stored_nbytes,
         metrics=metrics_in(record.meta),
         pinned=pinned,
-        timeline=timeline_in(record.meta),
-        began_after=began_after_in(record.meta),
+        timeline=_timeline_in(record.meta),
+        began_after=_began_after_in(record.meta),
         record=record,
     )
 
@@ -99,10 +133,10 @@ def build_meta(
     began_after: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """
-    Put metrics, and the timeline, to the user's own meta.
+    Add metrics and the timeline to the user's meta.
 
     Raises:
-        StateError: the user's own has a key of ours, or a metric is no number.
+        StateError: the user's meta has a reserved key, or a metric is not a number.
 
     """
     if meta is not None and not isinstance(meta, Mapping):
@@ -123,21 +157,19 @@ def build_meta(
 
 
 def metrics_in(meta: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record's meta; what is no number is left out."""
+    """Return the metrics of a record's meta, without values that are not numbers."""
     found = meta.get(METRICS)
     if not isinstance(found, dict):
         return {}
     return {name: float(value) for name, value in found.items() if type(value) in (int, float) or value in _NOT_FINITE}
 
 
-def timeline_in(meta: Mapping[str, Any]) -> int:
-    """Return the timeline of a record's meta."""
+def _timeline_in(meta: Mapping[str, Any]) -> int:
     found = meta.get(TIMELINE)
     return found if type(found) is int and found > 0 else 0
 
 
-def began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return which timeline and step the timeline of a record's meta began after."""
+def _began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
     found = meta.get(BEGAN_AFTER)
     if not isinstance(found, list) or len(found) != 2 or any(type(each) is not int or each < 0 for each in found):
         return None
@@ -146,19 +178,14 @@ def began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _stored_metric(name: Any, value: Any) -> float | str:
     try:
-        number = float(value)  # also a tensor or an array of one element
+        number = float(value)  # also accepts a tensor or an array of one element
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-        raise StateError(
-            f"metric {name!r} is {_shown_metric(value)}, not a number", hint="give one number a metric"
-        ) from exc
-    return number if math.isfinite(number) else str(number)  # JSON has no word for the others
-
-
-def _shown_metric(value: Any) -> str:
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # a whole number of thousands of digits
-        return f"a {type(value).__name__}"
+        try:
+            shown = f"{value!r:.80}"
+        except ValueError:  # an integer of thousands of digits
+            shown = f"a {type(value).__name__}"
+        raise StateError(f"metric {name!r} is {shown}, not a number", hint="give one number per metric") from exc
+    return number if math.isfinite(number) else str(number)  # JSON cannot represent infinity or NaN
 
 
 def _parse_time(text: str) -> datetime | None:
@@ -169,14 +196,16 @@ def _parse_time(text: str) -> datetime | None:
     return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
-# Which checkpoints come before which: those that led to the newest one first, then those of pasts that were given up.
-#
-# A job that goes back to step 100 while 150 and 200 exist, and saves 110, leaves them behind: whoever cannot have 110
-# wants 100, and not 200. Each record of a timeline says which step of which timeline it began after.
+# -- the order of checkpoints -------------------------------------------------------------------------------------
 
 
 def newest_first(entries: Iterable[Entry]) -> list[Entry]:
-    """Order entries: the newest timeline, then what it came from, each by step; then all that was given up."""
+    """
+    Order entries: first the newest timeline and the timelines it came from, each by step; then abandoned checkpoints.
+
+    A job that goes back to step 100 while 150 and 200 exist, and then saves 110, abandons 150 and 200. If 110 cannot be
+    used, 100 is wanted next, not 200. The records of a timeline say after which timeline and step it began.
+    """
     known = list(entries)
     reach = _reach(known)
 
@@ -188,9 +217,9 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
 
 def restore_order(entries: Iterable[Entry]) -> list[Entry]:
     """
-    Order entries for a restore: one whose record cannot be read may be of any timeline, and counts as of the newest.
+    Order entries for a restore. An entry with an unreadable record may belong to any timeline: it counts as the newest.
 
-    To take it for an old one would be to pass over what may be the newest checkpoint without a word.
+    If it counted as an old one, a restore could silently pass over the newest checkpoint.
     """
     known = list(entries)
     newest = max((entry.timeline for entry in known), default=0)
@@ -199,11 +228,13 @@ def restore_order(entries: Iterable[Entry]) -> list[Entry]:
 
 def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Entry]:
     """
-    Return entries, each of which was read or is damaged; `roots` are what their roots are called, the nearest first.
+    Return the entries if the store gave the record of each, or the record is known to be damaged.
+
+    `roots` are the URLs of the roots, by tier.
 
     Raises:
-        StorageError: the store does not give one of the records now. It may be whole, of any timeline, and the newest: to
-            pass over it would be to lose what was trained since, so that somebody has to say so, by moving it away.
+        StorageError: the store fails to give a record at the moment. That checkpoint may be whole, and the newest. To go
+            on without it would lose work, so the user has to decide that, by moving it away.
 
     """
     known = list(entries)
@@ -217,7 +248,7 @@ def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Ent
             if entry.tier:
                 ways.append("to go on without the far root, leave promote_to out")
             raise StorageError(
-                f"{where} cannot be looked at now, and may be the newest checkpoint: {problem.message}",
+                f"{where} cannot be read at the moment, and may be the newest checkpoint: {problem.message}",
                 hint="; ".join(ways),
                 **problem.details,
             ) from problem
@@ -225,12 +256,12 @@ def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Ent
 
 
 def began_after(entries: Iterable[Entry], timeline: int) -> tuple[int, int] | None:
-    """Say after which timeline and step a timeline began, if one of its records tells."""
+    """Return the timeline and step after which a timeline began, if one of its records says so."""
     return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
 
 
 def _reach(entries: list[Entry]) -> dict[int, float]:
-    """Up to which step each timeline led to the newest one; those that did not are not there."""
+    """Return up to which step each timeline is an ancestor of the newest one; other timelines are left out."""
     timeline: int = max((entry.timeline for entry in entries), default=0)
     step = math.inf
     reach: dict[int, float] = {}
@@ -242,26 +273,14 @@ def _reach(entries: list[Entry]) -> dict[int, float]:
     return reach
 
 
-# What the checkpoint of a step is called, and which step a name is of.
-
-_STEP_SPEC = re.compile(r"(0[1-9]\d*)?d?")
-_TEMPLATE_HINT = (
-    'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
-)
-_LARGEST_STEP = (1 << 63) - 1
+# -- names and pins -----------------------------------------------------------------------------------------------
 
 
 class Naming:
-    """A template with the step in it, used both ways."""
+    """Maps steps to names and names to steps, by a template such as "step-{step}" or "ckpt_{step:08d}"."""
 
     def __init__(self, template: str) -> None:
-        """
-        Take a template, like "step-{step}" or "ckpt_{step:08d}".
-
-        Raises:
-            StateError: it names no step, or names that no store takes.
-
-        """
+        """Raise `StateError` if the template does not contain the step once, or gives names that no store accepts."""
         self.template = template
         try:
             parts = list(string.Formatter().parse(template))
@@ -274,25 +293,25 @@ class Naming:
         before = "".join(text for text, *_ in parts[: at + 1])
         after = "".join(text for text, *_ in parts[at + 1 :])
         self._pattern = re.compile(f"{re.escape(before)}([0-9]{{1,251}}){re.escape(after)}")
-        if not is_name(template.format(step=_LARGEST_STEP)):
+        if not is_name(template.format(step=_MAX_STEP)):
             raise StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
 
     def __repr__(self) -> str:
         return f"Naming({self.template!r})"
 
     def name(self, step: int) -> str:
-        """Name the checkpoint of a step."""
+        """Return the name of a step's checkpoint."""
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        """Tell which step a name is of; None for a name that no step has."""
+        """Return the step of a name; None for a name that no step has."""
         found = self._pattern.fullmatch(name)
         step = int(found[1]) if found else -1
-        return step if 0 <= step <= _LARGEST_STEP and self.name(step) == name else None
+        return step if 0 <= step <= _MAX_STEP and self.name(step) == name else None
 
 
 def template_of(name: str) -> str | None:
-    """Guess the template of a name, by its last number."""
+    """Guess the template of a name by its last number."""
     found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
     if found is None:
         return None
@@ -301,47 +320,33 @@ def template_of(name: str) -> str | None:
     return f"{before}{{step{width}}}{after}"
 
 
-# Checkpoints that are kept whatever a policy says: each has a blob of its own in the root.
-
-_PIN_PREFIX = "pin."
-_MAX_PIN_NBYTES = 4096
-
-
 def pinned(root: Lists) -> set[str]:
-    """Name the places that are pinned."""
+    """Return the names of pinned checkpoints, which are kept whatever the policies say."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 
 def is_pinned(root: Gets, name: str) -> bool:
-    """Say whether a place is pinned at this moment."""
+    """Return whether a checkpoint is pinned right now."""
     try:
         root.get(_PIN_PREFIX + name, limit=_MAX_PIN_NBYTES)
     except BlobNotFound:
         return False
-    except MalformedFile:  # somebody has written something into it
+    except MalformedFile:  # the pin file was edited
         return True
     return True
 
 
 def pin(root: Puts, name: str) -> None:
-    """Keep a place."""
+    """Pin a checkpoint, by a file of its own in the root."""
     root.put(_PIN_PREFIX + name, b"", replace=True)
 
 
 def unpin(root: Deletes, name: str) -> None:
-    """Leave a place to the policies again."""
+    """Leave a checkpoint to the policies again."""
     root.delete(_PIN_PREFIX + name)
 
 
-# Which checkpoints a root has, by their commit records alone: no index, no data file and no torch is needed for that.
-#
-# The records are the truth. What else a root says (`latest`) is a hint that nobody here listens to.
-
-_THREADS = 16
-"""That read records at a time: most of them wait for the disk or the network."""
-_STRANGERS = 3
-_BATCH = 64
-"""Records read before the next ones are asked for."""
+# -- roots --------------------------------------------------------------------------------------------------------
 
 
 class Catalog:
@@ -362,14 +367,14 @@ class Catalog:
 
     def __init__(self, root: str | os.PathLike[str] | Root, template: str = "step-{step}") -> None:
         """
-        Look at a root.
+        Open a root for reading.
 
         Args:
-            root: a path, a `file://` URL, or a root.
-            template: what its checkpoints are called; places of other names are left alone.
+            root: a path, a URL, or a root.
+            template: how its checkpoints are named; directories with other names are ignored.
 
         Raises:
-            StateError: the template does not name one step.
+            StateError: the template does not contain the step once.
 
         """
         self.root = open_root(root, direct=Options().direct_io)
@@ -379,7 +384,7 @@ class Catalog:
         return f"Catalog({self.root.url!r}, {self.naming.template!r})"
 
     def __iter__(self) -> Iterator[Entry]:
-        """Read entries as they are asked for: by step, the highest first."""
+        """Read entries one after the other, the highest step first."""
         pins = pinned(self.root)
         steps = sorted(self._steps(), reverse=True)
         return _read_ahead(lambda each: self._look(*each, pins=pins), iter(steps))
@@ -388,7 +393,7 @@ class Catalog:
         """
         Return all entries, the newest first: by timeline, then by step, and last those that a job has gone back from.
 
-        Places in which nothing is are left out.
+        Empty directories are left out.
         """
         return newest_first(self)
 
@@ -397,12 +402,12 @@ class Catalog:
         return next((entry for entry in self.entries() if entry.committed), None)
 
     def find(self, step: int) -> Entry | None:
-        """Return what there is of a step."""
+        """Return the entry of a step."""
         name = self.naming.name(step)
         return self._look(step, name, pins=pinned(self.root))
 
     def strangers(self) -> dict[str, str]:
-        """Name some places that hold checkpoints and are not of the template, each with a template that it is of."""
+        """Return a few checkpoints whose names do not match the template, each with a template that would match."""
         found: dict[str, str] = {}
         for name in sorted(self.root.places(), reverse=True):
             template = template_of(name)
@@ -410,7 +415,7 @@ class Catalog:
                 continue
             if any(is_commit_marker(info.name) for info in self.root.place(name).list()):
                 found[name] = template
-            if len(found) == _STRANGERS:
+            if len(found) == _MAX_STRANGERS:
                 break
         return found
 
@@ -433,29 +438,24 @@ class Catalog:
 
 
 def _without_record(store: Store, name: str, step: int, *, is_pinned: bool) -> Entry | None:
-    """Say what a place is that has no commit record: a checkpoint of torch's, or none."""
+    """Describe a directory that has no commit record: a checkpoint in torch's layout, or an unfinished save."""
     infos = {info.name: info for info in store.list()}
     if not infos:
         return None
+    entry = Entry(name=name, step=step, status="committed", pinned=is_pinned)
     metadata = infos.get(METADATA_NAME)
     if metadata is not None and metadata.nbytes:
         ours = [info.nbytes for info in infos.values() if is_data(info.name) or is_metadata(info.name)]
         when = datetime.fromtimestamp(metadata.modified_s, timezone.utc)
-        return Entry(
-            name=name, step=step, status="committed", layout="torch", saved_at=when, nbytes=sum(ours), pinned=is_pinned
-        )
+        return replace(entry, layout="torch", saved_at=when, nbytes=sum(ours))
     if metadata is not None:
-        return Entry(
-            name=name, step=step, status="damaged", reason=f"{METADATA_NAME} is empty", layout="torch", pinned=is_pinned
-        )
-    size = sum(info.nbytes for info in infos.values())
-    return Entry(
-        name=name, step=step, status="unfinished", reason=_why_unfinished(store, infos), nbytes=size, pinned=is_pinned
-    )
+        return replace(entry, status="damaged", reason=f"{METADATA_NAME} is empty", layout="torch")
+    nbytes = sum(info.nbytes for info in infos.values())
+    return replace(entry, status="unfinished", reason=_why_unfinished(store, infos), nbytes=nbytes)
 
 
 def _why_unfinished(store: Store, names: Iterable[str]) -> str:
-    found = leftovers.survey(store)
+    found = orphans.survey(store)
     if found.living:
         return f"process {found.living.pid} is writing it"
     if found.elsewhere:
@@ -468,7 +468,7 @@ def _why_unfinished(store: Store, names: Iterable[str]) -> str:
 
 
 def _read_ahead(look: Callable[[tuple[int, str]], Entry | None], steps: Iterator[tuple[int, str]]) -> Iterator[Entry]:
-    """Look at places, a few at first, then many at a time."""
+    """Read the first two entries, then the rest many at a time."""
     yield from (entry for entry in map(look, islice(steps, 2)) if entry)
     rest = list(steps)
     if not rest:
@@ -478,26 +478,19 @@ def _read_ahead(look: Callable[[tuple[int, str]], Entry | None], steps: Iterator
             batch = rest[start : start + _BATCH]
             try:
                 looked = threads.map(look, batch)
-            except RuntimeError:  # the interpreter ends, and begins no more threads
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
                 looked = map(look, batch)
             yield from (entry for entry in looked if entry)
 
 
-# The roots of a Checkpointer: the near one, which it saves to, and perhaps a far one, which checkpoints are promoted
-# to.
-#
-# Both are ordinary roots. A promoted checkpoint is the same save in both: of one step the newest save counts, and of
-# one
-# save the near copy.
-
-NEAR, FAR = 0, 1
-
-
 class Tiers:
-    """One root, or two."""
+    """
+    The roots of a Checkpointer: the near one, which it saves to, and perhaps a far one, which it promotes to.
+
+    A promoted checkpoint is the same save in both. Of one step the newest save counts, and of one save the near copy.
+    """
 
     def __init__(self, near: Catalog, far: Catalog | None = None) -> None:
-        """Look at the near root, and at the far one if there is one."""
         self.near = near
         self.far = far
 
@@ -506,12 +499,12 @@ class Tiers:
 
     @property
     def all(self) -> list[Catalog]:
-        """The catalogues, the nearest first."""
+        """The catalogs, by tier."""
         return [self.near] if self.far is None else [self.near, self.far]
 
     @property
     def urls(self) -> list[str]:
-        """What the roots are called, the nearest first."""
+        """The URLs of the roots, by tier."""
         return [each.root.url for each in self.all]
 
     @property
@@ -520,71 +513,36 @@ class Tiers:
         return " and ".join(self.urls)
 
     def entries(self) -> list[Entry]:
-        """Return what there is: of one step the newest save first, and of one save the near copy."""
-        return merge_tiers(entry for tier, each in enumerate(self.all) for entry in _with_tier(tier, each.entries()))
+        """Return the entries of all roots: of one step the newest save first, and of one save the near copy first."""
+        return merge_tiers(replace(entry, tier=tier) for tier, each in enumerate(self.all) for entry in each.entries())
 
     def find(self, step: int) -> list[Entry]:
-        """Return what there is of a step, in the same order."""
+        """Return the entries of a step, in the same order."""
         found = [(tier, each.find(step)) for tier, each in enumerate(self.all)]
-        return merge_tiers(entry for tier, each in found if each is not None for entry in _with_tier(tier, [each]))
+        return merge_tiers(replace(entry, tier=tier) for tier, entry in found if entry is not None)
 
     def pin(self, name: str) -> None:
-        """Pin a place in all roots: one that is promoted later is pinned, too."""
+        """Pin a checkpoint in all roots; one that is promoted later stays pinned."""
         for each in self.all:
             pin(each.root, name)
 
     def unpin(self, name: str) -> None:
-        """Unpin a place in all roots."""
+        """Unpin a checkpoint in all roots."""
         for each in self.all:
             unpin(each.root, name)
 
 
 def merge_tiers(entries: Iterable[Entry]) -> list[Entry]:
-    """Order entries of several roots, the newest save first, and of one save the near copy; unreadable ones before."""
-    # What cannot be read is told of before another copy is taken.
-    return sorted(entries, key=lambda entry: (entry.problem is not None, save_order(entry), -entry.tier), reverse=True)
+    """Order entries of several roots: unreadable ones, then the newest save first, and of one save the near copy."""
+    # An unreadable entry comes first, so that it is reported before another copy is taken.
+    return sorted(entries, key=lambda entry: (entry.problem is not None, entry.save_order, -entry.tier), reverse=True)
 
 
 def newest_saves(entries: Iterable[Entry]) -> list[Entry]:
-    """Leave out committed saves of which there is a newer one of the same step, which will take their place."""
+    """Leave out committed saves that a newer committed save of the same step supersedes."""
     known = list(entries)
     newest: dict[str, tuple[int, str]] = {}
     for entry in known:
         if entry.committed:
-            newest[entry.name] = max(save_order(entry), newest.get(entry.name, (-1, "")))
-    return [entry for entry in known if not entry.committed or save_order(entry) == newest[entry.name]]
-
-
-def one_per_step(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the first committed entry of each step."""
-    found: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.committed:
-            found.setdefault(entry.name, entry)
-    return list(found.values())
-
-
-def save_order(entry: Entry) -> tuple[int, str]:
-    """Say what tells saves of one step apart, the newest last: ids of saves sort by time."""
-    return entry.timeline, "" if entry.record is None else entry.record.save_id
-
-
-def same_save(one: Entry, other: Entry) -> bool:
-    """Tell whether two entries are copies of one save."""
-    return (
-        one.record is not None
-        and other.record is not None
-        and (one.name, one.record.save_id) == (other.name, other.record.save_id)
-    )
-
-
-def _with_tier(tier: int, entries: Iterable[Entry]) -> list[Entry]:
-    return [replace(entry, tier=tier) for entry in entries] if tier else list(entries)
-
-
-def common_problem(entries: Iterable[Entry]) -> CheckpointError | None:
-    """Return why none of these can be read, where none can."""
-    known = list(entries)
-    if any(entry.problem is None for entry in known):
-        return None
-    return next((entry.problem for entry in known), None)
+            newest[entry.name] = max(entry.save_order, newest.get(entry.name, (-1, "")))
+    return [entry for entry in known if not entry.committed or entry.save_order == newest[entry.name]]

@@ -1,15 +1,15 @@
 """
-How ranks agree on what only one of them knows: a signal, a request, the time, a save that failed.
+Decisions that all ranks follow although only one rank knows the reason: a signal, a request, the time, a failed save.
 
-Rank 0 decides, and says so in the key-value store that torch made; the others read it. No collective is made. Nobody
-waits for the others but for rank 0, and they do not talk at every step: with each decision rank 0 says in how many steps
-there is the next, so that there is about one a second. What a rank is asked for reaches rank 0 by a key of its own.
+Rank 0 decides and publishes the decision in torch's key-value store; the other ranks read it. No collective is used, and
+ranks wait for nobody but rank 0. They do not communicate at every step: each decision says after how many calls the next
+one follows, so that there is about one per second. Requests of other ranks reach rank 0 through keys of their own.
 
-The keys, below one prefix for each Checkpointer, all of which are deleted again:
+The keys, below one prefix per Checkpointer, all of which are deleted again:
 
     N           the Nth decision
     N/read      how many ranks have read it; the last one deletes both
-    asks/KIND   some rank was asked for this
+    asks/KIND   some rank received a request of this kind
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -26,90 +25,67 @@ from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.errors import RanksDisagree, RanksSilent
-from shardkeep.manage.schedule import INTERVAL_S, Clock
-from shardkeep.storage.base import Root
+from shardkeep.manage.schedule import Clock
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import Store
-
 
 T = TypeVar("T")
 
-_MOST_STEPS = 50
-"""Quick steps may become slow ones, and a signal should not wait for many of them."""
+_MAX_CALLS = 50
+"""Between two decisions: fast steps may become slow ones, and a signal should not wait for many of them."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says."""
+    """What rank 0 decided for a step."""
 
     step: int
-    """At which it says so."""
     why: str = ""
-    """Why to save at this step; nothing: do not, unless its number says so."""
+    """The reason to save at this step; empty: save only if the step number says so."""
     stop: bool = False
-    """Whether a signal asked for it: the save is to be waited for, and training should end."""
+    """Whether a signal is the reason: the call waits for the save, and training should end."""
     failed: list[int] = []
-    """Numbers of saves that have failed, and were not told of before."""
+    """Numbers of saves that failed and were not reported before."""
     unpromoted: list[int] = []
-    """The same of rounds of promotions."""
+    """Numbers of replication rounds that failed and were not reported before."""
     again: int = 1
-    """In how many calls there is the next decision."""
+    """After how many calls the next decision follows."""
 
 
 Decide = Callable[[Collection[str]], Decision]
-"""Given what other ranks were asked for, decides."""
+"""Makes a decision, given the requests of other ranks."""
 
 
 class StepDecisions:
-    """What this rank has to do with decisions. Used by one thread."""
+    """The part of one rank in decisions. Used by one thread."""
 
     def __init__(
-        self,
-        world: World,
-        session: str,
-        *,
-        interval_s: float = INTERVAL_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, world: World, session: str, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
-        Begin.
-
-        Args:
-            world: the ranks.
-            session: the same on all ranks, and new each time.
-            interval_s: about how long there is between decisions.
-            clock: never jumps.
-
-        """
-        self._world = world
+        """`session` is the same on all ranks, and new for each Checkpointer."""
+        self._world = world.with_prefix(f"decisions/{session}")
         self._interval_s = interval_s
         self._clock = clock
-        self._store: Store | None = None
-        if world.store is not None:
-            from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
-
-            self._store = PrefixStore(f"decisions/{session}", world.store)
         self._number = 0
         self._calls_left = 1
         self._calls_since = 1
         self._last_s = clock()
 
     def reached(self) -> bool:
-        """Count a call, and say whether a decision is to be made in it."""
+        """Count a call, and return whether a decision is made in it."""
         self._calls_left -= 1
         return self._calls_left <= 0
 
-    def ask(self, kinds: Collection[str]) -> None:
-        """Let rank 0 know what this rank was asked for."""
-        self._visit(lambda mailbox: _put_requests(mailbox, kinds), doing="tell rank 0 of a request")
+    def request(self, kinds: Collection[str]) -> None:
+        """Pass the requests that reached this rank on to rank 0."""
+        self._visit(lambda mailbox: _put_requests(mailbox, kinds), doing="send a request to rank 0")
 
     def decision(self, step: int, decide: Decide, kinds: Collection[str]) -> Decision:
         """
-        Make rank 0's decision for a step, or wait for it.
+        Make the decision for a step on rank 0, or wait for it on other ranks.
 
         Raises:
-            RanksSilent: rank 0 says nothing, or the store cannot be reached.
+            RanksSilent: rank 0 does not answer, or the key-value store cannot be reached.
             RanksDisagree: rank 0 is at another step.
 
         """
@@ -126,18 +102,18 @@ class StepDecisions:
     def _lead(self, decide: Decide, kinds: Collection[str]) -> Decision:
         if self._world.solo:
             return msgspec.structs.replace(decide(()), again=1)
-        asked = self._visit(lambda mailbox: _take_requests(mailbox, kinds), doing="look for requests")
-        made = msgspec.structs.replace(decide(asked), again=self._pace())
+        requested = self._visit(lambda mailbox: _take_requests(mailbox, kinds), doing="look for requests")
+        made = msgspec.structs.replace(decide(requested), again=self._calls_per_interval())
         body = msgspec.msgpack.encode(made)
-        self._visit(lambda mailbox: mailbox.put(str(self._number), body), doing="tell the others")
+        self._visit(lambda mailbox: mailbox.put(str(self._number), body), doing="publish a decision")
         return made
 
     def _follow(self, step: int) -> Decision:
         key, readers = str(self._number), self._world.size - 1
-        patience_s = 2 * self._world.timeout_s
+        timeout_s = 2 * self._world.timeout_s
 
         def errand(mailbox: KVMailbox) -> bytes | None:
-            if not mailbox.wait([key], patience_s):
+            if not mailbox.wait([key], timeout_s):
                 return None
             [body] = mailbox.read([key])
             if mailbox.count(f"{key}/read") == readers:
@@ -145,28 +121,28 @@ class StepDecisions:
                 mailbox.drop(f"{key}/read")
             return body
 
-        body = self._visit(errand, doing="wait for rank 0", within_s=patience_s)
+        body = self._visit(errand, doing="wait for rank 0", within_s=timeout_s)
         if body is None:
             raise RanksSilent(
-                f"rank 0 did not say within {patience_s:g} s whether step {step} is to be saved: it has not come to this"
+                f"rank 0 did not decide within {timeout_s:g} s whether step {step} is saved: it has not reached this"
                 " step, or has ended",
                 hint="call step() on all ranks; a step that takes longer needs a larger Options.timeout_s",
                 ranks=[0],
             )
         return msgspec.msgpack.decode(body, type=Decision)
 
-    def _pace(self) -> int:
-        """Choose so many calls as take about an interval, and never many more than last time."""
+    def _calls_per_interval(self) -> int:
+        """Estimate how many calls take about an interval; at most twice as many as last time."""
         now = self._clock()
         each_s = max(1e-6, (now - self._last_s) / self._calls_since)
         self._last_s = now
-        return max(1, min(int(self._interval_s / each_s), 2 * self._calls_since, _MOST_STEPS))
+        return max(1, min(int(self._interval_s / each_s), 2 * self._calls_since, _MAX_CALLS))
 
     def _visit(self, errand: Callable[[KVMailbox], T], *, doing: str, within_s: float | None = None) -> T:
-        if self._store is None:  # unreachable: a rank on its own asks nobody
-            raise RanksSilent("there is nobody to talk to", ranks=[])
+        if self._world.store is None:  # unreachable: a single rank decides without a store
+            raise RanksSilent("there is no key-value store", ranks=[])
         try:
-            return with_mailbox(self._store, self._world.size, errand, within_s=within_s or self._world.timeout_s)
+            return with_mailbox(self._world.store, self._world.size, errand, within_s=within_s or self._world.timeout_s)
         except StoreUnreachable as lost:
             others = list(range(1, self._world.size)) if self._world.rank == 0 else [0]
             raise RanksSilent(
@@ -180,87 +156,78 @@ def _put_requests(mailbox: KVMailbox, kinds: Collection[str]) -> None:
 
 
 def _take_requests(mailbox: KVMailbox, kinds: Collection[str]) -> list[str]:
-    # What is asked for between the look and the drop is served, too: the decision comes after both.
-    asked = [kind for kind in kinds if mailbox.there(f"asks/{kind}")]
-    for kind in asked:
+    # A request that arrives between `there` and `drop` is honoured too, because the decision is made after both.
+    requested = [kind for kind in kinds if mailbox.there(f"asks/{kind}")]
+    for kind in requested:
         mailbox.drop(f"asks/{kind}")
-    return asked
-
-
-# The ranks of a job, as a Checkpointer sees them: found when first needed, and sure to be of one mind.
+    return requested
 
 
 class RankContext:
-    """What one rank knows of its job."""
+    """The ranks of a Checkpointer. Nothing is exchanged before `world` or `decisions` is first used."""
 
     def __init__(
         self,
-        root: Root,
-        seams: Clock,
+        url: str,
+        clock: Clock,
         *,
         group: ProcessGroup | World | None,
         timeout_s: float,
-        talks: bool,
-        told: list[Any],
+        exchanges: bool,
+        arguments: list[Any],
     ) -> None:
         """
-        Talk to nobody yet.
-
         Args:
-            root: where it saves.
-            seams: clocks.
+            url: the root, in messages.
+            clock: clocks and intervals.
             group: the ranks.
             timeout_s: how long they wait for each other.
-            talks: whether there is anything to agree on but by the number of a step.
-            told: what the Checkpointer was told, which must be the same on all ranks.
+            exchanges: whether ranks exchange decisions: not needed where only step numbers decide.
+            arguments: arguments of the Checkpointer that must be the same on all ranks.
 
         """
-        self.talks = talks
-        self._root = root
-        self._seams = seams
+        self.exchanges = exchanges
+        self._url = url
+        self._clock = clock
         self._group = group
         self._timeout_s = timeout_s
-        self._told = told
+        self._arguments = arguments
+        # Not cached properties: before Python 3.12 these share one lock, and ranks that are threads would block each other.
         self._world: World | None = None
-        self._agreement: StepDecisions | None = None
+        self._decisions: StepDecisions | None = None
 
     @property
     def world(self) -> World:
-        """The ranks, which meet apart from those that save or load."""
+        """The ranks, with keys of their own, apart from those of saves and loads."""
         if self._world is None:
-            world = current_world(self._group, timeout_s=self._timeout_s)
-            if world.store is not None:
-                from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store
-
-                world = replace(world, store=PrefixStore("checkpointers", world.store))
-            self._world = world
+            self._world = current_world(self._group, timeout_s=self._timeout_s).with_prefix("checkpointers")
         return self._world
 
     @property
-    def agreement(self) -> StepDecisions:
+    def decisions(self) -> StepDecisions:
         """
-        What is decided at some steps; asked for by all ranks at the same time, at first.
+        The decisions of the ranks; first used by all ranks at the same time.
 
         Raises:
-            RanksDisagree: their Checkpointers were told different things.
+            RanksDisagree: their Checkpointers were made with different arguments.
 
         """
-        if self._agreement is None:
-            session = ""
+        if self._decisions is None:
+            clock, session = self._clock, ""
             if not self.world.solo:
-                with rendezvous(self.world, f"steps of {self._root.url}") as meeting:
-                    mine = msgspec.json.encode(self._told)
-                    session = meeting.agree("begin", lambda: mine, self._same).decode()
-            seams = self._seams
-            self._agreement = StepDecisions(self.world, session, interval_s=seams.interval_s, clock=seams.clock)
-        return self._agreement
+                with rendezvous(self.world, f"steps of {self._url}") as meeting:
+                    mine = msgspec.json.encode(self._arguments)
+                    session = meeting.agree("begin", lambda: mine, self._session).decode()
+            self._decisions = StepDecisions(self.world, session, interval_s=clock.interval_s, clock=clock.monotonic)
+        return self._decisions
 
     @staticmethod
-    def _same(told: list[bytes]) -> list[bytes]:
-        for rank, each in enumerate(told):
-            if each != told[0]:
+    def _session(arguments: list[bytes]) -> list[bytes]:
+        for rank, each in enumerate(arguments):
+            if each != arguments[0]:
                 raise RanksDisagree(
-                    f"the Checkpointer of rank {rank} was made with {each.decode()}, that of rank 0 with {told[0].decode()}",
+                    f"the Checkpointer of rank {rank} was made with {each.decode()}, that of rank 0 with"
+                    f" {arguments[0].decode()}",
                     hint="make it with the same arguments on all ranks",
                 )
-        return [secrets.token_hex(8).encode()] * len(told)
+        return [secrets.token_hex(8).encode()] * len(arguments)

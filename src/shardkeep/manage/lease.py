@@ -1,17 +1,17 @@
 """
-One job at a time saves to a root: its rank 0 holds a lease, a blob in the root that it writes anew every so often.
+The lease of a root: one job at a time saves to a root, and its rank 0 holds the lease.
 
-Whose process is certainly gone (it was on this machine) holds nothing. Of a holder elsewhere one can only see whether it
-still writes: whoever wants the lease watches it, by a clock that does not jump, and is refused as soon as it moves. If it
-was not written for as long as a lease lasts, it is taken over. A job that was taken over finds out before its next
-commit at the latest. Reading needs no lease.
+The lease is a file in the root that its holder rewrites regularly. Reading a root needs no lease.
 
-It finds out also where the other job has ended by then: whoever takes a lease from somebody who may come back does not
-delete it at the end, but writes into it that it is released, and so do all who have it after that. A lease that vanished
-is written again, as somebody has tidied up; but not by a job that has not renewed it for as long as it lasts.
-
-It is only ever written over the version that was seen, so that of two who take it at once, or of one who takes and one
-who renews it, the store lets one through.
+- If the holder was a process of this machine that no longer exists, the lease is free.
+- If the holder is on another machine, a new job watches the lease with a monotonic clock. When the lease is renewed, the
+  new job is refused. When it was not renewed for as long as a lease lasts, the new job takes it over.
+- A job whose lease was taken over notices before its next commit at the latest, even if the other job has ended by
+  then: whoever takes a lease from a holder that may come back marks it as contested, and a contested lease is never
+  deleted, but marked as released.
+- If the file vanishes, the holder writes it again, since it was probably deleted by hand. A holder that has not renewed
+  its lease in time does not: another job may have come and gone.
+- Every write is conditional on the version that was read, so when two processes write at once, the store accepts one.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ log = logging.getLogger("shardkeep")
 LEASE_NAME = "lease.json"
 LEASE_S = 300.0
 _RENEWALS = 10
-"""While a lease lasts."""
+"""How often a lease is renewed while it lasts."""
 _MAX_NBYTES = 4096
 _READS = 3
-"""How often a lease that is not this job's is read, at most, until two answers agree."""
+"""How often another job's lease is read, at most, until two answers agree."""
 _HOW_TO_TAKE = (
     "wait for that job to end, close its Checkpointer, or save to another root; takeover=True takes the root from it"
 )
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process holds a root."""
+    """The process that holds a root; the contents of the lease file."""
 
     id: str
-    """Of the Checkpointer."""
+    """The id of its Checkpointer."""
     machine: str
-    """As people call it."""
+    """The host name, for messages."""
     host: str
-    """Machine, boot and process namespace: equal only where process numbers mean the same."""
+    """Machine, boot and process namespace: equal only where process ids mean the same."""
     pid: int
     started: str
     since: str
     beat: int = 0
-    """Goes up with each renewal."""
+    """Incremented by each renewal."""
     contested: bool = False
-    """Whether somebody had it before who may come back, and must see then that it was taken."""
+    """Whether a previous holder may come back, and must see then that the lease was taken."""
     released: bool = False
-    """Whether it was given up: it is free, but for whom it was taken from."""
+    """Whether the lease is free again. A previous holder still sees that it was taken."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.machine}, since {self.since}"
 
 
-# Leases of this process, by id. One of ours that is not among them was given up, and could not be deleted.
+# The leases of this process, by id. A lease of this process that is not here was released, but could not be deleted.
 _held: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
 
@@ -88,17 +88,7 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """
-        Take nothing yet.
-
-        Args:
-            root: whose.
-            lasts_s: how long it lasts when it is not renewed.
-            takeover: take it from whoever has it.
-            clock: never jumps.
-            sleep: waits.
-
-        """
+        """`takeover`: take the lease from any holder."""
         self._root = root
         self._lasts_s = lasts_s
         self._takeover = takeover
@@ -108,10 +98,11 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost = ""
+        """Why the lease was lost; empty while it was not."""
         self._written_s = 0.0
-        """When a write that succeeded was begun, by the clock."""
+        """When the last successful write began, by the clock."""
         self.gone: set[str] = set()
-        """Hosts of holders whose lease ran out: their saves are dead."""
+        """Hosts whose lease expired: their saves are dead."""
         self._mine = Holder(
             id=secrets.token_hex(8),
             machine=socket.gethostname(),
@@ -123,20 +114,20 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether it was taken, and nothing says that it was lost since."""
+        """Whether the lease was acquired, and is not known to be lost."""
         return self._thread is not None and not self._lost and not self._ended.is_set()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """
-        Take the lease, and renew it from now on; does nothing where it is held.
+        Acquire the lease, and renew it from now on; where it is held already, check it.
 
         Raises:
-            RootInUse: somebody else has it; names them.
-            LeaseLost: somebody took it from this job.
+            RootInUse: another job holds it.
+            LeaseLost: another job took it from this one.
 
         """
         if self._thread is not None:
-            self.insist()
+            self.check()
             return
         _held[self._mine.id] = self
         try:
@@ -149,24 +140,18 @@ class Lease:
         self._thread.start()
         atexit.register(self.release)
 
-    def insist(self) -> None:
-        """
-        Look once more whether it is still this job's.
-
-        Raises:
-            LeaseLost: it is not.
-
-        """
+    def check(self) -> None:
+        """Read the lease once more; raise `LeaseLost` if this job does not hold it any more."""
         with self._lock:
             self._renew_or_lose(write=False)
         if self._lost:
             raise LeaseLost(
-                f"{self._root.url}: {self._lost}; this one does no more",
-                hint="let only one job save to a root; what was committed before is as it was",
+                f"{self._root.url}: {self._lost}; this job saves and deletes nothing more there",
+                hint="let only one job save to a root; what was committed before is intact",
             )
 
     def release(self) -> None:
-        """Give it up, if it is still this job's. Never raises; safe when called twice."""
+        """Release the lease, if this job still holds it. Never raises; safe when called twice."""
         atexit.unregister(self.release)
         self._ended.set()
         if self._thread is None or self._mine.pid != os.getpid():
@@ -182,15 +167,16 @@ class Lease:
                 else:
                     self._root.delete(LEASE_NAME)
         _held.pop(self._mine.id, None)
-        self._lost = self._lost or "the lease was given up"
+        self._lost = self._lost or "the lease was released"
 
-    # -- taking --------------------------------------------------------------------------------------------------
+    # -- acquiring -----------------------------------------------------------------------------------------------
 
     def _try(self) -> bool:
-        """Take it if it is free, dead or to be taken over; False where things have changed meanwhile."""
+        """Write the lease if it is free, expired or to be taken over; return False if it changed meanwhile."""
         if self._write(None):
             return True
-        version = self._root.version(LEASE_NAME)  # before it is read: what is written over is what was seen, or nothing
+        # The version must be read before the contents, so that a write replaces either what was seen, or nothing.
+        version = self._root.version(LEASE_NAME)
         seen = self._read()
         if seen is None or version is None:
             return False
@@ -203,7 +189,7 @@ class Lease:
             if holder and holder.host == self._mine.host:
                 whose = "this process itself" if holder.pid == os.getpid() else str(holder)
                 raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
-            if not self._outwait(seen, holder):
+            if not self._wait_for_expiry(seen, holder):
                 return False
             if holder:
                 self.gone.add(holder.host)
@@ -215,12 +201,13 @@ class Lease:
             log.warning("%s: taken over from %s", self._root.url, holder or "an unreadable lease")
         return self._is_mine(self._read())
 
-    def _outwait(self, seen: bytes, holder: Holder | None) -> bool:
-        """Watch a lease of elsewhere; True when it has run out, False when it is gone, and refused when it moves."""
-        # Whatever age the store's clock gives it, it is watched for a while: that clock may have jumped.
+    def _wait_for_expiry(self, seen: bytes, holder: Holder | None) -> bool:
+        """Watch another machine's lease; return whether it expired; raise `RootInUse` when it is renewed."""
+        # It is watched for a while however old it looks, because the store's clock may have jumped.
         renewal_s = self._lasts_s / _RENEWALS
         wait_s = max(1.5 * renewal_s, self._lasts_s - self._age_s())
-        log.warning("%s is held by %s: waiting %.0f s for a sign of it", self._root.url, holder or "somebody", wait_s)
+        text = "%s is held by %s: waiting %.0f s to see whether the lease is renewed"
+        log.warning(text, self._root.url, holder or "an unknown job", wait_s)
         until = self._clock() + wait_s
         while self._clock() < until:
             self._sleep(min(1.0, renewal_s / 4))
@@ -228,21 +215,21 @@ class Lease:
             if now is None:
                 return False
             if now != seen:
-                moved = _decoded(now)
-                if moved and moved.released:
+                renewed = _decoded(now)
+                if renewed and renewed.released:
                     return False
                 raise RootInUse(
-                    f"{self._root.url}: another job saves here ({moved or 'unreadable'})", hint=_HOW_TO_TAKE
+                    f"{self._root.url}: another job saves here ({renewed or 'unreadable'})", hint=_HOW_TO_TAKE
                 )
         return True
 
     def _age_s(self) -> float:
-        """Say how old the lease is by the store's own clock, which a blob that is made just now tells."""
-        probe = "lease-probe"  # of one name for all, so that none stays whose maker was killed
+        """Return how old the lease is by the store's own clock, which the time of a new file shows."""
+        probe = "lease-probe"  # the same name for all jobs, so that a killed job leaves at most one
         self._root.put(probe, b"", replace=True)
         when = {info.name: info.modified_s for info in self._root.list()}
         self._root.delete(probe)
-        if probe not in when or LEASE_NAME not in when:  # another job asks too, or the lease is gone
+        if probe not in when or LEASE_NAME not in when:  # another job probes too, or the lease was deleted
             return 0.0
         return when[probe] - when[LEASE_NAME]
 
@@ -268,7 +255,7 @@ class Lease:
             self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
         if (write or seen is None) and not self._write(version if seen else None):
             now = self._read()
-            if seen is None and now is None:  # but something was in the way
+            if seen is None and now is None:  # yet the write found another lease there
                 self._lose("another job came and went here")
             self._is_lost(now)
 
@@ -291,7 +278,7 @@ class Lease:
             log.error("%s: %s", self._root.url, why)
 
     def _write(self, over: Version | None) -> bool:
-        """Write it over a version, or where there is none; False where there is another."""
+        """Write the lease over a version, or where there is none; return False if another version is there."""
         begun_s = self._clock()
         try:
             self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
@@ -303,7 +290,7 @@ class Lease:
         return True
 
     def _read(self) -> bytes | None:
-        """Read it; one that is not this job's until two answers agree: bytes change on the way, also those of a name."""
+        """Read the lease; another job's until two answers agree, because a network may corrupt what is read."""
         seen = self._read_once()
         for _ in range(_READS - 1):
             if seen is None or self._is_mine(seen):

@@ -1,4 +1,10 @@
-"""Which places of a root this process is saving to or removing, so that it never does both to one."""
+"""
+What rank 0 does to a root before the first save and after each successful one.
+
+After a save: point `latest` to it, delete the checkpoints that no policy wants, and sweep what dead saves left. One thread
+does all of it, in this order, and none of it can fail a save. The commit records are read again before anything is
+deleted, and the new checkpoint must be among them.
+"""
 
 from __future__ import annotations
 
@@ -13,136 +19,140 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 
-from shardkeep.errors import CheckpointError, LeaseLost, PruneFailed
-from shardkeep.events import Pruned, emit
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.errors import CheckpointError, LeaseLost
+from shardkeep.events import Pruned, PruneFailed, emit
+from shardkeep.layouts import orphans
 from shardkeep.layouts.native import read_record, save_id_of
 from shardkeep.manage.catalog import Catalog, Entry, is_pinned
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.retention import KeepAll, Policy, plan
 from shardkeep.storage.base import REMOVING_NAME, is_commit_marker
 
+log = logging.getLogger("shardkeep")
+
+LATEST_NAME = "latest"
+"""The file of a root that names its newest checkpoint: a hint for people and scripts."""
+
 
 class CheckpointLocks:
-    """Names of places. Used by several threads."""
+    """Keeps this process from deleting a checkpoint while it saves or copies it. Used by several threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._saving: list[str] = []
-        self._removing: set[str] = set()
+        self._in_use: list[str] = []
+        self._deleting: set[str] = set()
 
-    def begin(self, name: str) -> None:
-        """Say that a save to a place begins; waits for a removal of it to end."""
+    def acquire(self, name: str) -> None:
+        """Mark a checkpoint as in use; waits until a deletion of it has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: name not in self._removing)
-            self._saving.append(name)
+            self._changed.wait_for(lambda: name not in self._deleting)
+            self._in_use.append(name)
 
-    def end(self, name: str) -> None:
-        """Say that a save to a place has ended."""
+    def release(self, name: str) -> None:
+        """End one use of a checkpoint."""
         with self._changed:
-            self._saving.remove(name)
+            self._in_use.remove(name)
 
     def names(self) -> set[str]:
-        """Name the places that are being saved to."""
+        """Return the names of the checkpoints in use."""
         with self._changed:
-            return set(self._saving)
+            return set(self._in_use)
 
     @contextmanager
-    def removing(self, name: str) -> Iterator[bool]:
-        """Keep saves from a place, inside; gives False where one is under way, and nothing may be removed."""
+    def deleting(self, name: str) -> Iterator[bool]:
+        """Block uses of a checkpoint inside; yields False where it is in use, and nothing may be deleted."""
         with self._changed:
-            free = name not in self._saving
+            free = name not in self._in_use
             if free:
-                self._removing.add(name)
+                self._deleting.add(name)
         try:
             yield free
         finally:
             with self._changed:
                 if free:
-                    self._removing.discard(name)
+                    self._deleting.discard(name)
                 self._changed.notify_all()
 
 
-# What rank 0 does to a root around a save: finds out how things stand before the first one, and after each that
-# succeeded
-# points to it, deletes what no policy wants, and sweeps what dead writers left.
-#
-# All of it is done by one thread, in this order, and none of it can fail a save. Before anything is deleted the
-# commit
-# records are read anew, and the new checkpoint must be among them.
-
-log = logging.getLogger("shardkeep")
-
-LATEST_NAME = "latest"
-"""The blob of a root that names its newest checkpoint: a hint for people and scripts."""
-
-
 class Pruner:
-    """Keeps a root in order."""
+    """Deletes from a root what is not needed, in the background."""
 
     def __init__(
-        self, catalog: Catalog, policy: Policy, lease: Lease, in_use: CheckpointLocks, now: Callable[[], datetime]
+        self,
+        catalog: Catalog,
+        policy: Policy,
+        lease: Lease,
+        locks: CheckpointLocks,
+        now: Callable[[], datetime],
+        *,
+        spared: Callable[[list[Entry]], Collection[str]] = lambda _: (),
+        resumed: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """
         Begin nothing yet.
 
         Args:
-            catalog: of the root.
+            catalog: the checkpoints of the root.
             policy: what is kept.
-            lease: without which nothing is deleted.
-            in_use: places that are being saved to.
-            now: tells the time, with its zone.
+            lease: nothing is deleted unless it is held.
+            locks: checkpoints that are in use.
+            now: returns the time, with its time zone.
+            spared: returns the names that must not be deleted now, whatever the policy says.
+            resumed: returns whether an unfinished checkpoint will be continued, and must not be swept.
 
         """
         self.distrusted: set[str] = set()
-        """Places that could not be restored: they do not count as kept, and are left alone."""
-        self.spares: Callable[[list[Entry]], Collection[str]] = _none
-        """Names what is not deleted now, whatever the policy says."""
-        self.resumes: Callable[[str], bool] = _never
-        """Tells of a place that is half written whether somebody goes on with it: nothing is swept there."""
+        """Checkpoints that could not be restored: they do not count as kept, and are not deleted."""
         self._catalog = catalog
         self._root = catalog.root
         self._policy = policy
         self._lease = lease
-        self._in_use = in_use
+        self._locks = locks
         self._now = now
-        self._bare: set[str] = set()
-        """Places in which nothing was found: they are not swept again before something is."""
+        self._spared = spared
+        self._resumed = resumed
+        self._known_empty: set[str] = set()
+        """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
         self._tasks: deque[Future[None]] = deque()
-        # Apart: no save waits for these.
-        self._after_promotions: list[Future[set[str]]] = []
+        self._after_replication: list[Future[set[str]]] = []
+        """Separate, because no save waits for these."""
         self._closed = False
         self._lock = threading.Lock()
 
-    def survey(self) -> list[Entry]:
-        """Sweep, and return what the root has."""
-        self._sweep_lost_uploads()  # before claims go, which say who goes on with one
+    def sweep_all(self) -> list[Entry]:
+        """Sweep every directory, and return what the root has."""
         entries = self._catalog.entries()
         self.sweep(entries)
         for entry in entries:
             self._carefully(entry.name, partial(self._sweep_beside, entry))
         return entries
 
-    def after(self, name: str, succeeded: Callable[[], bool]) -> None:
-        """Do what follows a save, once it has ended, in the background."""
-        self._tasks.append(self._thread.submit(self._after, name, succeeded))
+    def after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
+        """Prune in the background once a save has ended; `succeeded` waits for its end."""
+        self._tasks.append(self._thread.submit(self._after_save, name, succeeded))
+
+    def after_replication(self, name: str) -> None:
+        """Delete, in the background, what had to stay until a checkpoint was copied; does nothing after `close`."""
+        with self._lock:
+            if not self._closed:
+                self._after_replication.append(self._thread.submit(self.prune, name))
 
     def wait(self) -> None:
-        """Wait until all is done that was begun."""
+        """Wait for everything that was begun."""
         self.catch_up(0)
         with self._lock:
-            others, self._after_promotions = self._after_promotions, []
+            others, self._after_replication = self._after_replication, []
         futures.wait(others)
 
     def catch_up(self, but: int, within_s: float | None = None) -> None:
-        """Wait until all is done but what follows the last so many saves, or until time is up."""
+        """Wait for everything except what follows the last `but` saves, or until the time is up."""
         tasks = list(self._tasks)
         late = futures.wait(tasks[: max(0, len(tasks) - but)], within_s).not_done
         while self._tasks and self._tasks[0].done():
             self._tasks.popleft().result()
         if late:
-            log.warning("%s: what no policy wants is deleted more slowly than checkpoints are saved", self._root.url)
+            log.warning("%s: old checkpoints are deleted more slowly than new ones are saved", self._root.url)
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -150,168 +160,146 @@ class Pruner:
             self._closed = True
         self._thread.shutdown()
 
-    def _after(self, name: str, succeeded: Callable[[], bool]) -> None:
+    def _after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
         try:
             done = succeeded()
         finally:
-            self._in_use.end(name)
-        if not done:
-            return
-        self.distrusted.discard(name)  # it was overwritten
-        self.tidy_up(name, latest=name)
+            self._locks.release(name)
+        if done:
+            self.distrusted.discard(name)  # it was overwritten
+            self.prune(name, latest=name)
 
-    def after_promotion(self, name: str) -> None:
-        """Delete, in the background, what had to stay until a checkpoint was promoted; after `close` it stays."""
-        with self._lock:
-            if not self._closed:
-                self._after_promotions.append(self._thread.submit(self.tidy_up, name))
+    # -- what no policy wants ------------------------------------------------------------------------------------
 
-    def tidy_up(self, name: str, latest: str | None = None) -> set[str]:
+    def prune(self, name: str, latest: str | None = None) -> set[str]:
         """
-        Point to the latest checkpoint, if there is a new one, then prune and sweep; never raises.
+        Point to the latest checkpoint, if there is a new one, then delete and sweep; never raises.
 
-        Returns:
-            What was deleted.
-
+        Return what was deleted.
         """
-        removed: set[str] = set()
+        deleted: set[str] = set()
         try:
             if latest is not None:
                 self._point_to(latest)
             if not isinstance(self._policy, KeepAll):
-                self.sweep(self._prune(name, removed, is_new=latest is not None))
-        except Exception as error:  # noqa: BLE001 - a save that is committed has not failed because of this
-            self._failed(self._root.url, error, None)
-        return removed
+                self.sweep(self._delete_unwanted(name, deleted, is_new=latest is not None))
+        except Exception as error:  # noqa: BLE001 - a committed save must not fail because of this
+            self._report_failure(self._root.url, error, None)
+        return deleted
 
     def _point_to(self, name: str) -> None:
-        # Asked for before the lease: a job that takes the root over later, and points elsewhere, is not undone.
+        # The version must be read before the lease: a job that takes the root over later is not overwritten then.
         seen = self._root.version(LATEST_NAME)
-        self._lease.insist()
+        self._lease.check()
         self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
 
-    def _prune(self, just: str, removed: set[str], *, is_new: bool) -> list[Entry]:
+    def _delete_unwanted(self, just: str, deleted: set[str], *, is_new: bool) -> list[Entry]:
         """Delete what no policy wants, and return what there was."""
         entries = self._catalog.entries()
         trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
         if not any(each.name == just and each.committed for each in trusted):
-            # One that was promoted may have been deleted since, with all the rest that was to go.
+            # A checkpoint that was copied may have been deleted since, together with everything else.
             level = logging.WARNING if is_new else logging.DEBUG
-            log.log(level, "%s: %s was committed, but is not seen: nothing is deleted", self._root.url, just)
+            log.log(level, "%s: %s was committed, but is not visible: nothing is deleted", self._root.url, just)
             return []
-        spared = {*([just] if is_new else []), *self._in_use.names(), *self.spares(trusted)}
+        spared = {*([just] if is_new else []), *self._locks.names(), *self._spared(trusted)}
         for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
-            with self._in_use.removing(entry.name) as free:
-                if free and self._remove(entry):
-                    removed.add(entry.name)
+            with self._locks.deleting(entry.name) as free:
+                if free and self._delete(entry):
+                    deleted.add(entry.name)
         return entries
 
-    def _remove(self, entry: Entry) -> bool:
+    def _delete(self, entry: Entry) -> bool:
         where = f"{self._root.url}/{entry.name}"
-        self._lease.insist()
+        self._lease.check()
         try:
             if is_pinned(self._root, entry.name):  # since the records were read
                 return False
             self._root.remove(entry.name)
         except CheckpointError as error:
-            self._failed(where, error, entry.step)
+            self._report_failure(where, error, entry.step)
             return False
         log.info("removed %s", where)
         emit(Pruned, lambda: Pruned(rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
         return True
 
-    # -- what dead writers left ----------------------------------------------------------------------------------
+    # -- what dead saves left ------------------------------------------------------------------------------------
 
     def sweep(self, entries: Sequence[Entry]) -> None:
-        """Remove what writers left that are certainly dead, and what is left of removals; never raises but LeaseLost."""
+        """Remove what dead saves and interrupted removals left; never raises anything but LeaseLost."""
         for name in self._to_sweep(entries):
             self._carefully(name, partial(self._sweep, name))
 
-    def sweep_at(self, name: str) -> None:
-        """Remove what dead writers left in one place, whether there is a checkpoint or not; never raises but LeaseLost."""
-        self._carefully(name, partial(self._sweep_at, name))
+    def sweep_one(self, name: str) -> None:
+        """Remove what dead saves left in one directory, with or without a checkpoint; raises nothing but LeaseLost."""
 
-    def _sweep_at(self, name: str) -> None:
-        step = self._catalog.naming.step(name)
-        entry = None if step is None else self._catalog.find(step)
-        if entry is None or entry.status == "unfinished":
-            self._sweep(name)
-        else:
-            self._sweep_beside(entry)
+        def work() -> None:
+            step = self._catalog.naming.step(name)
+            entry = None if step is None else self._catalog.find(step)
+            if entry is None or entry.status == "unfinished":
+                self._sweep(name)
+            else:
+                self._sweep_beside(entry)
+
+        self._carefully(name, work)
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
-        """Work on a place that is not in use, while the lease is held; what fails is told."""
-        with self._in_use.removing(name) as free:
-            if not free or self.resumes(name):
+        """Work on a directory that is not in use, while the lease is held; report a failure."""
+        with self._locks.deleting(name) as free:
+            if not free or self._resumed(name):
                 return
             try:
-                self._lease.insist()
+                self._lease.check()
                 work()
             except LeaseLost:
                 raise
             except CheckpointError as error:
-                self._failed(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
-
-    def _sweep_beside(self, entry: Entry) -> None:
-        """Remove what dead saves left beside a checkpoint, sparing all that its record names."""
-        if entry.record is None:
-            return
-        store = self._root.place(entry.name)
-        if not {save_id_of(info.name) for info in store.list()} - {None, save_id_of(entry.record.index.name)}:
-            return
-        found = leftovers.survey(store, self._lease.gone)
-        record = read_record(store)  # only now: what is dead and not named by it never will be
-        leftovers.sweep_uploads(store, found)
-        for each in leftovers.claims_last(set(found.dead).difference(record.names)):
-            store.delete(each)
+                self._report_failure(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
 
     def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
         known = {entry.name for entry in entries}
         try:
             places = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
         except CheckpointError as error:
-            self._failed(self._root.url, error, None)
+            self._report_failure(self._root.url, error, None)
             places = []
-        # Places in which nothing is are not among the entries. Some services list them for ever.
-        self._bare -= known
-        empty = [name for name in places if name not in known and name not in self._bare]
+        # Empty directories are not among the entries. Some object stores list them for ever.
+        self._known_empty -= known
+        empty = [name for name in places if name not in known and name not in self._known_empty]
         return [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]
 
-    def _sweep_lost_uploads(self) -> None:
-        self._lease.insist()
-        try:
-            leftovers.sweep_lost_uploads(self._root, self._lease.gone)
-        except Exception as error:  # noqa: BLE001 - of a package that saves do without
-            log.info("%s: whether there are uploads that nobody goes on with is not known: %s", self._root.url, error)
+    def _sweep_beside(self, entry: Entry) -> None:
+        """Remove what dead saves left beside a checkpoint, but nothing that its record names."""
+        if entry.record is None:
+            return
+        store = self._root.place(entry.name)
+        if not {save_id_of(info.name) for info in store.list()} - {None, save_id_of(entry.record.index.name)}:
+            return
+        found = orphans.survey(store, self._lease.gone)
+        record = read_record(store)  # after the survey: a dead save that is not named now never will be
+        for each in orphans.claims_last(set(found.dead).difference(record.names)):
+            store.delete(each)
 
     def _sweep(self, name: str) -> None:
+        """Remove what dead saves left in a directory without a checkpoint, and the directory if it is empty then."""
         store = self._root.place(name)
-        found = leftovers.survey(store, self._lease.gone)
-        # Only now: a save that was over by then, and has no commit here, never will have.
+        found = orphans.survey(store, self._lease.gone)
+        # After the survey: a save that had ended by then, and has no commit now, never will have one.
         names = [info.name for info in store.list()]
         if not found.over or any(map(is_commit_marker, names)):
             return
-        leftovers.sweep_uploads(store, found)  # before the claims go, which say whose they are
         if REMOVING_NAME in names:
             self._root.remove(name)
             return
-        for each in leftovers.claims_last(found.dead):
+        for each in orphans.claims_last(found.dead):
             store.delete(each)
         if found.dead:
             log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
         self._root.drop_empty(name)
         if not names:
-            self._bare.add(name)
+            self._known_empty.add(name)
 
-    def _failed(self, where: str, error: BaseException, step: int | None) -> None:
-        log.warning("%s could not be tidied up: %s", where, error, exc_info=error)
+    def _report_failure(self, where: str, error: BaseException, step: int | None) -> None:
+        log.warning("%s could not be cleaned up: %s", where, error, exc_info=error)
         kind, message = type(error).__name__, str(error)
         emit(PruneFailed, lambda: PruneFailed(rank=0, where=where, step=step, kind=kind, message=message))
-
-
-def _none(entries: list[Entry]) -> Collection[str]:  # noqa: ARG001 - whatever there is
-    return ()
-
-
-def _never(name: str) -> bool:  # noqa: ARG001 - whatever it is called
-    return False

@@ -1,13 +1,15 @@
 """
-Which checkpoint is restored: rank 0 chooses by the commit records, all ranks load the same one, and one that turns out
-to be damaged is passed over for the next, with its reason.
+Which checkpoint is restored.
 
-A state that does not fit, a store that fails, or a format that is too new is raised, and passes over nothing: an older
-checkpoint would not be what is wanted then. So is the case that there are checkpoints and none can be loaded: to begin
-anew would be to lose them.
+Rank 0 chooses by the commit records, and all ranks load the same checkpoint. A checkpoint that turns out to be damaged is
+skipped with its reason, and the next one is tried.
 
-Where there are two roots, a checkpoint may have a copy in each. The far copy of the very same save is taken where the
-near one is damaged, gone, or on a disk that fails.
+A state that does not fit, a store that fails, or a format that is too new is raised and skips nothing, because an older
+checkpoint would not be what the user wants. It is also an error if there are checkpoints and none can be loaded: to start
+afresh would lose them.
+
+With two roots, a checkpoint may have a copy in each. The far copy of the very same save is taken where the near one is
+damaged, missing, or on a disk that fails.
 """
 
 from __future__ import annotations
@@ -22,13 +24,7 @@ import msgspec
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.report import LoadReport
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    StorageError,
-    UnsupportedVersion,
-)
+from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint, StorageError, UnsupportedVersion
 from shardkeep.events import StepSkipped, emit
 from shardkeep.loading import load
 from shardkeep.manage.catalog import Entry
@@ -36,65 +32,63 @@ from shardkeep.storage.base import Store
 
 log = logging.getLogger("shardkeep")
 
-_DAMAGE = (DamagedCheckpoint, BlobNotFound, CheckpointNotFound)
-"""What makes a checkpoint one to pass over: it is not what was saved, or not all there."""
-
 _GONE = (BlobNotFound, CheckpointNotFound)
-_LOOKS = 5
-"""How often to choose anew among what is there, beside a job that deletes."""
+_DAMAGE = (DamagedCheckpoint, *_GONE)
+"""Errors for which a checkpoint is skipped: it is not what was saved, or not complete."""
+_MAX_CHOICES = 5
+"""How often to choose again while another job deletes checkpoints."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says of a checkpoint that may be restored."""
+    """A checkpoint that may be restored, as rank 0 describes it to all ranks."""
 
     name: str
     step: int
     timeline: int
     torch: bool
-    """Whether it is of torch's layout."""
+    """Whether it has torch's layout."""
     tier: int = 0
-    """Which root it is in."""
     save_id: str = ""
-    """By which it is known to be a copy of another one."""
+    """Equal for the copies of one save."""
     reason: str = ""
-    """Why it is not to be tried."""
+    """Why it is skipped without trying."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A checkpoint that was passed over."""
+    """A checkpoint that was skipped."""
 
     name: str
     step: int
     reason: str
     where: str = ""
-    """The root it is in."""
+    """The root that it is in."""
     tier: int = 0
-    """Of two roots: 0 for the near one, 1 for the one that is promoted to."""
+    """With two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a restore did."""
+    """The result of a restore."""
 
     name: str
     step: int
     timeline: int
     skipped: tuple[Skipped, ...]
-    """Those that were wanted more, and why they were not taken."""
+    """Checkpoints that would have been preferred, and why they were not taken."""
     report: LoadReport
     where: str = ""
-    """The root it came from."""
+    """The root that it came from."""
     why: str = ""
-    """Why it was not taken from a nearer root, where there is one."""
+    """Why it was not taken from the near root, if there are two roots."""
 
 
 def candidates(entries: Sequence[Entry]) -> list[Candidate]:
     """
-    Name what may be restored, in order, with what is damaged already by its record among it.
+    Return what may be restored, in order, including checkpoints with damaged records.
 
     Raises:
-        UnsupportedVersion, StorageError: the first of them cannot even be looked at.
+        UnsupportedVersion, StorageError: the first of them cannot be examined.
 
     """
     found: list[Candidate] = []
@@ -110,7 +104,7 @@ def candidates(entries: Sequence[Entry]) -> list[Candidate]:
                 timeline=entry.timeline,
                 torch=entry.layout == "torch",
                 tier=entry.tier,
-                save_id="" if entry.record is None else entry.record.save_id,
+                save_id=entry.save_id,
                 reason="" if entry.committed else entry.reason,
             )
         )
@@ -124,21 +118,21 @@ def restore(
     what: str,
     roots: Sequence[str],
     choose: Callable[[], list[Candidate]],
-    open_place: Callable[[Candidate], Store],
-    walk: bool = True,
+    open_store: Callable[[Candidate], Store],
+    may_skip: bool = True,
     **load_options: Any,
 ) -> Restored | None:
     """
-    Restore the first candidate that can be; called by all ranks. None where there is no candidate.
+    Restore the first candidate that can be loaded; called by all ranks. Return None if there is no candidate.
 
     Args:
-        state: what to fill.
-        world: the ranks, which meet here to choose.
+        state: the state to fill.
+        world: the ranks.
         what: what is wanted, in messages.
-        roots: what the roots are called, the nearest first.
-        choose: on rank 0: names the candidates, in order.
-        open_place: gives the store of one.
-        walk: pass over those that are damaged; else the last one's damage is raised as it is.
+        roots: the URLs of the roots, by tier.
+        choose: on rank 0: returns the candidates, in order.
+        open_store: returns the store of a candidate.
+        may_skip: skip damaged candidates; otherwise raise the damage of the last one.
         **load_options: as for `load`.
 
     Raises:
@@ -147,28 +141,28 @@ def restore(
     """
     where = " and ".join(roots)
 
-    def agreed() -> list[Candidate]:
+    def chosen() -> list[Candidate]:
         with rendezvous(world, f"restore {what} of {where}") as meeting:
-            told = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
-        return msgspec.msgpack.decode(told, type=list[Candidate])
+            answer = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
+        return msgspec.msgpack.decode(answer, type=list[Candidate])
 
-    found, looks = agreed(), 1
+    found, choices = chosen(), 1
     skipped: list[Skipped] = []
     cause: Exception | None = None
     while each := _next(found, skipped):
         reason = each.reason
         if not reason:
             try:
-                report = load(state, open_place(each), **load_options)
-            except (*_DAMAGE, StorageError) as error:  # the same on all ranks
+                report = load(state, open_store(each), **load_options)
+            except (*_DAMAGE, StorageError) as error:  # the same error on all ranks
                 last = _next(found, [*skipped, _skipped(each, "", roots)]) is None
                 if not isinstance(error, _DAMAGE) and not _has_copy(each, found, skipped):
                     raise
-                if last and not walk:
+                if last and not may_skip:
                     raise
-                if isinstance(error, _GONE) and looks < _LOOKS:
-                    # Perhaps deleted by the job that saves here, once it had a newer one.
-                    found, looks = agreed(), looks + 1
+                if isinstance(error, _GONE) and choices < _MAX_CHOICES:
+                    # Perhaps the job that saves here deleted it after it had saved a newer one.
+                    found, choices = chosen(), choices + 1
                     if _key(each) not in set(map(_key, found)):
                         continue
                 cause, reason = error, f"{type(error).__name__}: {error}"
@@ -180,16 +174,16 @@ def restore(
                     skipped=tuple(skipped),
                     report=report,
                     where=roots[each.tier],
-                    why=_why(each, skipped, roots),
+                    why=_why_not_near(each, skipped, roots),
                 )
         skipped.append(_skipped(each, reason, roots))
-        _tell(skipped[-1], rank=world.rank)
+        _report(skipped[-1], rank=world.rank)
     if not found:
         return None
-    reasons = "".join(f"\n  {each.name if len(roots) == 1 else _place(each)}: {each.reason}" for each in skipped)
+    reasons = "".join(f"\n  {each.name if len(roots) == 1 else _url(each)}: {each.reason}" for each in skipped)
     raise DamagedCheckpoint(
         f"{where}: none of {len(found)} checkpoints can be restored:{reasons}",
-        hint="nothing is begun anew by itself: mend one of them, or choose another root",
+        hint="training does not start afresh by itself: repair one of them, or choose another root",
     ) from cause
 
 
@@ -203,7 +197,7 @@ def _key(each: Candidate | Skipped) -> tuple[int, str]:
 
 
 def _has_copy(each: Candidate, found: Sequence[Candidate], skipped: Sequence[Skipped]) -> bool:
-    """Tell whether there is another copy of the very same save to try."""
+    """Return whether another copy of the very same save can be tried."""
     tried = {_key(each), *map(_key, skipped)}
     return any(other.save_id == each.save_id != "" and _key(other) not in tried for other in found if not other.reason)
 
@@ -212,20 +206,19 @@ def _skipped(each: Candidate, reason: str, roots: Sequence[str]) -> Skipped:
     return Skipped(name=each.name, step=each.step, reason=reason, where=roots[each.tier], tier=each.tier)
 
 
-def _place(skipped: Skipped) -> str:
+def _url(skipped: Skipped) -> str:
     return f"{skipped.where}/{skipped.name}"
 
 
-def _why(taken: Candidate, skipped: Sequence[Skipped], roots: Sequence[str]) -> str:
-    """Say why a checkpoint was not taken from a nearer root."""
+def _why_not_near(taken: Candidate, skipped: Sequence[Skipped], roots: Sequence[str]) -> str:
     if not taken.tier:
         return ""
     passed = [each for each in skipped if each.name == taken.name and each.tier < taken.tier]
-    return f"{_place(passed[-1])}: {passed[-1].reason}" if passed else f"{roots[0]} has no whole copy of it"
+    return f"{_url(passed[-1])}: {passed[-1].reason}" if passed else f"{roots[0]} has no whole copy of it"
 
 
-def _tell(skipped: Skipped, *, rank: int) -> None:
-    where = _place(skipped)
+def _report(skipped: Skipped, *, rank: int) -> None:
+    where = _url(skipped)
     if rank == 0:
-        log.warning("%s cannot be restored, and is passed over: %s", where, skipped.reason)
+        log.warning("%s cannot be restored, and is skipped: %s", where, skipped.reason)
     emit(StepSkipped, lambda: StepSkipped(rank=rank, where=where, step=skipped.step, reason=skipped.reason))

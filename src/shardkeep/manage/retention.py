@@ -3,9 +3,8 @@ Which checkpoints are kept: pure policies over entries, which can be combined.
 
     policy = KeepLast(3) | KeepEvery(10_000) | KeepBest("loss", 2)
 
-A checkpoint stays if any of them wants it. Whatever they say, the newest committed one stays, and so do those that are
-pinned. Only committed checkpoints are ever chosen to be deleted: what is damaged may be mended by somebody, and what is
-unfinished may be written by somebody.
+A checkpoint is kept if any policy wants it. The newest committed checkpoint and pinned ones are always kept. Only
+committed checkpoints are ever deleted: a damaged one may be repaired, and an unfinished one may still be written.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Mode = Literal["min", "max"]
 
 
 class Policy(ABC):
-    """Says which checkpoints it wants to keep."""
+    """Decides which checkpoints it wants to keep."""
 
     @abstractmethod
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
-        """Name the places to keep, of these committed checkpoints, the newest first."""
+        """Return the names of the checkpoints to keep; `entries` are committed, the newest first."""
 
     def __or__(self, other: Policy) -> Policy:
         """Keep what either of them wants."""
@@ -37,12 +36,12 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class AnyOf(Policy):
-    """Keeps what any of its policies wants; without one, nothing."""
+    """Keeps what any of its policies wants; without a policy, nothing."""
 
     policies: tuple[Policy, ...]
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
-        """Name what any wants."""
+        """Return what any policy wants."""
         return set().union(*(policy.wants(entries, now) for policy in self.policies))
 
 
@@ -50,8 +49,8 @@ class AnyOf(Policy):
 class KeepAll(Policy):
     """Keeps everything."""
 
-    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
-        """Name all."""
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
+        """Return all names."""
         return {entry.name for entry in entries}
 
 
@@ -70,16 +69,16 @@ class KeepLast(Policy):
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise StateError(f"KeepLast({self.k!r})", hint="at least the newest is always kept: give 1 or more")
+            raise StateError(f"KeepLast({self.k!r})", hint="the newest checkpoint is always kept: give 1 or more")
 
-    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
-        """Name the first so many."""
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
+        """Return the first `k` names."""
         return {entry.name for entry in entries[: self.k]}
 
 
 @dataclass(frozen=True)
 class KeepEvery(Policy):
-    """Keeps those whose step is a multiple of `n`."""
+    """Keeps checkpoints whose step is a multiple of `n`."""
 
     n: int
 
@@ -87,14 +86,14 @@ class KeepEvery(Policy):
         if self.n < 1:
             raise StateError(f"KeepEvery({self.n!r})", hint="give a number of steps, 1 or more")
 
-    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
-        """Name the multiples."""
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
+        """Return the multiples."""
         return {entry.name for entry in entries if entry.step % self.n == 0}
 
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keeps the `k` best by a metric; of equals the newest. One without the metric, or with NaN, is never among them."""
+    """Keeps the `k` best by a metric; of equals the newest. A checkpoint without the metric, or with NaN, never counts."""
 
     metric: str
     k: int = 1
@@ -107,23 +106,23 @@ class KeepBest(Policy):
             )
 
     def ranked(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return those that have the metric, the best first."""
+        """Return the entries that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         known = [entry for entry in entries if not math.isnan(entry.metrics.get(self.metric, math.nan))]
-        newest_first = sorted(known, key=lambda entry: entry.age, reverse=True)
-        return sorted(newest_first, key=lambda entry: sign * entry.metrics[self.metric])
+        by_age = sorted(known, key=lambda entry: entry.age, reverse=True)
+        return sorted(by_age, key=lambda entry: sign * entry.metrics[self.metric])
 
-    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - whenever it is
-        """Name the best so many."""
+    def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
+        """Return the `k` best."""
         return {entry.name for entry in self.ranked(entries)[: self.k]}
 
 
 @dataclass(frozen=True)
 class KeepYounger(Policy):
     """
-    Keeps those that were saved less than `seconds` ago, and those of which that is not known.
+    Keeps checkpoints that were saved less than `seconds` ago, and those whose time is not known.
 
-    By the clocks of the machines that saved: a clock that jumps makes all look old. Combine it with `KeepLast`.
+    It relies on the clocks of the machines that saved. If a clock jumps, all may look old: combine it with `KeepLast`.
     """
 
     seconds: float
@@ -133,7 +132,7 @@ class KeepYounger(Policy):
             raise StateError(f"KeepYounger({self.seconds!r})", hint="give a time in seconds, more than 0")
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
-        """Name the young ones."""
+        """Return the young ones."""
         return {
             entry.name
             for entry in entries
@@ -142,11 +141,11 @@ class KeepYounger(Policy):
 
 
 class Retained(NamedTuple):
-    """What becomes of checkpoints."""
+    """The result of applying a policy."""
 
     kept: list[Entry]
     to_delete: list[Entry]
-    """The oldest first: whatever stops the deleting leaves the newer ones."""
+    """The oldest first, so that deleting can be interrupted at any time without losing newer ones."""
 
 
 def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Collection[str] = ()) -> Retained:
@@ -154,21 +153,21 @@ def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Col
     Decide which checkpoints are deleted.
 
     Args:
-        entries: of a root; those that are not committed are kept, and count for nothing.
-        policy: what is wanted.
-        now: with its time zone.
-        spared: places that are in use, or must stay for another reason; they count like any other.
+        entries: the checkpoints of a root; those that are not committed are kept, and are not shown to the policy.
+        policy: what to keep.
+        now: the time, with its time zone.
+        spared: names that are in use, or must stay for another reason; the policy sees them like any other.
 
     """
     every = list(entries)
     committed = newest_first(entry for entry in every if entry.committed)
     wanted = policy.wants(committed, now) | set(spared) | {entry.name for entry in committed[:1]}
     to_delete = [entry for entry in reversed(committed) if entry.name not in wanted and not entry.pinned]
-    gone = {entry.name for entry in to_delete}
-    return Retained([entry for entry in every if entry.name not in gone], to_delete)
+    deleted = {entry.name for entry in to_delete}
+    return Retained([entry for entry in every if entry.name not in deleted], to_delete)
 
 
-# From the arguments of a Checkpointer to one policy.
+# -- from the arguments of a Checkpointer -------------------------------------------------------------------------
 
 Best = str | tuple[str, int] | tuple[str, int, Mode] | KeepBest
 
@@ -186,19 +185,15 @@ def parse_best(best: Best | None) -> KeepBest | None:
 
 
 def build_policy(
-    *,
-    last: int | None,
-    every: int | None,
-    best: KeepBest | None,
-    hours: float | None,
-    more: Policy | None,
+    *, last: int | None, every: int | None, best: KeepBest | None, hours: float | None, more: Policy | None
 ) -> Policy:
-    """Combine what was asked for; where nothing was, all is kept."""
+    """Combine the policies that were given; without any, keep everything."""
     policies = [
-        *([] if last is None else [KeepLast(last)]),
-        *([] if every is None else [KeepEvery(every)]),
-        *([] if best is None else [best]),
-        *([] if hours is None else [KeepYounger(3600 * hours)]),
-        *([] if more is None else [more]),
+        None if last is None else KeepLast(last),
+        None if every is None else KeepEvery(every),
+        best,
+        None if hours is None else KeepYounger(3600 * hours),
+        more,
     ]
-    return AnyOf(tuple(policies)) if policies else KeepAll()
+    given = tuple(policy for policy in policies if policy is not None)
+    return AnyOf(given) if given else KeepAll()

@@ -1,4 +1,10 @@
-"""What a Checkpointer takes from the world around it, in one value, so that tests can give it another one."""
+"""
+When a save is due.
+
+`StepSchedule` decides by the step number alone. Its answer is the same on all ranks, so ranks need not communicate.
+`SaveRequests` collects what only one rank knows: elapsed time, signals, a request file in the root, a call of
+`request_save`. Rank 0 turns these into a decision for all ranks (see `decisions`).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +26,17 @@ from typing import Any
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StateError
 from shardkeep.manage.background import DaemonWorker
-from shardkeep.manage.lease import LEASE_S
 from shardkeep.storage.base import Store, is_name, is_sequential
 
-INTERVAL_S = 1.0
-"""Between decisions, about."""
+log = logging.getLogger("shardkeep")
+
+SAVE, STOP = "save", "stop"
+REQUEST_KINDS = (SAVE, STOP)
+_RESERVED_NAMES = re.compile(r"lease.*|latest|pin\..*")
+"""Files of a root that must not serve as the request file, because the request file is deleted when it is found."""
+_SAME_SIGNAL_S = 5.0
+"""A signal sent to all ranks may reach some of them later. Within this time, rank 0 treats it as the same signal."""
+_MAIN_THREAD_HINT = "make the Checkpointer in the main thread, or without signals"
 
 
 def _utc_now() -> datetime:
@@ -33,37 +45,22 @@ def _utc_now() -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Clocks and waits."""
+    """The clocks and intervals of a Checkpointer; tests replace them."""
 
-    clock: Callable[[], float] = time.monotonic
-    """Never jumps."""
+    monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = _utc_now
-    """The time of day, with its zone."""
+    """The time of day, with its time zone."""
     sleep: Callable[[float], object] = time.sleep
-    interval_s: float = INTERVAL_S
-    """About how often ranks talk about what only one of them knows, and how often the request file is looked for."""
-    lease_s: float = LEASE_S
-
-
-# When a save is due: by the step alone, or by what only one rank knows.
-#
-# `Steps` is a pure function of the steps that were passed, the same on all ranks, which therefore need not ask each
-# other.
-# `Timer` and `Flag` hold what comes from outside: the time, signals, requests.
+    interval_s: float = 1.0
+    """About how often ranks exchange decisions, and how often the request file is looked for."""
+    lease_s: float = 300.0
+    """How long a lease stays valid after its last renewal."""
 
 
 class StepSchedule:
-    """Which steps are due by their number."""
+    """Which steps are due by their number: each multiple of `every` that is reached or passed, and each step of `at`."""
 
     def __init__(self, every: int | None = None, at: Iterable[int] = ()) -> None:
-        """
-        Say which.
-
-        Args:
-            every: each time that a multiple of it is reached or passed; 0 is none.
-            at: each time that one of these is reached or passed.
-
-        """
         if every is not None and every < 1:
             raise StateError(f"every_steps={every!r}", hint="give a number of steps, 1 or more, or None")
         self._every = every
@@ -71,11 +68,11 @@ class StepSchedule:
         self._last: int | None = None
 
     def begin_after(self, step: int) -> None:
-        """Count from a step that is done, as one that was restored."""
+        """Count from a step that is done, such as one that was restored."""
         self._last = step
 
     def reached(self, step: int) -> str:
-        """Take note of a step, and return why it is due; nothing where it is not."""
+        """Record a step, and return the reason why it is due, or an empty string."""
         last = step - 1 if self._last is None else self._last
         self._last = max(step, last)
         if self._every is not None and step > 0 and step // self._every > last // self._every:
@@ -86,10 +83,9 @@ class StepSchedule:
 
 
 class Timer:
-    """Due once so much time has passed since the last save; by a clock that never jumps."""
+    """Is due once `minutes` have passed since the last save, by a monotonic clock."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float]) -> None:
-        """Count from now."""
         if minutes is not None and not minutes > 0:
             raise StateError(f"every_minutes={minutes!r}", hint="give a time in minutes, more than 0, or None")
         self._seconds = math.inf if minutes is None else 60 * minutes
@@ -97,7 +93,7 @@ class Timer:
         self._since = clock()
 
     def due(self) -> bool:
-        """Say whether it has passed."""
+        """Return whether the time has passed."""
         return self._clock() - self._since >= self._seconds
 
     def restart(self) -> None:
@@ -106,52 +102,29 @@ class Timer:
 
 
 class Flag:
-    """Something that was asked for, perhaps by a signal handler, which may come in the middle of anything: no lock."""
+    """A request that any thread, or a signal handler, may set. It uses no lock, because a handler must not wait."""
 
     def __init__(self) -> None:
         self._counter = itertools.count(1)
-        self._asked = 0
+        self._set = 0
         self._seen = 0
 
-    def raise_(self) -> None:
-        """Ask."""
-        self._asked = next(self._counter)
+    def set(self) -> None:
+        """Request something."""
+        self._set = next(self._counter)
 
     def take(self) -> bool:
-        """Say whether it was asked for since the last time."""
-        before, self._seen = self._seen, self._asked
+        """Return whether it was requested since the last call."""
+        before, self._seen = self._seen, self._set
         return before != self._seen
 
 
-# What asks for a save but the number of a step: time, signals, a file in the root, a call.
-
-log = logging.getLogger("shardkeep")
-
-SAVE, STOP = "save", "stop"
-REQUEST_KINDS = (SAVE, STOP)
-_RESERVED_NAMES = re.compile(r"lease.*|latest|pin\..*")
-"""Files of a root that are not to be deleted because they are there."""
-_QUIET_S = 5.0
-"""A signal that is sent to all ranks reaches some of them later: within this time it is one and the same."""
-
-
 class SaveRequests:
-    """What was asked for on this rank; on rank 0 also what the others pass on."""
+    """The requests that reached this rank; on rank 0 also those that other ranks pass on."""
 
     def __init__(
         self, root: Store, file: str | None, timer: Timer, *, clock: Callable[[], float], interval_s: float
     ) -> None:
-        """
-        Begin to listen.
-
-        Args:
-            root: where the file would be.
-            file: what the blob is called that asks for a save.
-            timer: when the time has come.
-            clock: never jumps.
-            interval_s: how often to look for the file.
-
-        """
         if file is not None and (not is_name(file) or _RESERVED_NAMES.fullmatch(file)):
             hint = "give the name of a file in the root that is not used for something else, or None"
             raise StateError(f"request_file={file!r}", hint=hint)
@@ -164,46 +137,49 @@ class SaveRequests:
         self._interval_s = interval_s
         self._looked_s = clock() - interval_s
         self._stuck = False
-        # Training must not wait for a service that does not answer; a disk is asked at once.
-        self._lane = DaemonWorker("shardkeep-requests") if is_sequential(root) else None
+        """Whether the request file was honoured but could not be deleted."""
+        # Training must not wait for a remote service that does not answer. A local disk is asked directly.
+        self._worker = DaemonWorker("shardkeep-requests") if is_sequential(root) else None
         self._look: Future[bool] | None = None
-        # The last one that was served: whether it came to this rank, and when.
-        self._signal: tuple[bool, float] | None = None
-        self._stop_later = False
+        self._last_signal: tuple[bool, float] | None = None
+        """Whether the last signal reached this rank itself, and when."""
+        self._stop_again = False
 
-    def stop_later(self) -> None:
-        """Serve a signal again, as the save that it asked for has failed."""
-        self._stop_later = True
+    def stop_again(self) -> None:
+        """Honour the last signal again, because the save that it requested failed."""
+        self._stop_again = True
 
     def take(self) -> list[str]:
-        """Return what was asked for on this rank, to be passed on to rank 0."""
+        """Return the requests that reached this rank, to be passed on to rank 0."""
         return [kind for kind, flag in ((SAVE, self.save), (STOP, self.stop)) if flag.take()]
 
-    def why(self, asked: Collection[str]) -> tuple[str, bool]:
-        """On rank 0: say why to save now (nothing: do not), and whether a signal asked for it."""
-        if self._signalled(asked):
+    def why(self, requested: Collection[str]) -> tuple[str, bool]:
+        """On rank 0: return the reason to save now, or an empty string, and whether a signal is the reason."""
+        if self._signalled(requested):
             return "a signal came", True
-        if self.save.take() or SAVE in asked:
-            return "it was asked for", False
+        if self.save.take() or SAVE in requested:
+            return "it was requested", False
         if self._file_found():
-            return f"{self._file} was there", False
-        return ("the time has come", False) if self.timer.due() else ("", False)
+            return f"the file {self._file} was found", False
+        return ("every_minutes has passed", False) if self.timer.due() else ("", False)
 
-    def _signalled(self, asked: Collection[str]) -> bool:
-        again, self._stop_later = self._stop_later, False
+    def _signalled(self, requested: Collection[str]) -> bool:
+        again, self._stop_again = self._stop_again, False
         if again:
-            self._signal = None
+            self._last_signal = None
         own = self.stop.take() or again
-        if not own and STOP not in asked:
+        if not own and STOP not in requested:
             return False
         now = self._clock()
-        if self._signal is not None and now - self._signal[1] < _QUIET_S and not (own and self._signal[0]):
-            return False  # the same, which reached another rank later; only this rank can tell a second one of its own
-        self._signal = own, now
+        last = self._last_signal
+        if last is not None and now - last[1] < _SAME_SIGNAL_S and not (own and last[0]):
+            # The same signal reached another rank later. Only a second signal to this very rank is known to be new.
+            return False
+        self._last_signal = own, now
         return True
 
     def _file_found(self) -> bool:
-        """Look for the file, in the background where that may take long: then this is what was seen the last time."""
+        """Look for the file. On a remote store this happens in the background, and the previous answer is returned."""
         if self._look is not None:
             if not self._look.done():
                 return False
@@ -213,13 +189,13 @@ class SaveRequests:
         if self._file is None or self._clock() - self._looked_s < self._interval_s:
             return False
         self._looked_s = self._clock()
-        if self._lane is None:
-            return self._taken(self._file)
-        self._look = self._lane.submit(self._taken, self._file)
+        if self._worker is None:
+            return self._take_file(self._file)
+        self._look = self._worker.submit(self._take_file, self._file)
         return False
 
-    def _taken(self, file: str) -> bool:
-        """Look for the file, and take it away."""
+    def _take_file(self, file: str) -> bool:
+        """Return whether the file is there, and delete it."""
         try:
             self._root.open(file).close()
         except BlobNotFound:
@@ -228,33 +204,18 @@ class SaveRequests:
         except CheckpointError as error:
             log.warning("cannot look for %s in %s: %s", file, self._root.url, error)
             return False
-        if self._stuck:  # it was served, and cannot be deleted
+        if self._stuck:
             return False
         try:
             self._root.delete(file)
         except CheckpointError as error:
             self._stuck = True
-            log.warning("%s asks for no more saves until somebody deletes it: %s", file, error)
+            log.warning("%s cannot be deleted, and is ignored until it is removed by hand: %s", file, error)
         return True
 
 
-# Signals that ask for a save: a handler that sets a flag, and calls the handler that was there before.
-#
-# A handler that is still there after `remove` (others put theirs on top of it, or it was called outside the main
-# thread),
-# or in a process that was forked, acts as what was there before: a signal is never swallowed.
-
-_MAIN_THREAD_HINT = "make the Checkpointer in the main thread, or without signals"
-
-
 def parse_signals(signals: Iterable[int | str]) -> list[signal.Signals]:
-    """
-    Find signals by number or by name ("SIGTERM").
-
-    Raises:
-        StateError: there is no such signal.
-
-    """
+    """Find signals by number or by name ("SIGTERM"); raise `StateError` for an unknown one."""
     found = []
     for each in [signals] if isinstance(signals, (int, str)) else signals:
         try:
@@ -265,29 +226,23 @@ def parse_signals(signals: Iterable[int | str]) -> list[signal.Signals]:
 
 
 class SignalHandlers:
-    """Handlers that stay until `remove`."""
+    """
+    Handlers that call `on_signal`, then the handler that was installed before, until `remove`.
 
-    def __init__(self, signals: Iterable[signal.Signals], told: Callable[[], None]) -> None:
-        """
-        Set the handlers.
+    `on_signal` runs in the main thread between any two instructions: it may only set a flag. A handler that is still
+    installed after `remove` (because another handler was put on top of it, or `remove` ran outside the main thread), or
+    in a forked process, behaves like the previous handler, so that a signal is never lost.
+    """
 
-        Args:
-            signals: which.
-            told: is called when one comes, in the main thread, in the middle of anything: it may only set a flag.
-
-        Raises:
-            StateError: this is not the main thread, or a signal cannot be handled.
-
-        """
-        self._told = told
+    def __init__(self, signals: Iterable[signal.Signals], on_signal: Callable[[], None]) -> None:
+        """Install the handlers; raise `StateError` outside the main thread, or for a signal that cannot be handled."""
+        self._on_signal = on_signal
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._removed = False
         wanted = list(signals)
         if wanted and threading.current_thread() is not threading.main_thread():
-            raise StateError(
-                "signals can be handled only where Python handles them: in the main thread", hint=_MAIN_THREAD_HINT
-            )
+            raise StateError("Python handles signals only in the main thread", hint=_MAIN_THREAD_HINT)
         try:
             for each in wanted:
                 self._before[each] = signal.signal(each, self._handle)
@@ -296,16 +251,16 @@ class SignalHandlers:
             raise StateError(f"signals: {each.name} cannot be handled: {exc}", hint=_MAIN_THREAD_HINT) from exc
 
     def remove(self) -> None:
-        """Put back what was there before, where nobody else has put something there since. Safe when called twice."""
+        """Reinstall the previous handlers, except where another one was installed since. Safe when called twice."""
         self._removed = True
         if threading.current_thread() is not threading.main_thread():
-            return  # nobody else may; a signal that comes puts it back
+            return  # only the main thread may; until then `_handle` behaves like the previous handler
         for each in self._before:
-            self._put_back(each)
+            self._reinstall(each)
 
-    def _put_back(self, each: signal.Signals) -> None:
+    def _reinstall(self, each: signal.Signals) -> None:
         if signal.getsignal(each) == self._handle:
-            # None: it was set by something that is not Python, and cannot be put back.
+            # None: the previous handler was not installed by Python, and cannot be reinstalled.
             before = self._before[each]
             signal.signal(each, signal.SIG_DFL if before is None else before)
 
@@ -313,12 +268,12 @@ class SignalHandlers:
         each = signal.Signals(number)
         before = self._before.get(each)
         if not self._removed and os.getpid() == self._pid:
-            self._told()
+            self._on_signal()
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
         elif callable(before):
             before(number, frame)
         elif before != signal.SIG_IGN:
-            # As if there had never been a handler: the system's own action, which often ends the process.
+            # Take the default action, as if there had never been a handler. It often ends the process.
             signal.signal(each, signal.SIG_DFL)
             signal.raise_signal(each)

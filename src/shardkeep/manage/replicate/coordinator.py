@@ -1,4 +1,10 @@
-"""Which checkpoints are still to be promoted: a pure function of what the two roots have."""
+"""
+Rank 0's part of replication: what is copied to the far root next, and when the copy exists there.
+
+A checkpoint is committed in the far root as it was in the near one: after all its files, by the very same bytes of its
+commit record, put where there was none or over the version that was seen. Until then the copy is not a checkpoint, and
+what is there of it is left for a later attempt to continue.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +29,9 @@ from shardkeep.errors import (
     WrongSize,
 )
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
-from shardkeep.layouts import orphans as leftovers
-from shardkeep.layouts.native import claim_name, read_record
-from shardkeep.manage.catalog import (
-    FAR,
-    Catalog,
-    Entry,
-    Tiers,
-    entry_from_record,
-    is_pinned,
-    newest_first,
-    pin,
-    save_order,
-)
+from shardkeep.layouts import orphans
+from shardkeep.layouts.native import claim_name
+from shardkeep.manage.catalog import FAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.replicate.copy import open_sized
@@ -43,13 +39,44 @@ from shardkeep.manage.retention import Policy, plan
 from shardkeep.storage.base import Store, Version, free_nbytes
 from shardkeep.storage.reread import decode_or_reread
 
+log = logging.getLogger("shardkeep")
+
 SaveKey = tuple[str, str]
-"""A place, and the id of a save in it."""
+"""The name of a checkpoint, and the id of the save that wrote it."""
 
 
-def save_key(entry: Entry) -> SaveKey:
-    """Say which save an entry is."""
-    return entry.name, "" if entry.record is None else entry.record.save_id
+class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that all ranks copy next."""
+
+    name: str
+    step: int
+    record: bytes
+    """The commit record, as it is in the near root."""
+
+    def decoded(self) -> Record:
+        """Decode the record."""
+        return decode_record(self.record, RECORD_NAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What rank 0 keeps of an order until it is carried out."""
+
+    order: ReplicationOrder
+    over: Version | None
+    """The version of the far record that the commit replaces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicationTerms:
+    """Which checkpoints are copied to the far root."""
+
+    every: int
+    """Steps that are a multiple of it."""
+    policy: Policy
+    """What is kept in the far root."""
+    required: bool
+    """Whether the near copy must stay until the far one exists."""
 
 
 def to_replicate(
@@ -63,15 +90,15 @@ def to_replicate(
     newest: bool = False,
 ) -> list[Entry]:
     """
-    Name the near checkpoints that are to be in the far root and are not, the newest first.
+    Return the near checkpoints that belong in the far root and are not there, the newest first. A pure function.
 
     Args:
-        near: what the near root has.
-        far: what the far root has.
-        policy: what is kept there: what it would delete at once is not promoted.
-        now: with its time zone.
-        every: only steps that are a multiple of it, and those that are pinned.
-        left_out: saves that cannot be promoted.
+        near: the entries of the near root.
+        far: the entries of the far root.
+        policy: what the far root keeps: a checkpoint that it would delete at once is not copied.
+        now: the time, with its time zone.
+        every: only steps that are a multiple of it, and pinned ones.
+        left_out: saves that cannot be copied.
         newest: the newest one as well, whatever its step.
 
     """
@@ -79,63 +106,27 @@ def to_replicate(
     mine = [
         entry
         for entry in newest_first(near)
-        if entry.committed and entry.record is not None and save_key(entry) not in left_out
+        if entry.committed and entry.record is not None and (entry.name, entry.save_id) not in left_out
     ]
     due = [entry for at, entry in enumerate(mine) if entry.step % every == 0 or entry.pinned or (newest and at == 0)]
     fresh = {entry.name: entry for entry in due if _may_replace(entry, there.get(entry.name))}
-    # What the far root would have after all promotions: whatever of that goes at once need not come first.
+    # Apply the policy to what the far root would have after all copies.
     after = [entry for name, entry in there.items() if name not in fresh]
     kept = {entry.name for entry in plan([*after, *fresh.values()], policy, now).kept}
     return [entry for entry in fresh.values() if entry.name in kept]
 
 
 def _may_replace(entry: Entry, there: Entry | None) -> bool:
-    """Tell whether a checkpoint is to be put where another one is, perhaps: only an older save or a damaged one goes."""
+    """Return whether a checkpoint may be put where another one is: only over an older save or a damaged one."""
     if there is None or there.status == "unfinished":
         return True
     if there.problem is not None:
         return isinstance(there.problem, DamagedCheckpoint)
-    return there.record is not None and save_order(there) < save_order(entry)
-
-
-# Rank 0's part of promotions: what is to be copied to the far root, and when it exists there.
-#
-# A checkpoint is committed in the far root as it was in the near one: after all of its files, by its record, the very
-# same
-# bytes, put where none was or over the version that was seen. Until then nobody takes it for a checkpoint, and what
-# is
-# there of it is left for a later promotion to go on with.
-
-log = logging.getLogger("shardkeep")
-
-
-class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells all ranks to promote."""
-
-    name: str
-    step: int
-    record: bytes
-    """As it is in the near root."""
-
-    def decoded(self) -> Record:
-        """Read the record."""
-        return decode_record(self.record, RECORD_NAME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicationTerms:
-    """What is promoted."""
-
-    every: int
-    """Steps that are a multiple of it."""
-    policy: Policy
-    """What is kept there."""
-    required: bool
-    """Whether the near copy stays until it is promoted."""
+    return there.record is not None and there.save_order < entry.save_order
 
 
 class ReplicationCoordinator:
-    """What rank 0 knows of the far root. What there is may be asked by any thread; one thread promotes."""
+    """What rank 0 knows of the far root. Any thread may ask what is there; one thread replicates."""
 
     def __init__(
         self,
@@ -143,80 +134,59 @@ class ReplicationCoordinator:
         far: Catalog,
         terms: ReplicationTerms,
         lease: Lease,
-        near_house: Pruner,
-        near_in_use: CheckpointLocks,
+        near_pruner: Pruner,
+        near_locks: CheckpointLocks,
         now: Callable[[], datetime],
     ) -> None:
-        """
-        Begin nothing yet.
-
-        Args:
-            tiers: both roots.
-            far: the far one again, as promotions see it: once they are cancelled, it does nothing for them.
-            terms: what is promoted.
-            lease: of the far root.
-            near_house: keeps the near root in order, and waits for promotions with that.
-            near_in_use: places of the near root that must not be deleted.
-            now: tells the time, with its zone.
-
-        """
-        if tiers.far is None:  # unreachable: without a far root nobody promotes
+        """`far` is the far root of `tiers` once more, through a store that stops working when replication is cancelled."""
+        if tiers.far is None:  # unreachable: nothing is replicated without a far root
             raise ValueError("there is no far root")
         self.lease = lease
-        self.house = Pruner(far, terms.policy, lease, CheckpointLocks(), now)
-        self.house.resumes = self._resumes
-        self._near, self._far, self._whole_far = tiers.near, far, tiers.far
+        self.pruner = Pruner(far, terms.policy, lease, CheckpointLocks(), now, resumed=self._resumes)
+        self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.far
         self._terms = terms
-        self._near_house = near_house
-        self._near_in_use = near_in_use
+        self._near_pruner = near_pruner
+        self._near_locks = near_locks
         self._now = now
-        near_house.spares = self.unpromoted
         self._lock = threading.Lock()
-        # Only this job changes the far root: it has the lease.
         self._there: dict[str, Entry] = {}
-        self._given_up: set[SaveKey] = set()
+        """What the far root has. Only this job changes it, because it holds the lease."""
+        self._damaged: set[SaveKey] = set()
+        """Saves that are damaged in the near root, and are not tried again."""
         self._to_come: set[str] = set()
         self._unsure: set[str] = set()
-        """Near places of which nobody knows now whether they are to be promoted: they could not be read."""
-        self._half: set[str] = set()
-        """Far places in which a promotion was begun, perhaps, that is not committed."""
+        """Near checkpoints that could not be read, so it is not known whether they will be copied."""
+        self._partial: set[str] = set()
+        """Far checkpoints whose copy may have begun, and is not committed."""
         self._swept = False
-        self._seen: Version | None = None
-        self._standing = ExitStack()
 
     # -- what there is -------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Entry]:
-        """
-        Take the far root, and see what it has.
-
-        Raises:
-            RootInUse: another job promotes or saves to it.
-
-        """
-        self.lease.take()
-        entries = self._whole_far.entries()
+    def acquire_root(self) -> list[Entry]:
+        """Acquire the lease of the far root, and return what the root has; raise `RootInUse` if another job holds it."""
+        self.lease.acquire()
+        entries = self._uncancelled_far.entries()
         with self._lock:
             self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
-        return list(self._there.values())
+            return list(self._there.values())
 
     def has(self, name: str) -> bool:
-        """Say whether the far root has a checkpoint of this name."""
+        """Return whether the far root has a checkpoint of this name."""
         with self._lock:
             return name in self._there
 
     def is_pinned(self, name: str) -> bool:
-        """Say whether the far root has one, and it is pinned."""
-        return self.has(name) and is_pinned(self._whole_far.root, name)
+        """Return whether the far root has a checkpoint of this name, and it is pinned."""
+        return self.has(name) and is_pinned(self._uncancelled_far.root, name)
 
-    def unpromoted(self, near: Sequence[Entry]) -> set[str]:
-        """Name the near checkpoints that must stay, as they are still to be promoted."""
+    def unreplicated(self, near: Sequence[Entry]) -> set[str]:
+        """Return the near checkpoints that must stay because they are still to be copied."""
         return {entry.name for entry in self._wanted(near)} if self._terms.required else set()
 
     def _wanted(self, near: Sequence[Entry], *, newest: bool = False) -> list[Entry]:
         with self._lock:
-            there, left_out = list(self._there.values()), set(self._given_up)
-        trusted = [entry for entry in near if entry.name not in self._near_house.distrusted]
+            there, left_out = list(self._there.values()), set(self._damaged)
+        trusted = [entry for entry in near if entry.name not in self._near_pruner.distrusted]
         terms = self._terms
         return to_replicate(
             trusted, there, terms.policy, self._now(), every=terms.every, left_out=left_out, newest=newest
@@ -225,44 +195,44 @@ class ReplicationCoordinator:
     def _resumes(self, name: str) -> bool:
         return name in self._to_come or name in self._unsure
 
-    # -- one promotion -------------------------------------------------------------------------------------------
+    # -- one checkpoint ------------------------------------------------------------------------------------------
 
-    def choose(self, *, newest: bool) -> bytes:
-        """Say what is to be promoted next, and keep it from being deleted until `end`; nothing where all is there."""
-        self.lease.insist()
+    def choose(self, held: ExitStack, *, newest: bool) -> Chosen | None:
+        """Choose the checkpoint to copy next, and keep it from being deleted while `held` is open."""
+        self.lease.check()
         near = self._near.entries()
         wanted = self._wanted(near, newest=newest)
         self._to_come = {entry.name for entry in wanted}
         self._unsure = {entry.name for entry in near if entry.problem is not None and not _is_damage(entry.problem)}
-        if not self._swept:  # here, in the background: a far root may have thousands of places
-            self.house.survey()
+        if not self._swept:  # here, in the background, because a far root may have thousands of directories
+            self.pruner.sweep_all()
             self._swept = True
-            self._half = self._to_come | self._unsure  # by an earlier job, perhaps
+            self._partial = self._to_come | self._unsure  # an earlier job may have begun to copy them
         for entry in wanted:
-            self._near_in_use.begin(entry.name)
-            self._standing.callback(self._near_in_use.end, entry.name)
-            # Only now: before, it may have been deleted, or replaced.
+            self._near_locks.acquire(entry.name)
+            held.callback(self._near_locks.release, entry.name)
+            # The record must be read after the lock, because until then the checkpoint may be deleted or replaced.
             data = self._record_of(entry)
             if data is None:
-                self._standing.close()
+                held.close()
                 continue
-            self._sweep_half()  # before room is looked for
-            self._prepare(entry, self._far.root.place(entry.name))
-            return msgspec.msgpack.encode(ReplicationOrder(name=entry.name, step=entry.step, record=data))
-        self._sweep_half()
-        return b""
+            self._sweep_partial()  # before the free space is checked
+            over = self._prepare(entry, self._far.root.place(entry.name), held)
+            return Chosen(order=ReplicationOrder(name=entry.name, step=entry.step, record=data), over=over)
+        self._sweep_partial()
+        return None
 
-    def _sweep_half(self) -> None:
-        """Remove what was copied of near checkpoints that went, were replaced, or are damaged: nobody goes on with it."""
-        for name in self._half - self._to_come - self._unsure:
-            self.house.sweep_at(name)
-            self._half.discard(name)
+    def _sweep_partial(self) -> None:
+        """Remove partial copies that will not be continued, because the near checkpoint is gone, replaced or damaged."""
+        for name in self._partial - self._to_come - self._unsure:
+            self.pruner.sweep_one(name)
+            self._partial.discard(name)
 
     def _record_of(self, entry: Entry) -> bytes | None:
-        """Return the record of an entry as it is in its place; None where it is not there now."""
+        """Return the near record of an entry; None if it changed since the entry was read."""
         try:
-            data, record = _record_at(self._near.root.place(entry.name))
-        except DamagedCheckpoint:  # and was not a moment ago: the next one to look will know
+            data, record = _read_record(self._near.root.place(entry.name))
+        except DamagedCheckpoint:  # it was readable a moment ago; the next attempt will see it as damaged
             return None
         except BlobNotFound:
             data, record = b"", None
@@ -271,115 +241,106 @@ class ReplicationCoordinator:
         self._to_come.discard(entry.name)
         return None
 
-    def _prepare(self, entry: Entry, place: Store) -> None:
-        """Say in the far place who writes there, and that it all fits."""
-        if entry.record is None:  # unreachable: others are not promoted
-            return
-        self._seen = place.version(RECORD_NAME)
-        sizes = entry.record.at_rest
+    def _prepare(self, entry: Entry, place: Store, held: ExitStack) -> Version | None:
+        """Check that a checkpoint fits into the far root, and claim its directory there; return the version to replace."""
+        over = place.version(RECORD_NAME)
+        sizes = {} if entry.record is None else entry.record.at_rest
         there = {info.name: info.nbytes for info in place.list()}
         free = free_nbytes(place)
         wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
         if free is not None and free < wanted:
             raise StorageFull(
                 f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
-                hint="delete checkpoints that are needed no more, or keep fewer there (keep_promoted)",
+                hint="delete checkpoints that are not needed any more, or keep fewer there (keep_promoted)",
                 errno=errno.ENOSPC,
             )
-        save_id = entry.record.save_id
-        self._standing.enter_context(leftovers.holding_claim(save_id))
-        if claim_name(save_id) in there:  # of the job that was cut short; the lease says that it is over
-            leftovers.sweep_uploads_of(place, [save_id])
-        place.delete(claim_name(save_id))
-        self._half.add(entry.name)
-        leftovers.make_claim(place, save_id)
+        held.enter_context(orphans.holding_claim(entry.save_id))
+        place.delete(claim_name(entry.save_id))  # of a job that was cut short
+        self._partial.add(entry.name)
+        orphans.make_claim(place, entry.save_id)
+        return over
 
     def is_gone(self, order: ReplicationOrder) -> bool:
-        """Say whether the near checkpoint was deleted or replaced meanwhile."""
+        """Return whether the near checkpoint was deleted or replaced meanwhile."""
         try:
-            return _record_at(self._near.root.place(order.name))[0] != order.record
+            return _read_record(self._near.root.place(order.name))[0] != order.record
         except BlobNotFound:
             return True
         except DamagedCheckpoint:
             return False
 
-    def give_up(self, order: ReplicationOrder) -> None:
-        """Do not try this one again: the near copy is damaged."""
+    def leave_out(self, order: ReplicationOrder) -> None:
+        """Do not try this checkpoint again, because the near copy is damaged."""
         with self._lock:
-            self._given_up.add((order.name, order.decoded().save_id))
-        self._near_house.distrusted.add(order.name)
+            self._damaged.add((order.name, order.decoded().save_id))
+        self._near_pruner.distrusted.add(order.name)
 
-    def commit(self, order: ReplicationOrder) -> None:
+    def commit(self, chosen: Chosen) -> None:
         """
-        Make the copy a checkpoint, once all of its files are there.
+        Make the copy a checkpoint, once all its files are there.
 
         Raises:
-            CheckpointExists: somebody else committed there meanwhile.
+            CheckpointExists: another job has committed there meanwhile.
 
         """
+        order = chosen.order
         record, place = order.decoded(), self._far.root.place(order.name)
         _require_files(place, record)
         pinned = is_pinned(self._near.root, order.name)
         if pinned:
             pin(self._far.root, order.name)
-        data = self._as_it_is_now(order)
-        self.lease.insist()
+        data = self._current_record(order)
+        self.lease.check()
         try:
-            place.put(RECORD_NAME, data, over=self._seen)
+            place.put(RECORD_NAME, data, over=chosen.over)
         except StorageError as exc:
             if exc.errno != errno.EEXIST:
                 raise
             raise CheckpointExists(
-                f"{place.url}: a checkpoint was committed here by somebody else meanwhile",
+                f"{place.url}: another job has committed a checkpoint here meanwhile",
                 hint="let only one job promote to a root",
             ) from exc
         _require_record(place, data)
         discard(place, [claim_name(record.save_id)])
-        self._half.discard(order.name)
+        self._partial.discard(order.name)
         with self._lock:
             self._there[order.name] = replace(
                 entry_from_record(order.name, order.step, record, pinned=pinned), tier=FAR
             )
 
-    def _as_it_is_now(self, order: ReplicationOrder) -> bytes:
+    def _current_record(self, order: ReplicationOrder) -> bytes:
         """Return the near record of the same save: its keys may have been rotated while its files were copied."""
         was = order.decoded()
         try:
-            data, now = _record_at(self._near.root.place(order.name))
+            data, now = _read_record(self._near.root.place(order.name))
         except (BlobNotFound, DamagedCheckpoint):
             return order.record
         return data if (now.save_id, now.at_rest) == (was.save_id, was.at_rest) else order.record
 
-    def tidy(self, order: ReplicationOrder) -> None:
+    def clean_up(self, order: ReplicationOrder, held: ExitStack) -> None:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
         place = self._far.root.place(order.name)
         try:
-            found = leftovers.survey(place, self.lease.gone)
-            kept = {*read_record(place).names}
-            discard(place, [name for name in found.dead + found.ended if name not in kept])
-        except Exception as error:  # noqa: BLE001 - what is committed has not failed because of this
+            discard(place, orphans.deletable(place, orphans.survey(place, self.lease.gone)))
+        except Exception as error:  # noqa: BLE001 - a committed copy must not fail because of this
             log.warning("could not remove replaced files in %s: %s", place.url, error)
         with self._lock:
             newest = newest_first(entry for entry in self._there.values() if entry.committed)
-        removed = self.house.tidy_up(order.name, latest=newest[0].name)
+        deleted = self.pruner.prune(order.name, latest=newest[0].name)
         with self._lock:
-            for name in removed:
+            for name in deleted:
                 self._there.pop(name, None)
-        self.end()
-        self._near_house.after_promotion(order.name)
-
-    def end(self) -> None:
-        """Let go of what `choose` held, whatever became of it."""
-        self._standing.close()
+        held.close()  # the near copy may be deleted from now on
+        self._near_pruner.after_replication(order.name)
 
 
 def _is_damage(problem: CheckpointError) -> bool:
-    """Say whether a record that could not be read is certainly damaged: not where it came out different each time."""
+    """Return whether an unreadable record is certainly damaged, and did not just read differently each time."""
     return isinstance(problem, DamagedCheckpoint) and problem.details.get("same_twice") is not False
 
 
-def _record_at(place: Store) -> tuple[bytes, Record]:
-    """Read a commit record, and its bytes; one that comes damaged is read again."""
+def _read_record(place: Store) -> tuple[bytes, Record]:
+    """Read a commit record and its bytes; a damaged one is read twice."""
     where = f"{place.url}/{RECORD_NAME}"
 
     def read() -> bytes:
@@ -389,28 +350,28 @@ def _record_at(place: Store) -> tuple[bytes, Record]:
 
 
 def _require_record(place: Store, data: bytes) -> None:
-    """Look whether the record that was put is what is there; before the near copy may go."""
+    """Check that the record is read back as it was written, before the near copy may be deleted."""
     try:
-        same = _record_at(place)[0] == data
+        same = _read_record(place)[0] == data
     except (BlobNotFound, DamagedCheckpoint):
         same = False
     if not same:
         raise StorageError(
             f"{place.url}/{RECORD_NAME} was written, and is not read back as it was",
-            hint="the store or its disk changes bytes: look at its log; the near copy is promoted anew",
+            hint="the store or its disk changes bytes: look at its log; the near copy is promoted again",
             name=RECORD_NAME,
             errno=errno.EIO,
         )
 
 
 def _require_files(place: Store, record: Record) -> None:
-    """Look whether rank 0, too, sees all files, with their sizes."""
+    """Check that rank 0, too, sees all files with their sizes."""
     listed = {info.name: info.nbytes for info in place.list()}
     for name, nbytes in record.at_rest.items():
         if listed.get(name) == nbytes:
             continue
         try:
-            # A network file system may list what was there a while ago; asked for by name it looks again.
+            # A network file system may show an old listing; opening a file by name looks again.
             open_sized(place, name, nbytes).close()
         except WrongSize as exc:
             raise StorageError(

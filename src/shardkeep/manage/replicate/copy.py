@@ -1,9 +1,12 @@
 """
-What the bytes of a checkpoint's files must be as they lie in a store: pieces with their digests, found without any key.
+Copies the files of a checkpoint from one store to another as they are stored, and verifies every byte.
 
-A plain data file has the digests of its blocks in its header, or in a file beside it; a coded one has those of its stored
-frames in its table; what is left has one digest in the commit record. So whoever copies a checkpoint knows for each
-piece whether it is what was saved, and need not know what it means.
+The expected digests of a file are known without any key: a plain data file has the digests of its blocks in its header or
+its sidecar, an encoded one those of its frames in its table, and any other file has one digest in the commit record.
+
+Files are copied in windows, several at once, within a memory budget. A file that is in the target already is read there
+and checked: if it is sound it is not copied again, otherwise it is replaced. What was copied is read back too, unless the
+service has verified a checksum of the upload.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,29 +32,87 @@ from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 from shardkeep.format.data_file import count_blocks, read_block_digests
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
-from shardkeep.storage.base import BlobReader, BlobWriter, Gets, Opens, Store, innermost, preferred_requests
+from shardkeep.storage.base import BlobReader, BlobWriter, Store, innermost, preferred_requests
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.reread import SecondRead, reread, warn_reread_ok
 
+NICENESS = 10
+"""Higher than that of asynchronous saves, which go first."""
+_PAUSE_S = 0.02
+_PAUSES = 10
+"""While a save is under way, one window per 0.2 s is copied: at most 40 MB a second per rank."""
 _DAMAGED_HINT = "the file was damaged after the save: use another copy, or another checkpoint"
 
 
-class SourceStore(Opens, Gets, Protocol):
-    """What proving needs of a store."""
+class Throttle:
+    """
+    Keeps copies out of the way: of training by a low thread priority, of a save by pauses while one is under way.
 
-    @property
-    def url(self) -> str: ...
+    A copy is slowed down, not stopped: where saves follow each other without a break, it would never end otherwise, and
+    the near root would grow. Saves are begun by one thread; any thread may call `pause`.
+    """
+
+    def __init__(self, sleep: Callable[[float], object]) -> None:
+        self._sleep = sleep
+        self._in_call = False
+        self._saves: list[SaveHandle[SaveReport]] = []
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Count as saving inside."""
+        self._in_call = True
+        try:
+            yield
+        finally:
+            self._in_call = False
+
+    def until_end_of(self, handle: SaveHandle[SaveReport]) -> None:
+        """Count as saving until this save ends."""
+        self._saves = [*(each for each in self._saves if not each.done()), handle]
+
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._in_call or any(not each.done() for each in self._saves)
+
+    def pause(self) -> None:
+        """
+        Lower the priority of this thread, and wait a moment while a save is under way.
+
+        Call it only in threads that copy, and after another thread has used the stores: a library that starts threads
+        for the whole process at its first request starts them with the priority of the requesting thread.
+        """
+        lower_priority(NICENESS)
+        for _ in range(_PAUSES):
+            if not self.is_saving():
+                return
+            self._sleep(_PAUSE_S)
+
+
+# -- what the bytes must be ---------------------------------------------------------------------------------------
 
 
 class DigestedRange(NamedTuple):
-    """Some bytes of a file, and what they must be."""
+    """A range of bytes of a file, and their digest."""
 
     start: int
     nbytes: int
     digest: bytes
 
+    def verify(self, data: memoryview, store: Store, reader: BlobReader, name: str) -> None:
+        """
+        Check what was read. If it is wrong it is read once more, and `data` is corrected if the second read is right.
+
+        Raises:
+            ChecksumMismatch: the second read is wrong, too.
+
+        """
+        if digest(data) == self.digest:
+            return
+        if not reread(name, store, reader, self.start, data, lambda again: digest(again) == self.digest).fits:
+            self.check(digest(data), f"{store.url}/{name}")
+
     def check(self, found: bytes, where: str) -> None:
-        """Raise `ChecksumMismatch` where the digest of what was found is another one."""
+        """Raise `ChecksumMismatch` unless the digest is the expected one."""
         if found != self.digest:
             raise ChecksumMismatch(
                 f"{where}: bytes {self.start} to {self.start + self.nbytes} are not what was saved",
@@ -60,51 +121,31 @@ class DigestedRange(NamedTuple):
                 offset=self.start,
             )
 
-    def insist(self, data: memoryview, store: SourceStore, reader: BlobReader, name: str) -> None:
-        """
-        Check what was read; where it is damaged, it is read once more, and mended if it came right then.
-
-        Raises:
-            ChecksumMismatch: it is damaged still.
-
-        """
-        if digest(data) != self.digest and not reread(name, store, reader, self.start, data, self._fits).fits:
-            self.check(digest(data), f"{store.url}/{name}")
-
-    def _fits(self, data: bytearray) -> bool:
-        return digest(data) == self.digest
-
 
 @dataclass(frozen=True)
 class ExpectedDigests:
-    """A file, and what all of its bytes must be."""
+    """A file, and the digests of all its bytes."""
 
     name: str
     nbytes: int
-    """How large it is in the store."""
-    pieces: list[DigestedRange]
-    """Without gaps, in order."""
+    """Its size in the store."""
+    ranges: list[DigestedRange]
+    """In order, without gaps."""
 
     def windows(self, nbytes: int) -> Iterator[list[DigestedRange]]:
-        """Go through the pieces, as many together as fit into so many bytes, and at least one."""
+        """Yield groups of ranges that fit into `nbytes`, at least one range each."""
         window: list[DigestedRange] = []
-        for piece in self.pieces:
-            if window and piece.start + piece.nbytes - window[0].start > nbytes:
+        for each in self.ranges:
+            if window and each.start + each.nbytes - window[0].start > nbytes:
                 yield window
                 window = []
-            window.append(piece)
+            window.append(each)
         if window:
             yield window
 
 
-def open_sized(store: SourceStore, name: str, nbytes: int) -> BlobReader:
-    """
-    Open a file that must be of a size.
-
-    Raises:
-        WrongSize: it is not, or is missing.
-
-    """
+def open_sized(store: Store, name: str, nbytes: int) -> BlobReader:
+    """Open a file; raise `WrongSize` if it does not have the expected size, or is missing."""
     where = f"{store.url}/{name}"
     try:
         reader = store.open(name)
@@ -121,12 +162,12 @@ def open_sized(store: SourceStore, name: str, nbytes: int) -> BlobReader:
     return reader
 
 
-def expected_digests(store: SourceStore, record: Record, name: str) -> ExpectedDigests:
+def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests:
     """
-    Find out what the bytes of one of a record's files must be; reads only what tells.
+    Find the digests of one of a record's files; reads only headers, tables and sidecars.
 
     Raises:
-        DamagedCheckpoint: what tells is itself not what was saved.
+        DamagedCheckpoint: one of those is damaged itself.
 
     """
     nbytes = record.at_rest[name]
@@ -135,13 +176,13 @@ def expected_digests(store: SourceStore, record: Record, name: str) -> ExpectedD
             return ExpectedDigests(name, nbytes, _frame_digests(store, entry, nbytes))
         if name == entry.name and isinstance(entry, FileEntry):
             return ExpectedDigests(name, nbytes, _block_digests(store, entry))
-        if name in dict(entry.at_rest):  # the index, or the digests of a data file
+        if name in dict(entry.at_rest):  # the index, or a sidecar
             return ExpectedDigests(name, nbytes, [DigestedRange(0, nbytes, _digest_in(entry.checksum))])
     raise KeyError(name)  # unreachable: `at_rest` has no others
 
 
-def _frame_digests(store: SourceStore, entry: Blob, nbytes: int) -> list[DigestedRange]:
-    """Prove a coded file: by the table of its frames."""
+def _frame_digests(store: Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
+    """Return the digests of an encoded file, from the table of its frames."""
     with closing(open_sized(store, entry.name, nbytes)) as reader:
         table = read_table(reader, entry, store)
     frames = [
@@ -156,132 +197,66 @@ def _frame_digests(store: SourceStore, entry: Blob, nbytes: int) -> list[Digeste
     ]
 
 
-def _block_digests(store: SourceStore, entry: FileEntry) -> list[DigestedRange]:
-    """Prove a plain data file: by its header, or by the file that has its digests."""
+def _block_digests(store: Store, entry: FileEntry) -> list[DigestedRange]:
+    """Return the digests of a plain data file, from its header or its sidecar."""
     count = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
     if entry.blocks is None:
         with closing(open_sized(store, entry.name, entry.nbytes)) as reader:
             header = bytearray(entry.header_nbytes)
             reader.read_into(0, memoryview(header))
             of_header = _digest_in(entry.checksum)
-            DigestedRange(0, len(header), of_header).insist(memoryview(header), store, reader, entry.name)
+            DigestedRange(0, len(header), of_header).verify(memoryview(header), store, reader, entry.name)
         digests = read_block_digests(header, blocks=count, where=entry.name)
     else:
         of_header, digests = read_sidecar(store, entry, count)
-    pieces = [DigestedRange(0, entry.header_nbytes, of_header)]
+    ranges = [DigestedRange(0, entry.header_nbytes, of_header)]
     for block in range(count):
         start = entry.header_nbytes + block * entry.block_nbytes
         size = min(entry.block_nbytes, entry.nbytes - start)
-        pieces.append(DigestedRange(start, size, digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]))
-    return pieces
+        ranges.append(DigestedRange(start, size, digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]))
+    return ranges
 
 
 def _digest_in(text: str) -> bytes:
     return bytes.fromhex(text.removeprefix(f"{ALGORITHM}:"))
 
 
-# Whether what was copied to a store has arrived as it was sent: the service says so, or it is read back.
-#
-# S3 compares each part of an upload with the SHA-256 that is sent along with it, and refuses what differs. Of
-# services that
-# only speak its language nobody knows whether they do; others are sent no checksum; and a disk says nothing at all.
-
-
-def verifies_uploads(store: object) -> bool:
-    """Say whether a store is known to have compared all bytes with a checksum before it says that it has them."""
-    store = innermost(store)
-    if not isinstance(store, ObjectStore):
-        return False
-    bucket = store.bucket
-    return bucket.service == "s3" and bucket.official and bool(bucket.opened.config.get("checksum_algorithm"))
-
-
-# How promotions keep out of the way: of training by their priority, of a save that is under way by a slow pace.
-#
-# A save must not share its disk and its network with a copy that nobody waits for. But where saves follow each other
-# without
-# a pause, a copy that waited for all of them would never end, and the near root would grow: so it is slowed, not
-# stopped.
-
-NICENESS = 10
-"""More than that of asynchronous saves: they go first."""
-_LOOK_S = 0.02
-_LOOKS = 10
-"""A window each 0.2 s while a save is under way: at most 40 MB a second on a rank."""
-
-
-class Throttle:
-    """Knows whether this rank is saving. Saves are begun by one thread; any thread may give way."""
-
-    def __init__(self, sleep: Callable[[float], object]) -> None:
-        """Begin with no save; `sleep` waits for so many seconds."""
-        self._sleep = sleep
-        self._in_call = False
-        self._under_way: list[SaveHandle[SaveReport]] = []
-
-    @contextlib.contextmanager
-    def in_call(self) -> Iterator[None]:
-        """Be in the call of a save inside."""
-        self._in_call = True
-        try:
-            yield
-        finally:
-            self._in_call = False
-
-    def until_end_of(self, handle: SaveHandle[SaveReport]) -> None:
-        """Count a save as under way until it ends."""
-        self._under_way = [*(each for each in self._under_way if not each.done()), handle]
-
-    def is_saving(self) -> bool:
-        """Say whether a save is under way."""
-        return self._in_call or any(not each.done() for each in self._under_way)
-
-    def give_way(self) -> None:
-        """
-        Have this thread go last, and wait a moment where a save is under way, no longer than it is.
-
-        Only by threads that copy, once others have asked their stores for something: threads that a package starts with
-        its first request, for the whole process, have the priority of the one that made it.
-        """
-        lower_priority(NICENESS)
-        for _ in range(_LOOKS):
-            if not self.is_saving():
-                return
-            self._sleep(_LOOK_S)
-
-
-# Files of a checkpoint from one store to another, as they are stored, every byte checked on the way.
-#
-# They go in windows, several at once, within a budget of memory. What lies in the target already is read there and
-# checked
-# against the same digests: what is sound is not copied again, whatever is not is replaced. What was copied is read
-# back,
-# too, unless the service has compared it with a checksum.
+# -- copying ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLimits:
-    """How much of the machine copying takes."""
+    """How much of the machine copying uses."""
 
     threads: int
-    """Where the stores do not mind."""
+    """Where the stores have no preference."""
     budget_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyReport:
-    """What copying did."""
+    """The result of copying."""
 
     nbytes: int
-    """That were copied."""
+    """How many bytes were copied."""
     found_nbytes: int
-    """That were there already, and are sound."""
+    """How many bytes were in the target already, and are sound."""
     files: int
-    """That were copied."""
+    """How many files were copied."""
 
 
-def _no_pause() -> None:
-    """Wait for nobody."""
+def verifies_uploads(store: object) -> bool:
+    """
+    Return whether the store is known to verify a checksum of what it receives.
+
+    Amazon S3 does, if a checksum is sent along. Services that are only compatible with S3 may not, other services are
+    sent no checksum, and a disk verifies nothing.
+    """
+    store = innermost(store)
+    if not isinstance(store, ObjectStore):
+        return False
+    bucket = store.bucket
+    return bucket.service == "s3" and bucket.official and bool(bucket.opened.config.get("checksum_algorithm"))
 
 
 def copy_files(
@@ -291,48 +266,48 @@ def copy_files(
     names: Sequence[str],
     limits: CopyLimits,
     wanted: Callable[[], bool],
-    give_way: Callable[[], None] = _no_pause,
+    pause: Callable[[], None] = lambda: None,
 ) -> CopyReport:
     """
     Copy files of a checkpoint, and make them durable; those that are in the target already are only checked.
 
-    On return all of them are in the target as they must be: they were read there, or the service has checked them.
+    On return all of them are sound in the target: they were read back there, or the service has verified them.
 
     Args:
-        source: where the checkpoint is.
-        target: where to; nobody else writes there.
-        record: of the checkpoint.
-        names: which of its files.
+        source: the store of the checkpoint.
+        target: the store to copy to; no other process writes there.
+        record: the commit record of the checkpoint.
+        names: which of its files to copy.
         limits: threads and memory.
-        wanted: is asked now and then whether to go on.
-        give_way: is called before each window, by the thread that copies it, and may wait.
+        wanted: returns whether to go on; asked before each window.
+        pause: called before each window by the thread that copies it; may wait.
 
     Raises:
         DamagedCheckpoint: the source is not what was saved.
-        StorageError: a store fails, or the target does not give back what was written.
-        SaveCancelled: it was not to go on.
+        StorageError: a store fails, or the target does not return what was written.
+        SaveCancelled: the copy is not wanted any more.
 
     """
 
-    def damaged_in(store: Store, proofs: Sequence[ExpectedDigests]) -> dict[str, DamagedCheckpoint]:
-        check = _Pass(store, None, wanted, give_way)
-        check.run(proofs, limits)
+    def damaged_in(store: Store, files: Sequence[ExpectedDigests]) -> dict[str, DamagedCheckpoint]:
+        check = _Pass(store, None, wanted, pause)
+        check.run(files, limits)
         return check.damaged
 
     sizes = record.at_rest
     there = {info.name: info.nbytes for info in target.list()}
-    proofs = [expected_digests(source, record, name) for name in names]
-    candidates = [proof for proof in proofs if there.get(proof.name) == proof.nbytes]
-    sound = {proof.name for proof in candidates}.difference(damaged_in(target, candidates))
+    files = [expected_digests(source, record, name) for name in names]
+    present = [file for file in files if there.get(file.name) == file.nbytes]
+    sound = {file.name for file in present}.difference(damaged_in(target, present))
     for name in set(names).difference(sound).intersection(there):
         target.delete(name)
-    rest = [proof for proof in proofs if proof.name not in sound]
-    _Pass(source, target, wanted, give_way).run(rest, limits)
+    rest = [file for file in files if file.name not in sound]
+    _Pass(source, target, wanted, pause).run(rest, limits)
     if not verifies_uploads(target):
         for name, why in damaged_in(target, rest).items():
             raise StorageError(
                 f"{target.url}/{name} was written, and is not read back as it was: {why.message}",
-                hint="the store or its disk changes bytes: look at its log; the copy is not used, and made anew",
+                hint="the store or its disk changes bytes: look at its log; the copy is not used, and made again",
                 name=name,
                 offset=why.details.get("offset"),
                 errno=errno.EIO,
@@ -341,129 +316,129 @@ def copy_files(
     return CopyReport(nbytes=sum(sizes[name] for name in names) - found, found_nbytes=found, files=len(rest))
 
 
-class _File:
-    """A file on its way."""
+class _OpenFile:
+    """A file that is being copied or checked."""
 
-    def __init__(self, proof: ExpectedDigests, windows: int, reader: BlobReader, writer: BlobWriter | None) -> None:
-        self.proof = proof
+    def __init__(self, expected: ExpectedDigests, windows: int, reader: BlobReader, writer: BlobWriter | None) -> None:
+        self.expected = expected
         self.reader = reader
         self.writer = writer
         self.left = windows
 
 
 class _Pass:
-    """One reading of files, which are written elsewhere, or only checked."""
+    """One pass over files of a source, which are written to a target, or only checked where there is no target."""
 
     def __init__(
-        self, source: Store, target: Store | None, wanted: Callable[[], bool], give_way: Callable[[], None]
+        self, source: Store, target: Store | None, wanted: Callable[[], bool], pause: Callable[[], None]
     ) -> None:
         self.damaged: dict[str, DamagedCheckpoint] = {}
-        """Those that are not as they must be, where they are only checked, and why."""
+        """Without a target: the files that are damaged, and why."""
         self._source = source
         self._target = target
         self._wanted = wanted
-        self._give_way = give_way
+        self._pause = pause
         self._lock = threading.Lock()
-        self._open: dict[str, _File] = {}
+        self._open: dict[str, _OpenFile] = {}
         self._failed = False
 
-    def run(self, proofs: Sequence[ExpectedDigests], limits: CopyLimits) -> None:
+    def run(self, files: Sequence[ExpectedDigests], limits: CopyLimits) -> None:
         """Go through all files."""
-        if not proofs:
+        if not files:
             return
         stores = [self._source] if self._target is None else [self._source, self._target]
         threads = max(preferred_requests(each, limits.threads) for each in stores)
         threads, window_nbytes = window_for(threads, limits.budget_nbytes)
         try:
-            run_workers(self._tasks(proofs, window_nbytes), self._move, threads=threads, buffer_nbytes=window_nbytes)
+            run_workers(self._tasks(files, window_nbytes), self._move, threads=threads, buffer_nbytes=window_nbytes)
         finally:
-            self._give_up()
+            self._abandon()
 
     def _tasks(
-        self, proofs: Sequence[ExpectedDigests], window_nbytes: int
-    ) -> Iterator[tuple[_File, list[DigestedRange]]]:
-        """Open files one after the other, and cut them up; called under a lock."""
-        for proof in proofs:
-            windows = list(proof.windows(window_nbytes))
-            self._give_way()  # here, where all threads come one by one: it is the pace of all of them together
-            writer = None if self._target is None else self._target.create(proof.name, proof.nbytes)
+        self, files: Sequence[ExpectedDigests], window_nbytes: int
+    ) -> Iterator[tuple[_OpenFile, list[DigestedRange]]]:
+        """Open files one after the other, and yield their windows. Only one thread at a time is in here."""
+        for expected in files:
+            windows = list(expected.windows(window_nbytes))
+            self._pause()  # here, where threads come one at a time, so that it limits all of them together
+            writer = None if self._target is None else self._target.create(expected.name, expected.nbytes)
             try:
-                reader = open_sized(self._source, proof.name, proof.nbytes)
+                reader = open_sized(self._source, expected.name, expected.nbytes)
             except BaseException as error:
-                if writer is None and isinstance(error, WrongSize):  # it has gone since it was listed
-                    self.damaged[proof.name] = error
+                if writer is None and isinstance(error, WrongSize):  # it was deleted since it was listed
+                    self.damaged[expected.name] = error
                     continue
                 if writer is not None:
                     writer.abandon()
                 raise
-            file = _File(proof, len(windows), reader, writer)
+            file = _OpenFile(expected, len(windows), reader, writer)
             with self._lock:
-                self._open[proof.name] = file
+                self._open[expected.name] = file
             for number, window in enumerate(windows):
                 if number:
-                    self._give_way()
+                    self._pause()
                 yield file, window
 
-    def _move(self, task: tuple[_File, list[DigestedRange]], buffer: memoryview) -> bool:
-        file, pieces = task
+    def _move(self, task: tuple[_OpenFile, list[DigestedRange]], buffer: memoryview) -> bool:
+        file, ranges = task
         try:
             if not self._wanted():
                 raise SaveCancelled("copying was cancelled")
-            if file.proof.name not in self.damaged:
-                self._move_pieces(file, pieces, buffer)
-            self._end_of(file)
+            if file.expected.name not in self.damaged:
+                self._move_ranges(file, ranges, buffer)
+            self._end_window(file)
         except BaseException as error:
             with self._lock:
                 first, self._failed = not self._failed, True
-            # At once: another thread may wait for a part that never comes.
-            self._give_up()
+            # Abandon at once, because another thread may wait for a part that never comes.
+            self._abandon()
             if first:
                 raise
             raise FollowUpError("another window could not be copied") from error
-        return True  # a disk or a network was waited for
+        return True  # it waited for a disk or a network
 
-    def _move_pieces(self, file: _File, pieces: list[DigestedRange], buffer: memoryview) -> None:
-        where = f"{self._source.url}/{file.proof.name}"
+    def _move_ranges(self, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
+        name = file.expected.name
         try:
-            if pieces[0].nbytes > len(buffer):
-                [piece] = pieces
-                self._move_long(file, piece, buffer, where)
+            if ranges[0].nbytes > len(buffer):
+                [each] = ranges
+                self._move_long(file, each, buffer)
                 return
-            start = pieces[0].start
-            window = buffer[: pieces[-1].start + pieces[-1].nbytes - start]
+            start = ranges[0].start
+            window = buffer[: ranges[-1].start + ranges[-1].nbytes - start]
             file.reader.read_into(start, window)
-            for piece in pieces:
-                piece.insist(window[piece.start - start :][: piece.nbytes], self._source, file.reader, file.proof.name)
+            for each in ranges:
+                each.verify(window[each.start - start :][: each.nbytes], self._source, file.reader, name)
         except DamagedCheckpoint as error:
             if self._target is not None:
                 raise
-            self.damaged.setdefault(file.proof.name, error)
+            self.damaged.setdefault(name, error)
             return
         if file.writer is not None:
             file.writer.write_at(start, window)
 
-    def _move_long(self, file: _File, piece: DigestedRange, buffer: memoryview, where: str) -> None:
-        """Move a piece that has one digest and does not fit: first it is only read, to know what its parts must be."""
-        name = file.proof.name
+    def _move_long(self, file: _OpenFile, whole: DigestedRange, buffer: memoryview) -> None:
+        """Move a range that does not fit into the buffer: read it once to verify its digest, then again to copy it."""
+        name = file.expected.name
 
         def read(offset: int, nbytes: int) -> memoryview:
             file.reader.read_into(offset, buffer[:nbytes])
             return buffer[:nbytes]
 
-        parts, found = _split(piece, read, len(buffer))
-        if found != piece.digest:
+        parts, found = _split(whole, read, len(buffer))
+        if found != whole.digest:
             with closing(SecondRead(name, self._source, file.reader)) as again:
-                parts, found = _split(piece, again.read, len(buffer))
-            piece.check(found, where)
-            warn_reread_ok(name, piece.start, piece.nbytes)
+                parts, found = _split(whole, again.read, len(buffer))
+            whole.check(found, f"{self._source.url}/{name}")
+            warn_reread_ok(name, whole.start, whole.nbytes)
         if file.writer is None:
             return
         for part in parts:
             window = read(part.start, part.nbytes)
-            part.insist(window, self._source, file.reader, name)
+            part.verify(window, self._source, file.reader, name)
             file.writer.write_at(part.start, window)
 
-    def _end_of(self, file: _File) -> None:
+    def _end_window(self, file: _OpenFile) -> None:
         with self._lock:
             file.left -= 1
             if file.left:
@@ -472,10 +447,10 @@ class _Pass:
         if file.writer is not None:
             file.writer.finish()
         with self._lock:
-            self._open.pop(file.proof.name, None)
+            self._open.pop(file.expected.name, None)
 
-    def _give_up(self) -> None:
-        """Close what is still open, and leave nothing of it."""
+    def _abandon(self) -> None:
+        """Close all open files, and leave nothing of what was written."""
         with self._lock:
             files, self._open = list(self._open.values()), {}
         for file in files:
@@ -485,12 +460,12 @@ class _Pass:
 
 
 def _split(
-    piece: DigestedRange, read: Callable[[int, int], bytearray | memoryview], nbytes: int
+    whole: DigestedRange, read: Callable[[int, int], bytearray | memoryview], nbytes: int
 ) -> tuple[list[DigestedRange], bytes]:
-    """Read a piece in parts; return these as they were found, and the digest of all of it."""
-    whole, parts = xxhash.xxh3_128(), []
-    for start in range(piece.start, piece.start + piece.nbytes, nbytes):
-        data = read(start, min(nbytes, piece.start + piece.nbytes - start))
-        whole.update(data)
+    """Read a range in parts; return the digests of the parts as they were read, and of the whole."""
+    total, parts = xxhash.xxh3_128(), []
+    for start in range(whole.start, whole.start + whole.nbytes, nbytes):
+        data = read(start, min(nbytes, whole.start + whole.nbytes - start))
+        total.update(data)
         parts.append(DigestedRange(start, len(data), digest(data)))
-    return parts, whole.digest()
+    return parts, total.digest()

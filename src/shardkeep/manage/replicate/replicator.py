@@ -1,8 +1,12 @@
 """
-One checkpoint is promoted, by all ranks together: rank 0 says which, each copies its share of the files, rank 0 commits.
+Copies checkpoints to a far root in the background, by all ranks together, without slowing training down.
 
-What goes wrong on any rank reaches all of them. A near copy that is damaged is no failure of the far root: it is said so,
-unless the near copy was deleted or replaced meanwhile, which is nobody's fault.
+Each save is followed by a *round* on a thread of each rank; all ranks run the same rounds in the same order. In a round,
+rank 0 chooses the checkpoint to copy next, the newest first, each rank copies its share of the files, rank 0 commits, and
+so on until nothing is left. This also continues what an earlier job or round could not finish.
+
+An error on any rank reaches all ranks. A damaged near copy is not a failure of the far root: it is reported as such,
+unless the near copy was deleted or replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -26,32 +31,36 @@ from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, NearCopyDamaged, NotPromoted, SaveCancelled
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
-from shardkeep.manage.background import DaemonWorker, PendingTasks, run_within
+from shardkeep.manage.background import DaemonWorker, PendingTasks
 from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers
 from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
-from shardkeep.manage.replicate.coordinator import ReplicationCoordinator, ReplicationOrder, ReplicationTerms
+from shardkeep.manage.replicate.coordinator import Chosen, ReplicationCoordinator, ReplicationOrder, ReplicationTerms
 from shardkeep.manage.replicate.copy import CopyLimits, Throttle, copy_files
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.base import Root
+from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
 
 log = logging.getLogger("shardkeep")
 
+GRACE_S = 3.0
+"""How long cancelled work may take to end, and the far lease to be released, before both are left to themselves."""
+
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says of its part."""
+    """What one rank reports of its share."""
 
     copied: int = 0
     files: int = 0
-    lost: str = ""
+    damage: str = ""
     """What is wrong with the near copy."""
     spans: SentPhases = []
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says of a promotion that did not fail."""
+    """What rank 0 reports of a copy that did not fail."""
 
     copied: int = 0
     files: int = 0
@@ -59,77 +68,238 @@ class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the near checkpoint was deleted or replaced meanwhile."""
 
 
-class CollectiveCopies:
-    """Promotes one checkpoint after the other. Used by one thread, the same way on all ranks."""
+class Replicator:
+    """The replication of one Checkpointer. Used by one thread."""
 
     def __init__(
         self,
+        root: Root,
         tiers: Tiers,
-        leader: ReplicationCoordinator,
-        limits: CopyLimits,
+        ranks: RankContext,
+        clock: Clock,
         *,
-        wanted: Callable[[], bool],
-        insist: Callable[[int], None],
-        give_way: Callable[[], None],
+        lease: Lease,
+        near_pruner: Pruner,
+        near_locks: CheckpointLocks,
+        terms: ReplicationTerms,
+        limits: CopyLimits,
+        retries: int,
+        throttle: Throttle,
     ) -> None:
-        """
-        Begin nothing yet.
-
-        Args:
-            tiers: both roots, the far one as promotions see it.
-            leader: rank 0's part.
-            limits: threads and memory of each rank.
-            wanted: says whether what is under way is wanted still.
-            insist: raises where the round of this number is not.
-            give_way: waits a moment where a save is under way.
-
-        """
-        self._tiers = tiers
-        self._leader = leader
+        """`root` is the far root without retries, and `lease` its lease."""
+        self._running_round = 0
+        self._cancelled_before = 0
+        """Rounds with lower numbers are cancelled."""
+        policy = RetryPolicy(retries, sleep=clock.sleep, wanted=self._is_wanted)
+        far = Catalog(RetryingRoot(root, policy), tiers.near.naming.template)
+        self._coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, near_locks, clock.now)
+        self.rounds = PendingTasks()
+        self._catalogs = tiers.near, far
+        self._urls = tiers.urls
+        self._ranks = ranks
         self._limits = limits
-        self._wanted = wanted
-        self._insist = insist
-        self._give_way = give_way
-        self._where = tiers.urls
+        self._throttle = throttle
+        self._near_pruner = near_pruner
+        self._world: World | None = None
+        """The ranks, once `begin` was called."""
+        self._worker = DaemonWorker("shardkeep-promote")
+        self._futures: list[Future[None]] = []
 
-    def take(self, title: str, number: int, *, newest: bool, world: World) -> bool:
-        """Promote one checkpoint; False where there is none to promote."""
-        leader, phases, order, chosen_s = self._leader, Phases(), None, 0.0
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    def acquire_root(self) -> list[Entry]:
+        """On rank 0: acquire the far root, and return what it has."""
+        return self._coordinator.acquire_root()
+
+    def distrust(self, names: Collection[str]) -> None:
+        """Do not count these far checkpoints as kept, because they could not be restored."""
+        self._coordinator.pruner.distrusted = set(names)
+
+    def has(self, name: str) -> bool:
+        """On rank 0: return whether the far root has a checkpoint of this name."""
+        return self._coordinator.has(name)
+
+    def is_pinned(self, name: str) -> bool:
+        """On rank 0: return whether the far root has a checkpoint of this name, and it is pinned."""
+        return self._coordinator.is_pinned(name)
+
+    def unreplicated(self, near: list[Entry]) -> set[str]:
+        """On rank 0: return the near checkpoints that must stay because they are still to be copied."""
+        return self._coordinator.unreplicated(near)
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def begin(self, session: str) -> None:
+        """Begin, once this job holds the far root, with what earlier jobs could not finish."""
+        if self._world is not None:
+            return
+        world = self._ranks.world.with_prefix(f"promotions/{session}")
+        # Ranks only wait for each other here, and rank 0 reads both roots while the others wait.
+        self._world = replace(world, alone_s=world.timeout_s)
+        _at_exit(self._leave)
+        self.after(None)
+
+    def after(self, saved: Any, *, newest: bool = False) -> None:
+        """Begin a round once a save has ended; `newest`: copy the newest checkpoint whatever its step."""
+        if self._world is None or self._worker.closed:
+            return
+        future = self._worker.submit(self._run_round, self.rounds.count, saved, newest, self._world)
+        self.rounds.add(future)
+        self._futures = [each for each in self._futures if not each.done()] + [future]
+
+    def wait(self, timeout_s: float | None = None) -> list[BaseException]:
+        """
+        Wait for all rounds that `stop` has not abandoned, and for the deletes after them; return their errors.
+
+        Raises:
+            TimeoutError: they did not end in time; they go on.
+
+        """
+        errors: list[BaseException] = []
+        if not self._worker.abandoned:
+            if futures.wait(self._futures, timeout_s).not_done:
+                raise TimeoutError(f"not all checkpoints were promoted to {self._urls[FAR]} within {timeout_s:g} s")
+            errors = self.rounds.end_all()
+        self._near_pruner.wait()
+        return errors
+
+    def finish(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
+        """Wait for all rounds, with the newest checkpoint if wanted, and cancel them when the time is up."""
+        if newest:
+            self.after(None, newest=True)
+        try:
+            return self.wait(timeout_s)
+        except TimeoutError as late:
+            log.warning("%s; the next job continues with them", late)
+            self.cancel()
+            self.stop()
+            return self.wait()
+
+    def cancel(self) -> None:
+        """Cancel all rounds that were begun; a later round finds what was copied."""
+        self._cancelled_before = self.rounds.count
+
+    def stop(self) -> None:
+        """
+        Begin no more rounds, and wait a little for those that were begun, which have ended or are cancelled.
+
+        A round that does not end in time waits for an answer of the store. It is abandoned, and does nothing after that.
+        """
+        if not self._worker.abandoned and not self._worker.close(GRACE_S):
+            log.warning("%s does not answer: the request to it is abandoned", self._urls[FAR])
+
+    def close(self) -> None:
+        """Stop, and release the far root. If it does not answer, its lease expires."""
+        try:
+            self.stop()
+            self._coordinator.pruner.close()
+        finally:
+            run_with_deadline(self._coordinator.lease.release, "shardkeep-release", GRACE_S)
+
+    def _leave(self) -> None:
+        """At exit."""
+        self.cancel()
+        self.close()
+
+    def _is_wanted(self) -> bool:
+        return self._running_round >= self._cancelled_before
+
+    def _check_wanted(self, number: int) -> None:
+        if number < self._cancelled_before:
+            raise SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
+
+    # -- on the thread -------------------------------------------------------------------------------------------
+
+    def _run_round(self, number: int, saved: Any, newest: bool, world: World) -> None:
+        self._running_round = number
+        if isinstance(saved, SaveHandle):
+            saved.wait_for_end()
+        damaged: NotPromoted | None = None
+        for turn in count():
+            try:
+                if not self._copy_next(f"{number}.{turn}", number, newest=newest, world=world):
+                    break
+            except SaveCancelled:
+                log.info("promotions to %s were cancelled", self._urls[FAR])
+                return
+            except Exception as error:
+                if self._worker.abandoned:  # the far root was released, and no caller waits for this round
+                    log.info("a cancelled promotion to %s has ended: %s", self._urls[FAR], error)
+                    return
+                failed = self._failure(error)
+                if world.rank == 0:  # now, because the next save that would report it may be far away
+                    log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
+                if not isinstance(error, NearCopyDamaged):
+                    raise failed from error
+                failed.__cause__, damaged = error, damaged or failed  # go on with other checkpoints
+        if damaged is not None:
+            raise damaged
+
+    def _failure(self, error: Exception) -> NotPromoted:
+        what = f"checkpoints of {self._urls[NEAR]} could not be promoted to {self._urls[FAR]}"
+        hint = "they are intact, and are tried again after the next save, or by the next job"
+        if isinstance(error, NearCopyDamaged):
+            hint = error.hint
+        return NotPromoted(f"{what}: {error.message if isinstance(error, CheckpointError) else repr(error)}", hint=hint)
+
+    # -- one checkpoint ------------------------------------------------------------------------------------------
+
+    def _copy_next(self, title: str, number: int, *, newest: bool, world: World) -> bool:
+        """Copy one checkpoint, together with all ranks; return False if there is none to copy."""
+        phases, order, chosen_s = Phases(), None, 0.0
+        chosen: list[Chosen] = []
 
         def work() -> bytes:
-            self._insist(number)
+            self._check_wanted(number)
             return b""
 
-        try:
-            with rendezvous(world, f"promotion {title} to {self._where[FAR]}") as meeting:
-                told = meeting.agree("choose", work, lambda payloads: [leader.choose(newest=newest)] * len(payloads))
-                if not told:
-                    return False
-                chosen_s = phases.meet()
-                phases.add("choose", 0.0, chosen_s)
-                order = msgspec.msgpack.decode(told, type=ReplicationOrder)
-                self._promote(meeting, order, phases, number, world)
-        except BaseException as error:
-            if order is not None or not isinstance(error, SaveCancelled):
-                self._tell_failed(order, error, phases.now() - chosen_s, world.rank)
-            raise
-        finally:
-            leader.end()
+        with ExitStack() as held:
+
+            def choose(payloads: list[bytes]) -> list[bytes]:
+                found = self._coordinator.choose(held, newest=newest)
+                chosen.extend([] if found is None else [found])
+                return [b"" if found is None else msgspec.msgpack.encode(found.order)] * len(payloads)
+
+            try:
+                with rendezvous(world, f"promotion {title} to {self._urls[FAR]}") as meeting:
+                    answer = meeting.agree("choose", work, choose)
+                    if not answer:
+                        return False
+                    chosen_s = phases.meet()
+                    phases.add("choose", 0.0, chosen_s)
+                    order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
+                    if self._copy_together(meeting, order, chosen, phases, number, world) and world.rank == 0:
+                        self._coordinator.clean_up(order, held)
+            except BaseException as error:
+                if order is not None or not isinstance(error, SaveCancelled):
+                    self._report_failure(order, error, phases.now() - chosen_s, world.rank)
+                raise
         return True
 
-    def _promote(self, meeting: Rendezvous, order: ReplicationOrder, phases: Phases, number: int, world: World) -> None:
+    def _copy_together(
+        self,
+        meeting: Rendezvous,
+        order: ReplicationOrder,
+        chosen: list[Chosen],
+        phases: Phases,
+        number: int,
+        world: World,
+    ) -> bool:
+        """Copy and commit one checkpoint; return False if the near copy is gone. `chosen` has one element on rank 0."""
         record, about, began_s = order.decoded(), self._about(order, world.rank), phases.now()
         total, files = record.stored_nbytes, len(record.at_rest)
         emit(PromotionBegan, lambda: PromotionBegan(**about, bytes_total=total))
-        told = meeting.agree(
-            "copy", lambda: self._copy(order, phases, number, world), lambda said: self._commit(order, phases, said)
+        answer = meeting.agree(
+            "copy",
+            lambda: self._copy_share(order, record, phases, number, world),
+            lambda shares: self._commit(chosen[0], phases, shares),
         )
-        outcome, seconds = msgspec.msgpack.decode(told, type=_Outcome), phases.now() - began_s
+        outcome, seconds = msgspec.msgpack.decode(answer, type=_Outcome), phases.now() - began_s
         if outcome.gone:
             gone = SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
             log.info("%s", gone)
-            self._tell_failed(order, gone, seconds, world.rank)
-            return
+            self._report_failure(order, gone, seconds, world.rank)
+            return False
         emit(
             PromotionFinished,
             lambda: PromotionFinished(
@@ -148,42 +318,42 @@ class CollectiveCopies:
             text = "%s is promoted to %s: %s bytes in %d files%s, %.2f s (%s)"
             took = ", ".join(f"{name} {took_s:.2f}" for name, took_s in seconds_by_name(phases.spans).items())
             log.info(text, about["source"], about["where"], f"{total:,}", files, found, seconds, took)
-            self._leader.tidy(order)
+        return True
 
-    def _copy(self, order: ReplicationOrder, phases: Phases, number: int, world: World) -> bytes:
-        """Copy this rank's share of the files; what is wrong with the near copy is said and not raised."""
-        record = order.decoded()
-        near, far = (each.root.place(order.name) for each in self._tiers.all)
+    def _copy_share(self, order: ReplicationOrder, record: Any, phases: Phases, number: int, world: World) -> bytes:
+        """Copy this rank's share of the files; damage of the near copy is reported to rank 0, and not raised."""
+        near, far = (each.root.place(order.name) for each in self._catalogs)
         mine = share_files(record.at_rest, world.size)[world.rank]
         began_s = phases.now()
         try:
-            copied = copy_files(near, far, record, mine, self._limits, self._wanted, self._give_way)
-        except DamagedCheckpoint as error:  # only of the near one: what is wrong with the far one is copied again
+            copied = copy_files(near, far, record, mine, self._limits, self._is_wanted, self._throttle.pause)
+        except DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
             phases.add("copy", began_s, phases.now())
-            return msgspec.msgpack.encode(_Share(lost=f"{type(error).__name__}: {error.message}", spans=phases.sent()))
+            damage = f"{type(error).__name__}: {error.message}"
+            return msgspec.msgpack.encode(_Share(damage=damage, spans=phases.sent()))
         phases.add("copy", began_s, phases.now(), copied.nbytes)
-        self._insist(number)
+        self._check_wanted(number)
         return msgspec.msgpack.encode(_Share(copied=copied.nbytes, files=copied.files, spans=phases.sent()))
 
-    def _commit(self, order: ReplicationOrder, phases: Phases, said: list[bytes]) -> list[bytes]:
-        """On rank 0, once all have copied."""
-        parts = [msgspec.msgpack.decode(each, type=_Share) for each in said]
+    def _commit(self, chosen: Chosen, phases: Phases, shares: list[bytes]) -> list[bytes]:
+        """On rank 0, once all ranks have copied."""
+        parts = [msgspec.msgpack.decode(each, type=_Share) for each in shares]
         phases.collect([part.spans for part in parts])
         phases.add("wait", phases.spans[-1].end_s, phases.now())
-        lost = [part.lost for part in parts if part.lost]
-        if lost and not self._leader.is_gone(order):
-            self._leader.give_up(order)
+        damage = [part.damage for part in parts if part.damage]
+        if damage and not self._coordinator.is_gone(chosen.order):
+            self._coordinator.leave_out(chosen.order)
             raise NearCopyDamaged(
-                f"{self._where[NEAR]}/{order.name} is damaged: {lost[0]}",
+                f"{self._urls[NEAR]}/{chosen.order.name} is damaged: {damage[0]}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
             )
-        if not lost:
+        if not damage:
             with phases.phase("commit"):
-                self._leader.commit(order)
+                self._coordinator.commit(chosen)
         copied, files = sum(part.copied for part in parts), sum(part.files for part in parts)
-        return [msgspec.msgpack.encode(_Outcome(copied=copied, files=files, gone=bool(lost)))] * len(said)
+        return [msgspec.msgpack.encode(_Outcome(copied=copied, files=files, gone=bool(damage)))] * len(shares)
 
-    def _tell_failed(self, order: ReplicationOrder | None, error: BaseException, seconds: float, rank: int) -> None:
+    def _report_failure(self, order: ReplicationOrder | None, error: BaseException, seconds: float, rank: int) -> None:
         kind, message, cancelled = type(error).__name__, str(error), isinstance(error, SaveCancelled)
         about = self._about(order, rank)
         emit(
@@ -192,304 +362,27 @@ class CollectiveCopies:
         )
 
     def _about(self, order: ReplicationOrder | None, rank: int) -> dict[str, Any]:
-        source, where = (root if order is None else f"{root}/{order.name}" for root in self._where)
+        source, where = (url if order is None else f"{url}/{order.name}" for url in self._urls)
         return {"rank": rank, "source": source, "where": where, "step": None if order is None else order.step}
 
 
 def share_files(sizes: dict[str, int], ranks: int) -> list[list[str]]:
-    """Share out files by size, the largest first, each to the rank that has least; the same on all ranks."""
+    """Assign files to ranks by size, the largest first, each to the rank that has least; the same on all ranks."""
     loads = [0] * ranks
     found: list[list[str]] = [[] for _ in range(ranks)]
     for name, nbytes in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
         rank = loads.index(min(loads))
-        loads[rank] += nbytes + 1  # so that empty ones are shared out, too
+        loads[rank] += nbytes + 1  # one more, so that empty files are spread, too
         found[rank].append(name)
     return found
 
 
-# What takes the place of promotions where there is no root to promote to: nothing is done, and nothing fails.
-
-
-class NoReplicator:
-    """As `Promotions`, to nowhere."""
-
-    def distrust(self, names: Collection[str]) -> None:
-        """Nothing is there."""
-
-    def take_root(self) -> list[Entry]:
-        """Nothing is there."""
-        return []
-
-    def begin(self, session: str) -> None:
-        """Begin nothing."""
-
-    def after(self, saved: Any, *, newest: bool = False) -> None:
-        """Begin nothing."""
-
-    def skip(self) -> None:
-        """Count nothing."""
-
-    def failed(self) -> list[int]:
-        """None has."""
-        return []
-
-    def end(self, numbers: Collection[int]) -> list[BaseException]:  # noqa: ARG002 - there are none
-        """Wait for nothing."""
-        return []
-
-    def wait(self, timeout_s: float | None = None) -> list[BaseException]:  # noqa: ARG002 - it is over
-        """Wait for nothing."""
-        return []
-
-    def finish(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:  # noqa: ARG002 - it is over
-        """Wait for nothing."""
-        return []
-
-    def cancel(self) -> None:
-        """Nothing is under way."""
-
-    def stop(self) -> None:
-        """Nothing is under way."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def has(self, name: str) -> bool:  # noqa: ARG002 - whatever it is called
-        """Nothing is there."""
-        return False
-
-    def is_pinned(self, name: str) -> bool:  # noqa: ARG002 - whatever it is called
-        """Nothing is there."""
-        return False
-
-
-# Checkpoints that are copied to a far root in the background, by all ranks together, never in the way of training.
-#
-# Each save is followed by a *round*, on a thread of each rank, the same ones in the same order on all: rank 0 says
-# which
-# checkpoint is to be promoted next, the newest first, all promote it (`turns`), and so on until nothing is left. What
-# an
-# earlier job or round could not finish is found that way, too.
-
-GRACE_S = 3.0
-"""How long what was cancelled may take to end, and the far root to be given back; then both go on by themselves."""
-
-
-class Replicator:
-    """Promotions of one Checkpointer. Used by one thread."""
-
-    def __init__(
-        self,
-        root: Root,
-        tiers: Tiers,
-        job: RankContext,
-        seams: Clock,
-        lease: Lease,
-        house: Pruner,
-        in_use: CheckpointLocks,
-        terms: ReplicationTerms,
-        limits: CopyLimits,
-        retries: int,
-        courtesy: Throttle,
-    ) -> None:
-        """
-        Begin nothing yet.
-
-        Args:
-            root: the far one.
-            tiers: both roots, which try again what fails in passing.
-            job: the ranks.
-            seams: clocks and waits.
-            lease: of the far root.
-            house: keeps the near root in order.
-            in_use: places of the near root that must not be deleted.
-            terms: what is promoted.
-            limits: threads and memory of each rank.
-            retries: how often an operation of the far root is tried again.
-            courtesy: says when a save is to go first.
-
-        """
-        self._under_way = 0
-        """The number of the round that is."""
-        self._cancelled = 0
-        """Rounds of lower numbers are not wanted any more."""
-        patience = RetryPolicy(retries, sleep=seams.sleep, wanted=self._wanted)
-        far = Catalog(RetryingRoot(root, patience), tiers.near.naming.template)
-        self.leader = ReplicationCoordinator(tiers, far, terms, lease, house, in_use, seams.now)
-        """Rank 0's part."""
-        self.rounds = PendingTasks()
-        """Under way, or failed and not told yet."""
-        self._near_house = house
-        self._turns = CollectiveCopies(
-            Tiers(tiers.near, far),
-            self.leader,
-            limits,
-            wanted=self._wanted,
-            insist=self._insist,
-            give_way=courtesy.give_way,
-        )
-        self._job = job
-        self._where = tiers.urls
-        self._world: World | None = None
-        self._lane = DaemonWorker("shardkeep-promote")
-        self._futures: list[Future[None]] = []
-
-    # -- what is there -------------------------------------------------------------------------------------------
-
-    def take_root(self) -> list[Entry]:
-        """On rank 0: take the far root, and see what it has."""
-        return self.leader.begin()
-
-    def distrust(self, names: Collection[str]) -> None:
-        """Count far checkpoints for nothing, as they could not be restored."""
-        self.leader.house.distrusted = set(names)
-
-    def has(self, name: str) -> bool:
-        """On rank 0: say whether the far root has a checkpoint of this name."""
-        return self.leader.has(name)
-
-    def is_pinned(self, name: str) -> bool:
-        """On rank 0: say whether the far root has one, and it is pinned."""
-        return self.leader.is_pinned(name)
-
-    # -- rounds --------------------------------------------------------------------------------------------------
-
-    def begin(self, session: str) -> None:
-        """Begin, once the far root is this job's: with what earlier jobs could not finish."""
-        if self._world is not None:
-            return
-        world = self._job.world
-        if world.store is not None:
-            from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store
-
-            world = replace(world, store=PrefixStore(f"promotions/{session}", world.store))
-        # They are waited for by nobody but each other, and rank 0 looks at both roots while the others wait.
-        self._world = replace(world, alone_s=world.timeout_s)
-        _at_exit(self._leave)
-        self.after(None)
-
-    def after(self, saved: Any, *, newest: bool = False) -> None:
-        """Begin a round once a save has ended; `newest`: whatever its step, the newest checkpoint is promoted."""
-        if self._world is None or self._lane.closed:
-            return
-        future = self._lane.submit(self._round, self.rounds.count, saved, newest, self._world)
-        self.rounds.add(future)
-        self._futures = [each for each in self._futures if not each.done()] + [future]
-
-    def skip(self) -> None:
-        """Count a round that is not made here, as its save failed in the call; it may be made on other ranks."""
-        self.rounds.skip()
-
-    def failed(self) -> list[int]:
-        """Number the rounds that have failed by now, on this rank."""
-        return self.rounds.failed()
-
-    def end(self, numbers: Collection[int]) -> list[BaseException]:
-        """Wait for some rounds to end, and return what went wrong."""
-        return self.rounds.end(numbers)
-
-    def wait(self, timeout_s: float | None = None) -> list[BaseException]:
-        """
-        Wait for all rounds, and for what follows them; return what went wrong. Not for those that `stop` has left.
-
-        Raises:
-            TimeoutError: they are not over in time; they go on.
-
-        """
-        errors: list[BaseException] = []
-        if not self._lane.left:
-            if futures.wait(self._futures, timeout_s).not_done:
-                raise TimeoutError(f"not all checkpoints were promoted to {self._where[FAR]} within {timeout_s:g} s")
-            errors = self.rounds.end(self.rounds.before(self.rounds.count))
-        self._near_house.wait()
-        return errors
-
-    def finish(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
-        """Wait for all rounds, the newest checkpoint's too if it is wanted, or cancel them when time is up."""
-        if newest:
-            self.after(None, newest=True)
-        try:
-            return self.wait(timeout_s)
-        except TimeoutError as late:
-            log.warning("%s; the next job goes on with them", late)
-            self.cancel()
-            self.stop()
-            return self.wait()
-
-    def cancel(self) -> None:
-        """Give up all rounds that were begun; what was copied is found by a later one."""
-        self._cancelled = self.rounds.count
-
-    def stop(self) -> None:
-        """
-        Begin no more rounds, and wait a little for those that were begun, which are over or cancelled.
-
-        One that is not over then waits for an answer: it is left to itself, and does nothing after that.
-        """
-        if not self._lane.left and not self._lane.close(GRACE_S):
-            log.warning("%s does not answer: what is under way there is left to itself", self._where[FAR])
-
-    def close(self) -> None:
-        """Stop, and give back the far root, or try to: where it does not answer, its lease runs out."""
-        try:
-            self.stop()
-            self.leader.house.close()
-        finally:
-            run_within(self.leader.lease.release, GRACE_S)
-
-    def _leave(self) -> None:
-        """At exit."""
-        self.cancel()
-        self.close()
-
-    # -- on the thread -------------------------------------------------------------------------------------------
-
-    def _round(self, number: int, saved: Any, newest: bool, world: World) -> None:
-        self._under_way = number
-        if isinstance(saved, SaveHandle):
-            saved.wait_for_end()
-        damaged: NotPromoted | None = None
-        for turn in count():
-            try:
-                if not self._turns.take(f"{number}.{turn}", number, newest=newest, world=world):
-                    break
-            except SaveCancelled:
-                log.info("promotions to %s were cancelled", self._where[FAR])
-                return
-            except Exception as error:
-                if self._lane.left:  # nobody waits for it, and the far root was given back
-                    log.info("a promotion to %s that was cancelled has ended: %s", self._where[FAR], error)
-                    return
-                failed = self._failure(error)
-                if world.rank == 0:  # said now, as nobody may ask before the next save
-                    log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
-                if not isinstance(error, NearCopyDamaged):
-                    raise failed from error
-                failed.__cause__, damaged = error, damaged or failed  # there are others
-        if damaged is not None:
-            raise damaged
-
-    def _wanted(self) -> bool:
-        return self._under_way >= self._cancelled
-
-    def _insist(self, number: int) -> None:
-        if number < self._cancelled:
-            raise SaveCancelled(f"promotions to {self._where[FAR]} were cancelled")
-
-    def _failure(self, error: Exception) -> NotPromoted:
-        what = f"checkpoints of {self._where[NEAR]} could not be promoted to {self._where[FAR]}"
-        hint = "they are as they were, and are tried again after the next save, or by the next job"
-        if isinstance(error, NearCopyDamaged):
-            hint = error.hint
-        return NotPromoted(f"{what}: {error.message if isinstance(error, CheckpointError) else repr(error)}", hint=hint)
-
-
-def _at_exit(cancel: Any) -> None:
-    """Have a method called at exit, before threads are waited for, if its object is still there and was not forked."""
-    method, process_id = WeakMethod(cancel), os.getpid()
+def _at_exit(method: Any) -> None:
+    """Call a method at exit before threads are joined, if its object still exists and the process was not forked."""
+    reference, process_id = WeakMethod(method), os.getpid()
 
     def call() -> None:
-        found = method()
+        found = reference()
         if found is not None and os.getpid() == process_id:
             found()
 
