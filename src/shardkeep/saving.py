@@ -28,7 +28,7 @@ from shardkeep.engine.snapshot import take_snapshot
 from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import write_files
-from shardkeep.errors import EarlierSaveFailed, StateError
+from shardkeep.errors import StateError
 from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _STAGING = ("auto", "overlap", "device", "host")
 _WRITERS = ("thread", "process")
+_RETRIEVE = "call result() on each handle before the next save; what this call saves is not affected"
 
 
 def save(
@@ -218,7 +219,7 @@ def async_save(
     handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
     telling = SaveEvents(phases, rank=world.rank, where=call.store.url, step=step)
     with phases.phase("queue"):
-        pending_saves().make_room(max_in_flight)
+        pending_saves().wait_until_fewer_than(max_in_flight)
     with ExitStack() as inside:
         inside.enter_context(telling.made(background=True))
         inside.enter_context(call.made())
@@ -226,7 +227,7 @@ def async_save(
         outside = None
         if writer == "process":
             outside = inside.enter_context(
-                writer_manager().writing(
+                writer_manager().session(
                     call.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s
                 )
             )
@@ -267,7 +268,7 @@ def async_save(
         pending_saves().begin(handle, box)
         del state, pieces, carry_out
         if background.must_wait:
-            handle.staged.wait_either_way()
+            handle.staged.wait_without_raising()
     except BaseException:  # Ctrl-C: nobody will have the handle, and the state may change before it is copied
         handle.cancel()
         with suppress(IndexError):  # a thread has it, and ends it
@@ -286,17 +287,13 @@ def finish_saves() -> None:
         EarlierSaveFailed: one failed, and nobody has asked for its result.
 
     """
-    failed: EarlierSaveFailed | None = None
-    try:
-        pending_saves().finish()
-    except EarlierSaveFailed as error:
-        failed = error
-    # Not where it was interrupted: a save that goes on needs all of these.
+    pending_saves().finish()
+    # Not if the wait was interrupted: a save that goes on needs all of these.
     step_barriers().remove()
     staging_memory().release()
     writer_manager().end()
-    if failed is not None:
-        raise failed
+    if (earlier := pending_saves().take_failure(hint=_RETRIEVE)) is not None:
+        raise earlier
 
 
 def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:
@@ -306,7 +303,7 @@ def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:
     At the end of a call: other ranks may not know of it yet, or have asked, and must not miss this rank's part.
     """
     than = made if isinstance(made, SaveHandle) else None
-    if (earlier := pending_saves().earlier_failure(than)) is not None:
+    if (earlier := pending_saves().take_failure(hint=_RETRIEVE, than=than)) is not None:
         earlier.response = made
         raise earlier
 

@@ -239,7 +239,7 @@ def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
     """
     It is told that it will never know, instead of waiting for ever.
     """
-    assert "asked in a fork: a save of process" in ended["sys.exit"][2]
+    assert "asked in a fork: this handle belongs to a save of process" in ended["sys.exit"][2]
 
 
 def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
@@ -257,12 +257,12 @@ def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
 
 def test_a_program_that_ends_well_but_for_its_save(ended):
     """
-    It ends with code 1, and says so; what handlers, threads and buffers had to do at its end was done.
+    The failure is logged at exit, and the exit code stays; handlers, threads and buffers did their work.
     """
     place, code, out, err = ended["lost"]
-    assert code == 1
+    assert code == 0
+    assert "a save failed, and its result was never retrieved" in err
     assert "EarlierSaveFailed: an earlier asynchronous save" in err
-    assert "this process ends with exit code 1" in err
     assert out.count("a buffer in C, ") == 1
     assert out.replace("a buffer in C, ", "").splitlines() == ["a thread", "a later handler", "a handler"]
     assert Path(f"{place}.txt").read_text() == "a file"
@@ -276,21 +276,23 @@ def test_the_exit_code_after_a_lost_save(ended):
     assert (left, fork) == (3, 0)
 
 
-def test_the_exit_code_after_a_lost_save_of_a_checkpointer_and_of_dcp(ended):
+def test_failures_of_a_checkpointer_and_of_dcp_are_logged_at_exit(ended):
     """
-    One that would have raised it and was never closed, and torch's call: 1 if nobody was told, 0 if somebody was.
+    A Checkpointer with `on_error="raise"` that was never closed, and `dcp.async_save`: only if it was not retrieved.
     """
-    assert ast.literal_eval(ended["forks"][2])[5:9] == [1, 0, 0, 0]
-    assert ast.literal_eval(ended["forks"][2])[9:11] == [1, 0]
+    place, _, out, _ = ended["forks"]
+    assert ast.literal_eval(out)[5:11] == [0] * 6
+    logged = ["its result was never retrieved" in Path(f"{place}.{number}").read_text() for number in range(5, 11)]
+    assert logged == [True, False, False, False, True, False]
 
 
 def test_ctrl_c_while_the_end_of_a_program_waits(ended):
     """
-    It cancels the save, which is told of, with code 1; one that is committed by then is none that is lost.
+    It cancels the save, which is logged; a save that is committed by then is not lost.
     """
     place, _, out, _ = ended["forks"]
-    assert ast.literal_eval(out)[11:13] == [1, 0]
-    assert f"given up before they were complete: saves to {place}-early" in Path(f"{place}.11").read_text()
+    assert ast.literal_eval(out)[11:13] == [0, 0]
+    assert f"abandoned before they were complete: saves to {place}-early" in Path(f"{place}.11").read_text()
     assert names_in(f"{place}-early") == set()
     assert Path(f"{place}.12").read_text() == ""
     assert says(f"{place}-late") == {1}
@@ -298,27 +300,27 @@ def test_ctrl_c_while_the_end_of_a_program_waits(ended):
 
 def test_ctrl_c_while_the_end_of_a_program_waits_for_dcp(ended):
     """
-    The first says what is waited for, the second ends it at once, with code 1.
+    The first logs which saves are waited for, the second ends the process at once.
     """
     place, _, out, _ = ended["forks"]
-    assert ast.literal_eval(out)[13:15] == [0, 1]
+    assert ast.literal_eval(out)[13:15] == [0, 0]
     assert f"waiting for saves to '{place}-once'" in Path(f"{place}.13").read_text()
     assert Path(f"{place}-once/.metadata").exists()
-    assert f"given up before they were complete: saves to '{place}-twice'" in Path(f"{place}.14").read_text()
+    assert f"abandoned before they were complete: saves to '{place}-twice'" in Path(f"{place}.14").read_text()
     assert not Path(f"{place}-twice/.metadata").exists()
 
 
 def test_a_failure_of_one_rank_is_told_at_exit_of_all(ended):
     """
-    All ranks end with code 1; the one that did not fail prints the lines where the other did, once.
+    The rank that did not fail also logs the lines where the other did, once.
     """
     place, _, out, _ = ended["forks"]
-    assert ast.literal_eval(out)[:2] == [1, 1]
+    assert ast.literal_eval(out)[:2] == [0, 0]
     for rank in range(2):
         logged, _, at_exit = Path(f"{place}.{rank}").read_text().partition("(during 'write' of save to")
         assert logged.count("raise self.broken(verb, name)") == 1
         assert at_exit.count("raise self.broken(verb, name)") == 1
-        assert ("TraceElsewhere: on rank 1:" in at_exit) == (rank == 0)
+        assert ("RemoteTraceback: on rank 1:" in at_exit) == (rank == 0)
 
 
 def vanish(pipe, place, at):

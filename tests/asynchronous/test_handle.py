@@ -63,7 +63,7 @@ def test_a_silent_rank_is_not_a_timeout_of_the_wait():
             ask(0)
         assert raised.value is silent
     assert handle.exception(0) is silent
-    assert handle.asked
+    assert handle.retrieved
 
 
 class Late(SaveHandle):
@@ -106,7 +106,7 @@ def test_a_save_that_fails_as_the_wait_ends():
         except (sk.StorageError, TimeoutError) as raised:
             error = raised
         assert str(error)
-        assert handle.asked == isinstance(error, sk.StorageError)
+        assert handle.retrieved == isinstance(error, sk.StorageError)
 
 
 def test_staged_waits():
@@ -126,7 +126,7 @@ def test_staged_waits():
     failed = SaveHandle(WHERE)
     failed.end(error=sk.StorageError("before"))
     assert failed.staged.done()
-    failed.staged.wait_either_way()
+    failed.staged.wait_without_raising()
     with pytest.raises(sk.StorageError, match="before"):
         failed.staged.wait()
 
@@ -261,19 +261,19 @@ def test_a_save_that_another_rank_cancelled():
     """
     handle = SaveHandle(WHERE)
     handle.end(error=sk.SaveCancelled("by rank 1"))
-    assert not handle.asked
+    assert not handle.retrieved
     assert handle.cancel()
-    assert handle.asked
+    assert handle.retrieved
     late = SaveHandle(WHERE)
-    late.insist()
+    late.begin_commit()
     assert not late.cancel()
-    assert not late.asked
+    assert not late.retrieved
     late.end(error=sk.SaveCancelled("by rank 1"))
-    assert late.asked
+    assert late.retrieved
     failed = SaveHandle(WHERE)
     failed.end(error=sk.StorageError("the disk"))
     assert not failed.cancel()
-    assert not failed.asked
+    assert not failed.retrieved
 
 
 def test_as_a_context():

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.engine.process import client as writer_process
-from shardkeep.engine.process import server as writer_pipe
+from shardkeep.engine.process import rpc
 from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
-from shardkeep.engine.process.server import CreateFile, LocalStoreSpec, ReplyDeadline, WaitPolicy, WriteBytes, WriteRuns
+from shardkeep.engine.process.rpc import ReplyDeadline, WaitPolicy
+from shardkeep.engine.process.server import CreateFile, WriteBytes, WriteRuns
 from shardkeep.errors import WriterDied
 from shardkeep.storage.buffers import address_of
+from shardkeep.storage.spec import LocalStoreSpec
 from shardkeep.storage.system import process_start
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
 from tests.engine.samples import random_tensor
@@ -324,7 +325,7 @@ def test_a_cancel_does_not_end_what_another_save_needs(place):
     cancelled, other = (save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2))
     until_asked(cancelled)
     assert cancelled.cancel()
-    time.sleep(1.5 * writer_pipe._CANCELLED_S)
+    time.sleep(1.5 * rpc._CANCELLED_S)
     os.kill(pid, signal.SIGCONT)
     assert isinstance(cancelled.exception(PATIENCE_S), sk.SaveCancelled)
     other.result(PATIENCE_S)
@@ -355,14 +356,13 @@ def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, al
     patience = WaitPolicy(PATIENCE_S)
     assert alone.ask(CreateFile(place_in(tmp_path), "first", 10), patience).file == 1
 
+    before = getattr(rpc, broken)
+
     def breaks_off(pipe, *more):
-        if broken == "send":
-            writer_pipe.send(pipe, *more)
-        else:
-            writer_pipe.receive(pipe, *more)
+        before(pipe, *more)
         raise MemoryError
 
-    monkeypatch.setattr(writer_process, broken, breaks_off)
+    monkeypatch.setattr(rpc, broken, breaks_off)
     with pytest.raises(MemoryError):
         alone.ask(CreateFile(place_in(tmp_path), "second", 10), patience)
     monkeypatch.undo()
@@ -382,7 +382,7 @@ def test_a_save_that_broke_off_does_not_harm_the_next(place, monkeypatch):
         ready(1)
         raise MemoryError
 
-    monkeypatch.setattr(writer_process, "receive", breaks_off)
+    monkeypatch.setattr(rpc, "receive", breaks_off)
     assert isinstance(save(large(), f"{place}-2").exception(PATIENCE_S), (MemoryError, sk.CheckpointError))
     monkeypatch.undo()
     assert names(f"{place}-2") == []
@@ -410,15 +410,15 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     A job that goes on after hours, with all its processes, ends none of them for not having answered.
     """
     waiting, now = ReplyDeadline(WaitPolicy(1.0)), [time.monotonic()]
-    monkeypatch.setattr(writer_pipe.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rpc.time, "monotonic", lambda: now[0])
     now[0] += 10_000
-    waiting.look()
+    waiting.check()
     for _ in range(7):
-        now[0] += writer_pipe.SLICE_S
-        waiting.look()
+        now[0] += rpc.SLICE_S
+        waiting.check()
     now[0] += 10_000
-    with pytest.raises(writer_pipe.NoReply, match="within 1 s"):
-        waiting.look()
+    with pytest.raises(rpc.NoReply, match="within 1 s"):
+        waiting.check()
 
 
 def test_what_cannot_be_written_there_is_refused_in_the_call(place):
@@ -507,11 +507,11 @@ def test_a_script_that_ends_early_has_its_checkpoint(place):
     ran = run_script(
         """
         import sys, torch, shardkeep as sk
-        from shardkeep.engine.process.client import writer_hold
+        from shardkeep.engine.process.client import writer_manager
         print("ran")
         state = {"w": torch.full((3_000_000,), 4.0), "few": [torch.full((4,), 4.0)]}
         sk.async_save(state, sys.argv[1], writer="process")
-        print(writer_hold().pid)
+        print(writer_manager().pid)
         """,
         place,
     )
@@ -529,10 +529,10 @@ def test_a_script_ends_though_its_writer_hangs(place):
     ran = run_script(
         """
         import os, signal, sys, torch, shardkeep as sk
-        from shardkeep.engine.process.client import writer_hold
+        from shardkeep.engine.process.client import writer_manager
         for n, timeout_s in enumerate((600, 0.5)):
             sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-{n}", writer="process").result()
-            pid = writer_hold().pid
+            pid = writer_manager().pid
             os.kill(pid, signal.SIGSTOP)
             options = sk.Options(timeout_s=timeout_s)
             handle = sk.async_save({"w": torch.ones(9)}, f"{sys.argv[1]}-late-{n}", writer="process", options=options)
@@ -556,9 +556,9 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
     ran = run_script(
         """
         import os, signal, sys, time, torch, shardkeep as sk
-        from shardkeep.engine.process.client import writer_hold
+        from shardkeep.engine.process.client import writer_manager
         sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
-        process = writer_hold()._process
+        process = writer_manager()._process
         fork = os.fork()
         if not fork:
             os.close(1); os.close(2)
@@ -599,15 +599,15 @@ def test_a_fork_of_the_trainer_harms_nothing(place):
     ran = run_script(
         """
         import os, sys, torch, shardkeep as sk
-        from shardkeep.engine.process.client import writer_hold
-        hold = writer_hold()
+        from shardkeep.engine.process.client import writer_manager
+        hold = writer_manager()
         sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
         buffer = hold._shared.buffer(1 << 20)
         buffer.tensor.fill_(7)
         pid, fork = hold.pid, os.fork()
         if not fork:
             del buffer
-            assert writer_hold() is not hold
+            assert writer_manager() is not hold
             hold.end()
             hold._process.close()
             os._exit(0)

@@ -8,9 +8,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardkeep as sk
-from shardkeep.engine.process.client import store_spec, writer_manager
+from shardkeep.engine.process.client import writer_manager
 from shardkeep.storage.fsspec import FsspecRoot
 from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.spec import store_spec
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import PATIENCE_S, full, says
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 
 from shardkeep.dcp._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
-from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save, save_queue_of
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save, group_saves_of
 from shardkeep.dcp._impl.process import SaverDied, TensorMessage, receive_message
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
@@ -169,7 +169,7 @@ def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
     before = shared_pieces()
     with pytest.raises(CheckpointException, match="cannot be sent to the process that saves"):
         begin(state, tmp_path / "a", planner=Locked()).result(60)
-    lane = save_queue_of(None, no_dist=True)
+    lane = group_saves_of(None, no_dist=True)
     os.kill(lane.saver.pid, signal.SIGSTOP)  # so that it dies with the state under way
     future = begin(state, tmp_path / "a")
     time.sleep(0.3)
@@ -191,12 +191,12 @@ def test_a_connection_that_breaks_in_a_save_is_its_failure(tmp_path):
     It is told as it was raised, and is no end of the process, which serves on.
     """
     begin({"w": numbered(3)}, tmp_path / "a").result(60)
-    pid = save_queue_of(None, no_dist=True).saver.pid
+    pid = group_saves_of(None, no_dist=True).saver.pid
     with pytest.raises(CheckpointException, match="the bucket said no") as caught:
         begin({"w": numbered(3)}, tmp_path / "a", Unreachable).result(60)
     assert isinstance(caught.value.failures[0][0], ConnectionResetError)
     begin({"w": numbered(3)}, tmp_path / "b").result(60)
-    assert save_queue_of(None, no_dist=True).saver.pid == pid
+    assert group_saves_of(None, no_dist=True).saver.pid == pid
 
 
 class Counting(StateDictStager):
@@ -287,7 +287,7 @@ def test_states_go_in_few_pieces_of_shared_memory(tmp_path, request):
             assert len(future.result(60).state_dict_metadata) == count
     last = loaded(tmp_path / "2", **{str(count - 1): torch.empty(4)})
     assert last[str(count - 1)].tolist() == [float(count - 1)] * 4
-    lane = save_queue_of(None, no_dist=True)
+    lane = group_saves_of(None, no_dist=True)
     lane.saver.close()
     assert not lane.saver.alive()
     with pytest.raises(SaverDied):
@@ -322,7 +322,7 @@ def save_spread(folder):
         begin({"w": numbered(4)}, f"{folder}/d", Talking).result(60)
     except CheckpointException as error:
         talked = str(error)
-    save_queue_of(None, no_dist=False).saver.close()
+    group_saves_of(None, no_dist=False).saver.close()
     return same, "SIGKILL in step 'write'" in died, "No backend type" in talked
 
 

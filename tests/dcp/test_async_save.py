@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager as TheirStager
 
 from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
-from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, AsyncSaveResponse, async_save, save_queue_of
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, AsyncSaveResponse, async_save, group_saves_of
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
@@ -277,7 +277,7 @@ def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
         time.sleep(0.01)
     gc.collect()
     assert copies[0]() is None
-    lane = save_queue_of(None, no_dist=True)
+    lane = group_saves_of(None, no_dist=True)
     assert lane._failed == [future]
     assert isinstance(future.exception(), CheckpointException)
     assert lane._failed == []

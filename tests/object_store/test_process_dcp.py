@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardkeep import dcp
-from shardkeep.dcp._impl.async_ import save_queue_of
+from shardkeep.dcp._impl.async_ import group_saves_of
 from shardkeep.dcp.state_dict_saver import AsyncCheckpointerType
 from tests.dcp.sides import quietly
 from tests.support.s3_server import S3Server
@@ -14,7 +14,7 @@ from tests.support.s3_server import S3Server
 
 def end_saver() -> None:
     """End the process, if there is one: another has the variables that are set now."""
-    saver = save_queue_of(None, no_dist=True).saver
+    saver = group_saves_of(None, no_dist=True).saver
     if saver is not None:
         saver.close()
 

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.engine.process.client import SharedMemory, WriterProcess, store_spec, writer_manager
-from shardkeep.engine.process.server import CancelSave, CreateFile, FinishFile, WaitPolicy, WriteBytes
+from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
+from shardkeep.engine.process.rpc import WaitPolicy
+from shardkeep.engine.process.server import CreateFile, FinishFile, WriteBytes
 from shardkeep.errors import WriterDied
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.object_store import ObjectRoot
 from shardkeep.storage.resolve import open_place
+from shardkeep.storage.spec import store_spec
 from shardkeep.storage.uploads import unfinished
 from tests.object_store.jobs import load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
@@ -214,7 +216,7 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
                     with pytest.raises(sk.StorageError, match=r"breaks-.*500"):
                         write_all(process, breaks, data)
                 else:
-                    process.tell(CancelSave(f"another-{save_id}.safetensors"))
+                    process.cancel(f"another-{save_id}.safetensors")
                 with pytest.raises(sk.StorageError, match="given up, as something else failed"):
                     waits.result(PATIENCE_S)
         write_all(process, whole, data)

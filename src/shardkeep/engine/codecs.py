@@ -204,7 +204,7 @@ class FileCodecs:
         self.seals = coded.seals
         return coded
 
-    def told(self, name: str) -> tuple[Recorded, dict[str, str]] | None:
+    def spec_of(self, name: str) -> tuple[Recorded, dict[str, str]] | None:
         """Return what another process needs to code a file: what is recorded, and data keys; None: it is not coded."""
         chain = self._by_name.get(name)
         return None if chain is None else (chain.recorded, self._keys.known if self._keys else {})

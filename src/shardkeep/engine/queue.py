@@ -1,28 +1,24 @@
 """
-The asynchronous saves of this process that have not ended, and the failures that nobody has asked for.
+Asynchronous saves: the handle a caller holds, and the queue that runs saves on background threads.
 
-Each save runs on a thread of its own. So many at a time are allowed as the caller says; the next one waits in its call.
-A failure that nobody asks for is logged, and raised by the next save or by `finish`; at exit it is printed, and the process
-ends with a code that is not 0. The next save is made all the same: other ranks may not know of the failure yet, or have
-asked for it.
+A failure that the caller never retrieves is logged when it happens, raised by the next save or by `finish_saves`, and
+logged once more at exit. The save whose call raises it runs all the same: other ranks may not know of the failure yet, or
+may have retrieved it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from typing_extensions import Self
 
@@ -31,15 +27,15 @@ from shardkeep.errors import CheckpointError, CheckpointException, EarlierSaveFa
 from shardkeep.events import log_safely
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from types import TracebackType
 
-
-# What a caller holds of a save that goes on while training does.
-
+log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
-_NOTICE_S = 1.0
+_MOST_THREADS = 64
+_NICENESS = 5
+_POLL_S = 1.0
+"""Python may miss a Ctrl-C that arrives just as a wait begins, until the wait ends: so no wait is longer than this."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,10 @@ class SaveProgress:
     phase: str
     """"planning", "staging", "writing", "committing"; in the end "done", "failed" or "cancelled"."""
     bytes_staged: int = 0
-    """What has been copied since the call."""
+    """Bytes copied since the call."""
     bytes_written: int = 0
     bytes_total: int = 0
-    """What this rank writes; 0 until it is known."""
+    """Bytes this rank writes; 0 until the plan is made."""
     staging_waits: bool = False
     """The state is larger than the host memory it is staged through (`Options.staging_bytes`): staging waits for the disk."""
 
@@ -65,41 +61,41 @@ class Staged:
         self._process_id = os.getpid()
 
     def done(self) -> bool:
-        """Say whether it has; also where the save failed, and will never need it."""
+        """Return whether the state may be changed; also true if the save failed and will not read it."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """
-        Wait until it has.
+        Wait until the state may be changed.
 
         Raises:
-            TimeoutError: it has not after `timeout` seconds.
+            TimeoutError: it is not copied after `timeout` seconds.
             CheckpointError: the save failed before; the state may be changed then, too.
 
         """
         _wait(timeout, self._future, "the state was not copied", self._process_id).result()
 
-    def wait_either_way(self) -> None:
-        """Wait until the state may be changed, and leave a failure to be asked for."""
+    def wait_without_raising(self) -> None:
+        """Wait until the state may be changed; a failure stays in the handle."""
         wait([self._future])
 
 
 class SaveHandle(Generic[T]):
-    """A save that goes on in the background. Its end must be asked for, here or by the next save."""
+    """A save that runs in the background. Retrieve its outcome here, or the next save raises its failure."""
 
     def __init__(self, where: str) -> None:
-        """Begin to wait for a save to a place."""
+        """Make the handle of a save to this place."""
         self.where = where
         self.staged = Staged()
         """When the state may be changed."""
-        self.asked = False
-        """Whether the caller knows how it ended."""
-        self.told_later = False
-        """Whether somebody has taken it on to tell of its failure: no other save does, but the end of the process does."""
+        self.retrieved = False
+        """Whether the caller knows how the save ended."""
+        self.reported_later = False
+        """Whether its owner raises the failure later, so that the next save does not; it is still logged at exit."""
         self._future: Future[T] = Future()
         self._process_id = os.getpid()
         self._cancelled = threading.Event()
-        self._given_up = False
+        self._cancel_called = False
         self._committing = False
         self._lock = threading.Lock()
         self._progress = SaveProgress("planning")
@@ -108,7 +104,7 @@ class SaveHandle(Generic[T]):
         return f"SaveHandle({self.where!r}, {self.progress.phase})"
 
     def done(self) -> bool:
-        """Say whether the save has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
@@ -121,21 +117,21 @@ class SaveHandle(Generic[T]):
 
         """
         ended = _wait(timeout, self._future, "the save is not complete", self._process_id)
-        self._note_asked()
+        self._mark_retrieved()
         return ended.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save to end, and return what went wrong, if anything did."""
+        """Wait for the save to end, and return its failure, or None."""
         ended = _wait(timeout, self._future, "the save is not complete", self._process_id)
-        self._note_asked()
+        self._mark_retrieved()
         return ended.exception()
 
     def outcome(self) -> BaseException | None:
-        """Wait, return what went wrong, and leave it to be asked for."""
+        """Wait, and return the failure, or None, without marking it as retrieved."""
         return _wait(None, self._future, "the save is not complete", self._process_id).exception()
 
-    def _note_asked(self) -> None:
-        self.asked, self.told_later = True, False
+    def _mark_retrieved(self) -> None:
+        self.retrieved, self.reported_later = True, False
 
     @property
     def progress(self) -> SaveProgress:
@@ -144,20 +140,20 @@ class SaveHandle(Generic[T]):
 
     def cancel(self) -> bool:
         """
-        Give the save up, on all ranks; return whether that is still possible.
+        Cancel the save, on all ranks; return whether that is still possible.
 
-        It ends soon after, as one that failed with `SaveCancelled`, and leaves nothing behind.
+        It ends soon after, as one that failed with `SaveCancelled`, and leaves no files behind.
         """
         with self._lock:
-            self._given_up = True
+            self._cancel_called = True
             if self.done():
                 cancelled = isinstance(self._future.exception(), SaveCancelled)  # perhaps by another rank
-                self.asked = self.asked or cancelled
+                self.retrieved = self.retrieved or cancelled
                 return cancelled
             if self._committing:
                 return False
             self._cancelled.set()
-        self.asked = True
+        self.retrieved = True
         return True
 
     def __enter__(self) -> Self:
@@ -168,49 +164,49 @@ class SaveHandle(Generic[T]):
     ) -> None:
         if error is None:
             self.result()
-        else:  # which tells more than how the save ended
+        else:  # the error of the block matters more than how the save ended
             self._future.exception()
 
-    # -- what the save says ------------------------------------------------------------------------------------
+    # -- called by the save ------------------------------------------------------------------------------------
 
     def wait_for_end(self) -> None:
-        """Wait, and leave its result to be asked for."""
+        """Wait for the save to end, without marking its outcome as retrieved."""
         wait_for_all([self._future])
 
     def wanted(self) -> bool:
-        """Say whether nobody has cancelled it."""
+        """Return whether the save has not been cancelled."""
         return not self._cancelled.is_set()
 
-    def insist(self) -> None:
-        """Raise if it was cancelled; after this it cannot be."""
+    def begin_commit(self) -> None:
+        """Raise SaveCancelled if the save was cancelled; from here on it cannot be."""
         with self._lock:
             if self._cancelled.is_set():
                 raise SaveCancelled(f"the save to {self.where} was cancelled")
             self._committing = True
 
-    def tell(self, phase: str, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
-        """Say how far it has come."""
+    def set_progress(self, phase: str, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
+        """Set how far the save has come."""
         self._progress = SaveProgress(phase, staged, written, total, self._progress.staging_waits)
 
-    def tell_that_staging_waits(self) -> None:
-        """Say that it is staged through less memory than it takes."""
+    def set_staging_waits(self) -> None:
+        """Note that the state is staged through less memory than it takes."""
         self._progress = replace(self._progress, staging_waits=True)
 
     def end_staging(self, error: BaseException | None = None) -> None:
-        """Say that the state is needed no more."""
-        with contextlib.suppress(Exception), self._lock:  # it may have been said before
+        """Note that the state is not read any more. May be called again."""
+        with contextlib.suppress(Exception), self._lock:
             if error is None:
                 self.staged._future.set_result(None)
             else:
                 self.staged._future.set_exception(error)
 
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Say how it ended."""
+        """Set how the save ended."""
         self.end_staging(error)
         cancelled = isinstance(error, SaveCancelled)
         with self._lock:
-            # Too late here, but another rank was in time.
-            self.asked = self.asked or (cancelled and self._given_up)
+            # `cancel` came too late here, but another rank's was in time.
+            self.retrieved = self.retrieved or (cancelled and self._cancel_called)
             if error is None:
                 self._progress = replace(self._progress, phase="done")
                 self._future.set_result(result)  # type: ignore[arg-type]  # one of the two is given
@@ -220,17 +216,17 @@ class SaveHandle(Generic[T]):
 
 
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
-    """Wait for all. Not for long at a time: a Ctrl-C that comes just as Python begins to wait is noticed when it ends."""
-    while wait(futures, _NOTICE_S).not_done:
+    """Wait for all futures, and notice a Ctrl-C within a second."""
+    while wait(futures, _POLL_S).not_done:
         pass
 
 
 def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) -> Future[T]:
-    """Wait for a future, apart from asking it: a save may fail with a TimeoutError of its own, as ranks were silent."""
-    if not future.done() and os.getpid() != process_id:  # a fork has none of the threads that save
+    """Wait for a future. `Future.result(timeout)` would not do: the save itself may fail with a TimeoutError."""
+    if not future.done() and os.getpid() != process_id:
         raise CheckpointError(
-            f"a save of process {process_id} was asked for in a fork of it, where its end is never known",
-            hint="ask in the process that called async_save",
+            f"this handle belongs to a save of process {process_id}, and a fork of it never learns how that save ends",
+            hint="wait for the handle in the process that called async_save",
         )
     wait([future], timeout)
     if not future.done():
@@ -238,243 +234,162 @@ def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) 
     return future
 
 
-# The exit code of this process: kept as the program gave it, and made a failure where it gave none.
-#
-# Python has settled on its code before it calls anything at exit, and nothing that is called then can change it.
-# `os._exit` could end the process there, but with it would go all that comes later: threads that are waited for,
-# other
-# handlers, files that are flushed as they are collected. So Python ends as always, and the C library, whose `exit` it
-# calls
-# with its code when all that is done, is told to end with another one. What is skipped are handlers in C that were
-# there
-# before, such as destructors of static objects; output that C still holds is flushed.
+class PendingSave(Protocol):
+    """A save that a queue runs: a `SaveHandle`, or the future that `dcp.async_save` returns."""
 
-log = logging.getLogger("shardkeep")
+    where: str
+    """Where the save goes, for messages."""
+    retrieved: bool
+    reported_later: bool
 
-_FAILED = 1
-_MOST = 0xFF
-"""What a system keeps of an exit code."""
+    def done(self) -> bool:
+        """Return whether the save has ended."""
 
+    def outcome(self) -> BaseException | None:
+        """Wait, and return the failure, or None, without marking it as retrieved."""
 
-class ExitCode:
-    """What this process ends with. Used by one thread at a time."""
+    def wait_for_end(self) -> None:
+        """Wait for the save to end, without marking its outcome as retrieved."""
 
-    def __init__(self) -> None:
-        self._before = sys.exit
-        self._watching = False
-        self._inside = False
-        self._given = 0
+    def cancel(self) -> bool:
+        """Cancel the save; return False where that is not possible."""
 
-    def watch(self) -> None:
-        """Note what `sys.exit` is given: at exit there is no way to ask for it. A raised `SystemExit` is not noted."""
-        if not self._watching and not _interactive():
-            self._watching = True
-            self._before = sys.exit
-            sys.exit = self._exit
-
-    def look_away(self) -> None:
-        """Put `sys.exit` back, unless somebody else has put theirs over ours."""
-        if self._watching and sys.exit == self._exit:
-            sys.exit = self._before
-            self._watching = False
-
-    def fail(self) -> int | None:
-        """
-        End with a failure, called at exit; return its code, or None where the code is left alone.
-
-        It is what the program gave to `sys.exit`, or 1 if that was nothing or 0. Left alone is a program that ends with
-        an error that Python has printed, or a Ctrl-C: its code is not 0. So is a session that somebody sits at, and a
-        process that does not end by C's `exit`, or not when Python ends.
-        """
-        if _interactive() or getattr(sys, "last_value", None) is not None or not _ends_by_exit():
-            return None
-        code = self._given or _FAILED
-        try:
-            libc = ctypes.CDLL(None)
-            at_exit = libc["__cxa_atexit"]  # which hands an argument on, as `atexit` does not
-        except (AttributeError, OSError, TypeError):  # another C library: the text has to do
-            return None
-        at_exit.argtypes = [ctypes.c_void_p] * 3
-        for call, argument in (("_exit", code), ("fflush", None)):  # the last one is called first
-            at_exit(ctypes.cast(libc[call], ctypes.c_void_p), argument, None)
-        return code
-
-    def _exit(self, status: object = None, /) -> NoReturn:
-        if self._inside:  # by way of somebody who kept this one from an earlier time
-            raise SystemExit(status)
-        if threading.current_thread() is threading.main_thread():  # in others it ends the thread alone
-            self._given = _code_of(status)
-        self._inside = True
-        try:
-            self._before(status)  # type: ignore[arg-type]  # whatever it is
-        finally:
-            self._inside = False
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set how the save ended."""
 
 
-@cache
-def exit_code() -> ExitCode:
-    """Return that of this process."""
-    return ExitCode()
+class SaveQueue:
+    """Runs saves on background threads; with one thread, one after the other. `begin` is called by one thread at a time."""
 
-
-def report_at_exit(error: BaseException | None = None) -> None:
-    """Print an error that nobody is left to catch, and let whoever started this process know: a scheduler reads no texts."""
-    if error is not None:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    if (code := exit_code().fail()) is not None:
-        log.error("a save is lost, and nobody had asked for it: this process ends with exit code %d", code)
-
-
-def report_cancelled_at_exit(places: Iterable[str]) -> None:
-    """Say which saves somebody would not wait for, and end with a failure."""
-    report_at_exit()
-    log.error("interrupted at exit: given up before they were complete: saves to %s", ", ".join(places))
-
-
-def _code_of(status: object) -> int:
-    if status is None:
-        return 0
-    return status & _MOST if isinstance(status, int) else _FAILED  # anything else is printed
-
-
-def _ends_by_exit() -> bool:
-    """
-    Say whether this process ends by C's `exit`, and with its interpreter.
-
-    Those that `multiprocessing` forks, itself or by its server, end by `_exit`; a program that Python is embedded in has
-    no command line of Python's, and goes on after it.
-    """
-    forked = multiprocessing.parent_process() is not None and "--multiprocessing-fork" not in sys.orig_argv
-    return bool(sys.orig_argv) and not forked
-
-
-def _interactive() -> bool:
-    """Say whether somebody sits at a prompt; IPython and notebooks set one as well."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
-_MOST_AT_ONCE = 64
-_NICENESS = 5
-
-
-class PendingSaves:
-    """Saves under way. `begin` and `make_room` are called by one thread at a time."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, *, threads: int = _MOST_THREADS, niceness: int = _NICENESS, cancels_at_exit: bool = True
+    ) -> None:
+        """Start no thread yet. `cancels_at_exit`: the first Ctrl-C at exit cancels the saves; else it only warns."""
+        self._niceness = niceness
         self._process_id = os.getpid()
-        self._threads = _threads()
-        # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
+        self._most_threads = threads
+        self._threads = self._new_threads()
+        self._cancels_at_exit = cancels_at_exit
+        # Runs before the standard library shuts its executors down: a save in progress at exit still needs threads.
         threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
-        self._under_way: list[SaveHandle[Any]] = []
-        self._failed: list[SaveHandle[Any]] = []
+        self._begun: list[PendingSave] = []
+        self._failed: list[PendingSave] = []
 
-    def make_room(self, most: int) -> None:
-        """Wait until fewer than so many saves are under way."""
-        while len(under_way := self._still_under_way()) >= most:
-            under_way[0].wait_for_end()
+    def begin(self, save: PendingSave, box: list[Callable[[], Any]]) -> None:
+        """Run a save on a thread. Its function is popped from the box when it starts, so that nothing here holds the state."""
+        self._threads.submit(self._run, save, box)
+        # After `submit`: a Ctrl-C in between must not leave a save in the list that never ends.
+        self._begun.append(save)
 
-    def begin(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
-        """Carry a save out on a thread; what is to be done is taken out of its box when it begins."""
-        exit_code().watch()
-        self._threads.submit(self._carry_out, handle, box)
-        # After that: a Ctrl-C in between must not leave one to be waited for that never ends.
-        self._under_way.append(handle)
+    def wait_until_fewer_than(self, limit: int) -> None:
+        """Wait until fewer than `limit` saves are pending."""
+        while len(pending := self.pending()) >= limit:
+            pending[0].wait_for_end()
 
-    def earlier_failure(
-        self, than: SaveHandle[Any] | None = None, *, at_exit: bool = False
+    def pending(self) -> list[PendingSave]:
+        """Return the saves that have not ended, oldest first."""
+        self._begun = [each for each in self._begun if not each.done()]
+        return self._begun
+
+    def take_failure(
+        self, *, hint: str, than: PendingSave | None = None, at_exit: bool = False
     ) -> EarlierSaveFailed | None:
-        """Return the failure of a save that has ended and that nobody has asked for, once; not of one just begun."""
-        ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves add to them meanwhile
-        failed = [each for each in ended if (each.told_later if at_exit else not each.asked) and each is not than]
-        self._failed += [each for each in ended if each is than or (each.told_later and not at_exit)]
+        """Return the failures that were never retrieved as one error, once; `than` is a save that was just begun."""
+        ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves append to it meanwhile
+        unretrieved = [each for each in ended if not each.retrieved or (at_exit and each.reported_later)]
+        failed = [each for each in unretrieved if each is not than]
+        self._failed += [each for each in ended if each is than or (each.reported_later and not at_exit)]
         if not failed:
             return None
         for each in failed:
-            each.asked = True
-        return earlier_save_failed(
-            failed[0].where,
-            [each.exception() for each in failed],
-            hint="ask each handle for its result before the next save; what this call saves is not affected",
+            each.retrieved = True
+        errors = [each.outcome() for each in failed]
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        what = str(errors[0]).strip() or type(errors[0]).__name__
+        earlier = EarlierSaveFailed(
+            f"an earlier asynchronous save, to {failed[0].where}, failed{more}: {what}", hint=hint
         )
+        earlier.__cause__ = errors[0]
+        return earlier
 
     def finish(self) -> None:
-        """
-        Wait for all saves, and end their threads.
-
-        Raises:
-            EarlierSaveFailed: one failed, and nobody has asked for it.
-
-        """
-        self.make_room(1)
+        """Wait for all saves, and end the threads."""
+        self.wait_until_fewer_than(1)
         self._threads.shutdown()
-        self._threads = _threads()
-        exit_code().look_away()
-        if (earlier := self.earlier_failure()) is not None:
-            raise earlier
+        self._threads = self._new_threads()
 
-    def _still_under_way(self) -> list[SaveHandle[Any]]:
-        self._under_way = [each for each in self._under_way if not each.done()]
-        return self._under_way
+    def _new_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._most_threads, thread_name_prefix="shardkeep-save")
 
-    def _carry_out(self, handle: SaveHandle[T], box: list[Callable[[], T]]) -> None:
-        lower_priority()
+    def _run(self, save: PendingSave, box: list[Callable[[], Any]]) -> None:
+        if self._niceness:
+            lower_priority(self._niceness)
         try:
-            # Taken out of its box: nothing here may hold the state when the handle is done.
-            held = [box.pop()]
-        except IndexError:  # given up by a call that was interrupted
+            work = [box.pop()]
+        except IndexError:  # the call was interrupted, and has taken it back
             return
         try:
-            result = held.pop()()
-        except BaseException as error:  # noqa: BLE001 - read by whoever asks, or raised by the next save
-            cancelled = isinstance(error, SaveCancelled)  # on whichever rank: somebody wanted it so
+            result = work.pop()()  # nothing here may hold the state when the save has ended
+        except BaseException as error:  # noqa: BLE001 - kept in the handle
+            cancelled = isinstance(error, SaveCancelled)  # on this rank or on another
             if cancelled:
-                log_safely(logging.INFO, "an asynchronous save, to %s, was cancelled", handle.where)
+                log_safely(logging.INFO, "an asynchronous save, to %s, was cancelled", save.where)
             else:
                 attach_remote_traceback(error)
-                if not handle.asked:
-                    log_safely(logging.ERROR, "an asynchronous save, to %s, failed", handle.where, exc_info=error)
+                if not save.retrieved:
+                    log_safely(logging.ERROR, "an asynchronous save, to %s, failed", save.where, exc_info=error)
             drop_frames(error)
             if not cancelled:
-                self._failed.append(handle)
-            handle.end(error=error)
+                self._failed.append(save)
+            save.end(error=error)
         else:
-            handle.end(result)
+            save.end(result)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._process_id:  # a fork, which has none of the threads to wait for
+        """Wait for pending saves; log failures that were never retrieved. The exit code does not change."""
+        if os.getpid() != self._process_id:  # a fork has none of the threads to wait for
             return
         try:
             try:
-                self.make_room(1)
+                self.wait_until_fewer_than(1)
             except KeyboardInterrupt:
-                self._give_up_at_exit()
+                self._interrupted_at_exit()
             self.finish()
-            if (earlier := self.earlier_failure(at_exit=True)) is not None:
-                raise earlier
-        except CheckpointError as error:
-            report_at_exit(error)
+            earlier = self.take_failure(hint="call shardkeep.finish_saves() before the program ends", at_exit=True)
+            if earlier is not None:
+                log_safely(logging.ERROR, "a save failed, and its result was never retrieved", exc_info=earlier)
         except KeyboardInterrupt:
-            if places := [each.where for each in self._still_under_way()]:  # the second one: nothing is waited for
-                report_cancelled_at_exit(places)
+            if pending := self.pending():  # the second Ctrl-C: leave without waiting
+                _log_abandoned(pending)
                 raise
-            self._at_exit()  # perhaps something is still to be told
+            self._at_exit()  # there may be a failure to log
 
-    def _give_up_at_exit(self) -> None:
-        """Cancel all saves, and wait for what that takes."""
-        given_up = list(self._still_under_way())
-        for each in given_up:
+    def _interrupted_at_exit(self) -> None:
+        """Handle the first Ctrl-C at exit: cancel what can be cancelled, and wait again."""
+        pending = list(self.pending())
+        if not self._cancels_at_exit:
+            log.warning(
+                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
+                ", ".join(each.where for each in pending),
+            )
+        for each in pending if self._cancels_at_exit else ():
             each.cancel()
-        self.make_room(1)
-        # It may have been too late for some, which are committed, or have failed and are told of as others are.
-        if lost := [each.where for each in given_up if isinstance(each.outcome(), SaveCancelled)]:
-            report_cancelled_at_exit(lost)
+        self.wait_until_fewer_than(1)
+        # Others were committed before they could be cancelled, or failed, which is logged as any failure is.
+        if lost := [each for each in pending if isinstance(each.outcome(), SaveCancelled)]:
+            _log_abandoned(lost)
 
 
-def drop_frames(error: BaseException | None, *, said: bool = False, seen: set[int] | None = None) -> None:
+def _log_abandoned(saves: Sequence[PendingSave]) -> None:
+    places = ", ".join(each.where for each in saves)
+    log_safely(logging.ERROR, "interrupted at exit: abandoned before they were complete: saves to %s", places)
+
+
+def drop_frames(error: BaseException | None, *, drop_traceback: bool = False, seen: set[int] | None = None) -> None:
     """
-    Drop what the frames that an exception passed through hold: the state is among it, and exceptions are kept.
+    Clear the frames that an exception passed through: they hold the state, and exceptions are kept.
 
-    Those that a CheckpointException tells of go altogether: its text says where it was.
+    Exceptions inside a CheckpointException lose their whole traceback, as its text already contains it.
     """
     seen = set() if seen is None else seen
     if error is None or id(error) in seen:
@@ -482,40 +397,26 @@ def drop_frames(error: BaseException | None, *, said: bool = False, seen: set[in
     seen.add(id(error))
     traceback.clear_frames(error.__traceback__)
     inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    said = said or bool(inner)
-    if said:
+    drop_traceback = drop_traceback or bool(inner)
+    if drop_traceback:
         error.__traceback__ = None
     for each in (error.__cause__, error.__context__, *inner):
-        drop_frames(each, said=said, seen=seen)
-
-
-def _threads() -> ThreadPoolExecutor:
-    """Make no thread yet."""
-    return ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="shardkeep-save")
+        drop_frames(each, drop_traceback=drop_traceback, seen=seen)
 
 
 def lower_priority(niceness: int = _NICENESS) -> None:
-    """Let training go first where cores are short; threads that this one starts do the same."""
-    if sys.platform == "linux":  # where threads have priorities of their own
+    """Let training go first where cores are short; threads that this one starts inherit the priority."""
+    if sys.platform == "linux":  # where each thread has a priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-def earlier_save_failed(where: str, errors: Sequence[BaseException | None], *, hint: str) -> EarlierSaveFailed:
-    """Make the error of saves that failed, the first of them to `where`, and that nobody has asked for."""
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    what = str(errors[0]).strip() or type(errors[0]).__name__
-    earlier = EarlierSaveFailed(f"an earlier asynchronous save, to {where}, failed{more}: {what}", hint=hint)
-    earlier.__cause__ = errors[0]
-    return earlier
-
-
 @functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
-def _pending_saves_of(process_id: int) -> PendingSaves:
+def _pending_saves_of(process_id: int) -> SaveQueue:
     del process_id
-    return PendingSaves()
+    return SaveQueue()
 
 
-def pending_saves() -> PendingSaves:
-    """Return the saves of this process."""
+def pending_saves() -> SaveQueue:
+    """Return the queue of `sk.async_save` in this process."""
     return _pending_saves_of(os.getpid())

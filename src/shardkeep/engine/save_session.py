@@ -404,7 +404,7 @@ class BackgroundSave:
             call.write(lambda: self._write(jobs, call.coding(orders)))
         finally:
             jobs.clear()  # frames of an error that is kept know the list: not the tensors with it
-        handle.tell("committing", staged=self._total, written=self._written, total=self._total)
+        handle.set_progress("committing", staged=self._total, written=self._written, total=self._total)
         return call.commit()
 
     def _write(self, jobs: list[FileJob], coding: FileCodecs) -> list[FileEntry]:
@@ -413,7 +413,7 @@ class BackgroundSave:
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
         outside, budget_nbytes, coded = self._outside, self._options.host_budget_bytes, bool(coding.chains)
         if outside:
-            shares = outside.divided(threads, budget_nbytes, coded=coded)
+            shares = outside.budget(threads, budget_nbytes, coded=coded)
         else:
             shares = budget_for_store(self._call.store, threads, budget_nbytes, coded=coded)
         threads, window = shares.threads, shares.window_nbytes
@@ -446,7 +446,7 @@ class BackgroundSave:
                 self._written += nbytes
             copied = staging.copied.done()
             phase = "writing" if copied else "staging"
-            self._handle.tell(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
+            self._handle.set_progress(phase, staged=staging.nbytes_copied, written=self._written, total=self._total)
             self._tell_staged()
             staged = self._total if copied else staging.nbytes_copied
             self._telling.progressed(staged=staged, written=self._written, total=self._total)
@@ -461,7 +461,7 @@ class BackgroundSave:
         if staging.nbytes:
             self._telling.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._tell_staged()
-        self._handle.insist()
+        self._handle.begin_commit()
         entries = [coding.entry_of(job) for job in jobs]
         self._telling.written(sum(entry.nbytes for entry in entries))
         return entries
@@ -492,7 +492,7 @@ class BackgroundSave:
             self._tell_that_staging_waits(wanted, pool.most_nbytes)
 
     def _tell_that_staging_waits(self, nbytes: int, through_nbytes: int) -> None:
-        self._handle.tell_that_staging_waits()
+        self._handle.set_staging_waits()
         log.warning(
             "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
             self._handle.where,

@@ -135,7 +135,7 @@ class Staging:
     @contextlib.contextmanager
     def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
         """Give the bytes of a window, when they are there: filled ahead, or now, into the writer's own buffer."""
-        self.insist()
+        self.check_wanted()
         ahead = self._ahead.get((window.job.name, window.start))
         if ahead is None:
             gather(window, own[: window.nbytes])
@@ -164,7 +164,7 @@ class Staging:
             if not self._unread:
                 self._all_read.set()
 
-    def insist(self) -> None:
+    def check_wanted(self) -> None:
         """Raise if the save is no longer wanted."""
         if not self._wanted():
             raise _save_ended()

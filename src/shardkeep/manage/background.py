@@ -87,7 +87,7 @@ class PendingTasks:
     def add(self, task: BackgroundTask) -> None:
         """Add a task. The Checkpointer, and not the next save of the process, reports the error of a save."""
         if isinstance(task, SaveHandle):
-            task.asked, task.told_later = True, self._raises
+            task.retrieved, task.reported_later = True, self._raises
         self._tasks[self.count] = task
         self.count += 1
 
@@ -117,7 +117,7 @@ class PendingTasks:
             error = _error_of(task)
             del self._tasks[number]
             if isinstance(task, SaveHandle):
-                task.told_later = False
+                task.reported_later = False
             if error is not None:
                 errors.append(error)
         return errors

@@ -19,7 +19,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -34,14 +34,7 @@ from shardkeep.dcp._impl.calls import (
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.driver import Reservation, _logged_states, _run_save, destination_of, load, reserve, save
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaveRequest, SaverProcess
-from shardkeep.engine.queue import (
-    drop_frames,
-    earlier_save_failed,
-    exit_code,
-    report_at_exit,
-    report_cancelled_at_exit,
-    wait_for_all,
-)
+from shardkeep.engine.queue import SaveQueue, wait_for_all
 from shardkeep.engine.stagers import (
     AsyncStager,
     BlockingAsyncStager,
@@ -73,135 +66,92 @@ T = TypeVar("T")
 
 
 class SaveFuture(Future[T]):
-    """The result of a save; remembers whether anybody has asked for it. A save that was begun cannot be cancelled."""
+    """The result of a save, which remembers whether it was retrieved. A save that was begun cannot be cancelled."""
 
-    def __init__(self, what: str, failed: list[SaveFuture[Any]]) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self.what = what
-        self._failed = failed
-        """Those that nobody has asked for."""
+        self.where = where
+        self.retrieved = False
+        self.reported_later = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what was saved, or raise what went wrong."""
+        """Return what was saved, or raise the failure."""
         try:
             return super().result(timeout)
         finally:
-            self._note()
+            self.retrieved = self.retrieved or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what went wrong."""
+        """Return the failure, or None."""
         error = super().exception(timeout)
-        self._note()
+        self.retrieved = True
         return error
 
-    def _note(self) -> None:
-        if self.done():
-            with contextlib.suppress(ValueError):  # not among them, or no more
-                self._failed.remove(self)
+    def outcome(self) -> BaseException | None:
+        """Wait, and return the failure, or None, without marking it as retrieved."""
+        return super().exception()
+
+    def wait_for_end(self) -> None:
+        """Wait for the save to end, without marking its outcome as retrieved."""
+        wait_for_all([self])
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set how the save ended; called by the queue."""
+        if error is None:
+            self.set_result(result)
+        else:
+            self.set_exception(error)
 
 
-class SaveQueue:
-    """The saves of one group of ranks, one at a time."""
+class GroupSaves:
+    """The saves of one group of ranks, which run one at a time, and the process that writes for them."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardkeep-save")
-        # Before the standard library shuts its executors: a save that is under way at exit still needs threads.
-        threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
-        self._process_id = os.getpid()
-        self._number: int | None = None
+        self._queue = SaveQueue(threads=1, niceness=0, cancels_at_exit=False)
+        self._thread_id: int | None = None
         self._order = threading.Lock()
-        self._begun: list[SaveFuture[Any]] = []
-        self._failed: list[SaveFuture[Any]] = []
         self.saver: SaverProcess | None = None
-        """The process that writes, once there is one; used by this lane's thread alone."""
+        """The process that writes, once there is one; used by the thread of this queue alone."""
         self.starting = threading.Lock()
-        """Held by whoever starts that process."""
+        """Held while that process is started."""
 
-    def submit(self, work: Callable[[], T], what: str, *uses: object) -> SaveFuture[T]:
-        """Run a save after those before it, of this lane and of those that use the same objects."""
-        exit_code().watch()
-        future: SaveFuture[T] = SaveFuture(what, self._failed)
-        with self._order:  # the same in all lines
-            turn = reserve(*uses, what=what, thread=lambda: self._number)
+    def submit(self, work: Callable[[], T], where: str, *uses: object) -> SaveFuture[T]:
+        """Run a save after those before it, of this group and of others that use the same objects."""
+        future: SaveFuture[T] = SaveFuture(where)
+        box = [work]
+        with self._order:  # the same for all objects
+            turn = reserve(*uses, what=where, thread=lambda: self._thread_id)
             try:
-                self._thread.submit(self._carry_out, [work], turn, future)
-                self._begun = [*(each for each in self._begun if not each.done()), future]
-            except BaseException:  # no more at this time of the interpreter's life
+                self._queue.begin(future, [functools.partial(self._run, box, turn)])
+            except BaseException:  # no thread can be started when the interpreter shuts down
                 turn.give_up()
                 raise
         return future
 
-    def take_unasked(self) -> EarlierSaveFailed | None:
-        """Return the failure of an earlier save that nobody has asked for, once."""
-        failed = [each for each in self._failed if each.done()]
-        if not failed:
-            return None
-        return earlier_save_failed(
-            failed[0].what,
-            [each.exception() for each in failed],
-            hint="ask each future for its result before the next save; this save has been begun, and goes on",
+    def take_failure(self) -> EarlierSaveFailed | None:
+        """Return the failure of an earlier save that was never retrieved, once."""
+        return self._queue.take_failure(
+            hint="retrieve the result of each future before the next save; this save has been started, and goes on"
         )
 
-    def _at_exit(self) -> None:
-        if os.getpid() != self._process_id:  # a fork, in which those saves never end
-            return
-        try:
-            self._wait_for_all()
-            if (earlier := self.take_unasked()) is not None:
-                report_at_exit(earlier)
-        except KeyboardInterrupt:
-            if places := self._still_under_way():  # the second one: nothing is waited for
-                report_cancelled_at_exit(places)
-                raise
-            self._at_exit()  # perhaps something is still to be told
-
-    def _wait_for_all(self) -> None:
-        """
-        Wait for all saves, which cannot be cancelled: at a first Ctrl-C say so, and go on.
-
-        Not for their thread: one whose `join` was interrupted is taken for ended by Python, though it is not.
-        """
-        try:
-            wait_for_all(self._begun)
-        except KeyboardInterrupt:
-            log.warning(
-                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
-                ", ".join(self._still_under_way()),
-            )
-            wait_for_all(self._begun)
-        self._thread.shutdown()
-
-    def _still_under_way(self) -> list[str]:
-        self._begun = [each for each in self._begun if not each.done()]
-        return [each.what for each in self._begun]
-
-    def _carry_out(self, box: list[Callable[[], T]], turn: Reservation, future: SaveFuture[T]) -> None:
-        self._number = threading.get_ident()
-        try:
-            with turn.taken():
-                # Taken out of its box: nothing here may hold the state when the future is done.
-                result = box.pop()()
-        except BaseException as error:  # read by whoever asks, or raised by the next save
-            log.error("an asynchronous save, to %s, failed", future.what, exc_info=error)  # noqa: TRY400 - it has one
-            drop_frames(error)
-            self._failed.append(future)
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    def _run(self, box: list[Callable[[], T]], turn: Reservation) -> T:
+        self._thread_id = threading.get_ident()
+        with turn.taken():
+            return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
 
 
 @functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
-def _save_queues_of(process_id: int) -> dict[str, SaveQueue]:
+def _group_saves_of_process(process_id: int) -> dict[str, GroupSaves]:
     del process_id
     return {}
 
 
-def save_queue_of(group: ProcessGroup | None, *, no_dist: bool) -> SaveQueue:
+def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
     """Return the lane of a group of ranks, or of this process alone."""
-    lanes = _save_queues_of(os.getpid())
+    lanes = _group_saves_of_process(os.getpid())
     name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
-    return lanes[name] if name in lanes else lanes.setdefault(name, SaveQueue())
+    return lanes[name] if name in lanes else lanes.setdefault(name, GroupSaves())
 
 
 def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
@@ -297,7 +247,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return save_queue_of(process_group, no_dist=no_dist).submit(
+        return group_saves_of(process_group, no_dist=no_dist).submit(
             call, destination_of(checkpoint_id, storage_writer), storage_writer, planner
         )
 
@@ -373,7 +323,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
     ) -> Future[Metadata]:
         """Begin a save, and return the future of what was saved."""
         ranks = ranks_of_queue(process_group, no_dist=no_dist)
-        lane = save_queue_of(process_group, no_dist=no_dist)
+        lane = group_saves_of(process_group, no_dist=no_dist)
         world = _rank_in_world(no_dist=no_dist)
         timeout_s = Options().timeout_s
         with contextlib.suppress(SaverDied):  # said by the save
@@ -432,7 +382,7 @@ def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: b
     return metadata
 
 
-def _start_saver(lane: SaveQueue, world: RankInWorld | None) -> None:
+def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> None:
     """
     Start the lane's process if it has none, or a dead one.
 
@@ -445,7 +395,7 @@ def _start_saver(lane: SaveQueue, world: RankInWorld | None) -> None:
             lane.saver = SaverProcess(world)
 
 
-def _saver_of(lane: SaveQueue, world: RankInWorld | None, timeout_s: float) -> SaverProcess:
+def _saver_of(lane: GroupSaves, world: RankInWorld | None, timeout_s: float) -> SaverProcess:
     """Return the lane's process, ready; a new one if there is none, or it is dead, or this rank has become another."""
     if lane.saver is not None and lane.saver.world != world:
         lane.saver.close()
@@ -561,7 +511,7 @@ def async_save(
     def stage() -> Staged:
         return logged(stager.stage, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
 
-    earlier = save_queue_of(process_group, no_dist=no_dist).take_unasked()
+    earlier = group_saves_of(process_group, no_dist=no_dist).take_failure()
     try:
         response = _stage_and_begin(stage, begin, stager)
     except BaseException:

@@ -1,0 +1,389 @@
+"""
+A child process that answers requests: started, asked with a deadline, watched, and ended.
+
+`ChildProcess` does not know what is asked. `sk.async_save(writer="process")` sends it msgpack (`process.client`);
+`dcp.async_save` in a process sends it pickles and the file descriptors of shared memory.
+
+A process that is stopped, or whose disk hangs, neither answers nor reads what it is sent. So every wait ends: when the process
+dies, when its deadline has passed, or when the save it works for was cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardkeep.errors import CheckpointError
+
+SLICE_S = 0.1
+"""Between two checks of a wait. What it waits for wakes it at once."""
+_CANCELLED_S = 1.0
+"""What a healthy process usually needs for a request; a process that no save needs is cheap to replace."""
+MESSAGE_NBYTES = 4096
+"""The longest message of `notify`."""
+_GRACE_S = 5.0
+"""Between the end of a process's pipes and its own."""
+_SIZE = struct.Struct("!Q")
+
+Ready = Callable[[int], None]
+"""Waits until a socket can be read (POLLIN) or written (POLLOUT)."""
+
+
+@dataclass(frozen=True)
+class WaitPolicy:
+    """How long a save waits for a reply."""
+
+    timeout_s: float
+    cancelled_s: float = _CANCELLED_S
+    """How long at least, before the process is ended because the save was cancelled."""
+    abandoned: Callable[[], bool] = lambda: False
+    """
+    Returns whether no save needs the process any more. It is called until it returns True; the process is then ended, and no
+    save may start to use it.
+    """
+
+
+class NoReply(Exception):
+    """There was no reply in time. The text says what became of the process."""
+
+
+class ReplyDeadline:
+    """The deadline of one thread that waits for a reply."""
+
+    def __init__(self, policy: WaitPolicy, *, more_s: float = 0.0) -> None:
+        self._policy = policy
+        self._most_s = policy.timeout_s + more_s
+        self._waited_s = 0.0
+        self._checked = time.monotonic()
+
+    def restart(self) -> None:
+        """Start again from zero: the process has answered another thread."""
+        self._waited_s = 0.0
+
+    def check(self) -> None:
+        """
+        Count one slice of time without a reply.
+
+        Raises:
+            NoReply: the time is up.
+
+        """
+        now = time.monotonic()
+        # A scheduler may stop a whole job and resume it hours later: that time does not count.
+        self._waited_s += min(now - self._checked, 2 * SLICE_S)
+        self._checked = now
+        if self._waited_s >= self._most_s:
+            raise NoReply(f"did not answer within {self._most_s:.3g} s, and was ended")
+        if self._waited_s >= self._policy.cancelled_s and self._policy.abandoned():
+            raise NoReply("was ended, as it did not answer when its save was cancelled")
+
+
+def ready_within(pipe: socket.socket, watched: Sequence[int], deadline: ReplyDeadline) -> Ready:
+    """
+    Return a function that waits until a pipe can be used.
+
+    It raises EOFError when one of the `watched` descriptors shows that the other process has ended, and NoReply.
+    """
+
+    def ready(event: int) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        for each in watched:
+            poll.register(each, select.POLLIN)
+        while not (found := poll.poll(SLICE_S * 1000)):
+            deadline.check()
+        if all(descriptor in watched for descriptor, _ in found):
+            raise EOFError("the process has ended")
+
+    return ready
+
+
+def no_wait(event: int) -> None:
+    """Return at once: for sockets that block."""
+    del event
+
+
+def send(pipe: socket.socket, data: bytes | memoryview, ready: Ready = no_wait) -> None:
+    """Send a message."""
+    for part in (_SIZE.pack(len(data)), data) if len(data) > MESSAGE_NBYTES else (_SIZE.pack(len(data)) + data,):
+        left = memoryview(part)
+        while left:
+            ready(select.POLLOUT)
+            with contextlib.suppress(BlockingIOError):
+                left = left[pipe.send(left, socket.MSG_NOSIGNAL) :]  # a closed pipe raises, instead of SIGPIPE
+
+
+def receive(pipe: socket.socket, ready: Ready = no_wait) -> bytes:
+    """
+    Receive a message.
+
+    Raises:
+        EOFError: the other end was closed.
+
+    """
+    (nbytes,) = _SIZE.unpack(_receive_exactly(pipe, _SIZE.size, ready))
+    return bytes(_receive_exactly(pipe, nbytes, ready))
+
+
+def _receive_exactly(pipe: socket.socket, nbytes: int, ready: Ready) -> bytearray:
+    data = bytearray(nbytes)
+    left = memoryview(data)
+    while left:
+        ready(select.POLLIN)
+        try:
+            got = pipe.recv_into(left)
+        except BlockingIOError:
+            continue
+        if not got:
+            raise EOFError("the pipe was closed")
+        left = left[got:]
+    return data
+
+
+class Process(Protocol):
+    """A process that was started, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit code; raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+class MultiprocessingProcess:
+    """A `multiprocessing` process, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        self.kill = process.kill
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit code."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
+
+
+@dataclass(frozen=True)
+class ChildKind:
+    """What messages say about a kind of child process."""
+
+    name: str
+    """Such as "the process that writes checkpoints"."""
+    error: type[CheckpointError]
+    """Raised when it cannot be started, dies, or does not answer."""
+    if_not_started: str
+    """Hints."""
+    if_dead: str
+    if_silent: str
+
+
+class ChildProcess:
+    """A child process. May be asked by several threads, as many at a time as it has pipes."""
+
+    def __init__(
+        self,
+        spawn: Callable[[Sequence[socket.socket]], Process],
+        *,
+        pipes: int,
+        kind: ChildKind,
+        started_errors: Any = OSError,
+    ) -> None:
+        """
+        Start the process.
+
+        Args:
+            spawn: starts it, with the child's ends of the sockets: first the one of `notify`, then the pipes.
+            pipes: how many requests it answers at a time.
+            kind: for messages.
+            started_errors: what `spawn` raises if the process cannot be started.
+
+        Raises:
+            CheckpointError: it could not be started; of `kind.error`.
+
+        """
+        self._owner = os.getpid()
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._died: CheckpointError | None = None
+        self._answered = time.monotonic()
+        self._longest_more_s = 0.0
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        try:
+            # A message without a reply arrives whole or not at all.
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            pairs.extend(socket.socketpair() for _ in range(pipes))
+            for ours, theirs in pairs:
+                ours.setblocking(False)
+                theirs.setblocking(True)  # whatever this program has made the default
+            self._process = spawn([theirs for _, theirs in pairs])
+        except started_errors as error:
+            for ours, _ in pairs:
+                ours.close()
+            raise kind.error(f"{kind.name} could not be started: {error}", hint=kind.if_not_started) from error
+        finally:
+            for _, theirs in pairs:
+                theirs.close()  # so that a pipe ends with the process
+        self._notices, *self._pipes = (ours for ours, _ in pairs)
+        self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for pipe in self._pipes:
+            self._free.put(pipe)
+        # A process that was forked from here meanwhile may hold a pipe open, so the child itself is watched where possible.
+        self._watched: list[int] = []
+        with contextlib.suppress(AttributeError, OSError):
+            self._watched.append(os.pidfd_open(self.pid))
+        self._close_pipes = weakref.finalize(self, _close_all, [self._notices, *self._pipes], self._watched.copy())
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def pipes(self) -> int:
+        """How many requests it answers at a time."""
+        return len(self._pipes)
+
+    def alive(self) -> bool:
+        """Return whether the process is running."""
+        with self._lock:
+            return self._died is None and self._process.poll() is None
+
+    def call(
+        self, send_request: Callable[[socket.socket, Ready], None], policy: WaitPolicy, *, more_s: float = 0.0
+    ) -> bytes:
+        """
+        Send a request, and return the reply.
+
+        Args:
+            send_request: sends it, by `send` and the like.
+            policy: how long to wait.
+            more_s: how much longer this request may take.
+
+        Raises:
+            CheckpointError: the process died, noticed as soon as it happens; or did not answer, and was ended.
+
+        """
+        pipe = self._free_pipe(policy)
+        self._longest_more_s = max(self._longest_more_s, more_s)
+        ready = ready_within(pipe, self._watched, ReplyDeadline(policy, more_s=more_s))
+        try:
+            send_request(pipe, ready)
+            reply = receive(pipe, ready)
+        except (EOFError, OSError) as error:
+            raise self._how_it_died() from error
+        except NoReply as error:
+            raise self._end(str(error), self._kind.if_silent) from None
+        except BaseException as error:
+            # The reply may still come, and must not be taken for the reply to another request.
+            self._end(f"was ended, as a request to it broke off ({type(error).__name__})", self._kind.if_dead)
+            raise
+        # Only now: a pipe that may hold half a message, or a reply that was not read, is not used again.
+        self._free.put(pipe)
+        self._answered = time.monotonic()
+        return reply
+
+    def notify(self, message: bytes) -> None:
+        """Send a message that has no reply. It neither waits nor raises: the next `call` finds out about a dead process."""
+        with contextlib.suppress(OSError):
+            self._notices.send(message, socket.MSG_NOSIGNAL)
+
+    def _free_pipe(self, policy: WaitPolicy) -> socket.socket:
+        """Wait for a pipe that is not in use."""
+        # The thread that uses one may be at a long request.
+        deadline, answered = ReplyDeadline(policy, more_s=self._longest_more_s), self._answered
+        while self._died is None:
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=SLICE_S)
+            if answered != self._answered:
+                answered = self._answered
+                deadline.restart()
+            try:
+                deadline.check()
+            except NoReply as error:
+                raise self._end(str(error), self._kind.if_silent) from None
+        raise self._how_it_died()
+
+    def close(self) -> None:
+        """End the process. No request may be in progress."""
+        self._close_pipes()
+        if self._owner == os.getpid():  # not in a fork
+            with self._lock:
+                self._reap(0)
+
+    def _how_it_died(self) -> CheckpointError:
+        """Make sure that the process is gone, as it must not touch memory or files any more, and return the error to raise."""
+        with self._lock:
+            return self._copy(self._died or self._note(describe_exit(self._reap(_GRACE_S)), self._kind.if_dead))
+
+    def _end(self, why: str, hint: str) -> CheckpointError:
+        """End the process if it has not ended, and return the error to raise."""
+        with self._lock:
+            died = self._died
+            if died is None:
+                died = self._note(why, hint)  # first: whatever happens here, the process is not used again
+                if self._reap(0) is None:
+                    died = self._note(f"{why}, but cannot be killed", hint)
+            return self._copy(died)
+
+    def _note(self, how: str, hint: str) -> CheckpointError:
+        self._died = self._kind.error(f"{self._kind.name} (pid {self.pid}) {how}", hint=hint)
+        return self._died
+
+    def _copy(self, error: CheckpointError) -> CheckpointError:
+        """Return a new error for each thread that raises it."""
+        return self._kind.error(error.message, hint=error.hint)
+
+    def _reap(self, wait_s: float) -> int | None:
+        """Wait for the process to end, then kill it; return its exit code, or None if not even that ends it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(wait_s)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_GRACE_S)
+        return None
+
+
+def _close_all(pipes: list[socket.socket], descriptors: list[int]) -> None:
+    for pipe in pipes:
+        pipe.close()
+    for each in descriptors:
+        os.close(each)
+
+
+def describe_exit(code: int | None) -> str:
+    """Describe the end of a process by its exit code."""
+    if code is None:
+        return "does not answer, and cannot be killed"
+    if code >= 0:
+        return f"ended with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
