@@ -15,8 +15,7 @@ import torch
 from shardkeep.engine.rank_plan import make_manifest, merge_rank_trees, merge_rank_values, split_by_rank
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.plan.manifest import decode_manifest, encode
-from shardkeep.plan.save_plan import plan_save
+from shardkeep.plan.save_plan import decode_manifest, encode, plan_save
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
 

@@ -86,7 +86,7 @@ def load(
     store = open_on_all_ranks(where, world, options, doing="load from")
     wishes = LoadFilter(include, exclude, rename, cast)
     telling = LoadEvents(phases, rank=world.rank, where=store.url)
-    with telling.made(), rendezvous(world, f"load from {store.url}") as meeting:
+    with telling.reporting(), rendezvous(world, f"load from {store.url}") as meeting:
         filling = LoadSession(store, wishes, world, options, group, allow_pickle=allow_pickle)
 
         def match() -> bytes:
@@ -125,7 +125,7 @@ def load(
             if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
                 meeting.agree("prepare", filling.prepare, lambda done: done)
         judged = meeting.agree("match", match, lambda found: filling.judge(found, strict=strict, where=store.url))
-        phases.meet()
+        phases.mark_meeting()
         verdict = msgspec.msgpack.decode(judged, type=MatchResult)
         if filling.shares:
             filling.orders = meeting.agree("share", filling.offer, filling.share_out)

@@ -1,8 +1,8 @@
 """
-Saves: the caller waits for the checkpoint, or holds a handle of it.
+Saves: `save` returns when the checkpoint is committed, `async_save` returns a handle while training goes on.
 
-Both make the same steps (`run.save_call`). An asynchronous save describes the state and copies what must be copied in
-its call; all the rest is done by threads, and ranks meet through their store alone.
+Both make the same steps (`engine.save_session`): describe, plan, write, commit. An asynchronous save describes the state and
+copies what must be copied in its call; threads do the rest, and ranks communicate only through their key-value store.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.access import keys_for, open_on_all_ranks
 from shardkeep.engine.codecs import Codecs
@@ -23,7 +23,14 @@ from shardkeep.engine.process.client import writer_manager
 from shardkeep.engine.queue import SaveHandle, pending_saves
 from shardkeep.engine.rank_plan import make_file_jobs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveEvents, SaveReport, find_slowest, report_progress
-from shardkeep.engine.save_session import BackgroundSave, RecordLabels, SaveSession
+from shardkeep.engine.save_session import (
+    BackgroundSave,
+    DescribedState,
+    RankPlan,
+    SaveRequest,
+    SaveSession,
+    WrittenFiles,
+)
 from shardkeep.engine.snapshot import take_snapshot
 from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
@@ -98,43 +105,59 @@ def save(
         64
 
     """
-    phases = Phases()
-    options = options or Options()
-    world = current_world(group, timeout_s=options.timeout_s)
-    call = SaveSession(
-        open_on_all_ranks(where, world, options, doing="save to"),
-        world,
-        RecordLabels(step, meta),
-        phases,
-        overwrite=overwrite,
-        allow_pickle=allow_pickle,
-        check_replicas=check_replicas,
-        codecs=codecs,
-        keys=keys_for(options),
+    return run_save(
+        state,
+        SaveRequest(
+            where=where,
+            step=step,
+            meta=meta,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            check_replicas=check_replicas,
+            codecs=codecs,
+            group=group,
+            options=options or Options(),
+        ),
     )
-    telling = SaveEvents(phases, rank=world.rank, where=call.store.url, step=step)
 
-    def write() -> list[FileEntry]:
-        synchronize_devices(call.description.pieces)
-        coding = call.coding(orders)
-        jobs = make_file_jobs(call.description, orders)
-        shares = budget_for_store(call.store, options.io_threads, options.host_budget_bytes, coded=bool(coding.chains))
-        nbytes = sum(job.nbytes for job in jobs)
-        store = report_progress(coding.over(call.store), telling, nbytes)
-        with CancelScope(room=shares.room).held():
-            write_files(store, jobs, threads=shares.threads, window_nbytes=shares.window_nbytes)
-        telling.written(nbytes)
-        return [coding.entry_of(job) for job in jobs]
 
-    with telling.made(background=False), call.made():
-        orders = call.plan(call.describer(state))
-        call.write(write)
-        outcome = call.commit()
+def run_save(state: Mapping[str, Any], request: SaveRequest) -> SaveReport:
+    """Save a state as a request says; see `save`."""
+    phases, options = Phases(), request.options
+    session = _new_session(request, current_world(request.group, timeout_s=options.timeout_s), phases)
+    events = SaveEvents(phases, rank=session.world.rank, where=session.store.url, step=request.step)
+    with events.reporting(background=False), session.running() as ranks:
+        describe = session.describer(ranks, state)
+        described: list[DescribedState] = []
+
+        def manifest() -> bytes:
+            described.append(describe())
+            return described[0].manifest
+
+        plan = session.plan(ranks, manifest)
+        written = session.write(ranks, plan, lambda: _write(session, plan, described[0], options, events))
+        committed = session.commit(ranks, plan, written, described[0].labels)
         seconds = phases.now()
-    report = _report(call, outcome, seconds=seconds, blocked_s=seconds, staged_s=seconds)
-    telling.committed(report)
+    report = _report(session, committed, written, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    events.committed(report)
     _raise_earlier_failure(report)
     return report
+
+
+def _write(
+    session: SaveSession, plan: RankPlan, described: DescribedState, options: Options, events: SaveEvents
+) -> list[FileEntry]:
+    """Write this rank's files from the tensors themselves."""
+    synchronize_devices(described.description.pieces)
+    codecs = session.file_codecs(plan)
+    jobs = make_file_jobs(described.description, plan.writes)
+    budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=bool(codecs.chains))
+    nbytes = sum(job.nbytes for job in jobs)
+    store = report_progress(codecs.over(session.store), events, nbytes)
+    with CancelScope(room=budget.room).held():
+        write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
+    events.written(nbytes)
+    return [codecs.entry_of(job) for job in jobs]
 
 
 def async_save(
@@ -197,83 +220,96 @@ def async_save(
         64
 
     """
-    phases = Phases()
+    request = SaveRequest(
+        where=where,
+        step=step,
+        meta=meta,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        check_replicas=check_replicas,
+        codecs=codecs,
+        group=group,
+        options=options or Options(),
+    )
+    return start_save(state, request, staging=staging, writer=writer, max_in_flight=max_in_flight)
+
+
+def start_save(
+    state: Mapping[str, Any],
+    request: SaveRequest,
+    *,
+    staging: str = "auto",
+    writer: str = "thread",
+    max_in_flight: int = 1,
+) -> SaveHandle[SaveReport]:
+    """Start to save a state as a request says; see `async_save`."""
+    phases, options = Phases(), request.options
     if staging not in _STAGING or writer not in _WRITERS or max_in_flight < 1:
         raise StateError(
             f"staging={staging!r}, writer={writer!r}, max_in_flight={max_in_flight}",
             hint=f"staging is one of {_STAGING}, writer one of {_WRITERS}",
         )
-    options = options or Options()
-    world = _apart(current_world(group, timeout_s=options.timeout_s))
-    call = SaveSession(
-        open_on_all_ranks(where, world, options, doing="save to"),
-        world,
-        RecordLabels(step, meta),
-        phases,
-        overwrite=overwrite,
-        allow_pickle=allow_pickle,
-        check_replicas=check_replicas,
-        codecs=codecs,
-        keys=keys_for(options),
-    )
-    handle: SaveHandle[SaveReport] = SaveHandle(call.store.url)
-    telling = SaveEvents(phases, rank=world.rank, where=call.store.url, step=step)
+    # Keys of its own: training threads may use the ranks' key-value store meanwhile.
+    world = current_world(request.group, timeout_s=options.timeout_s).with_prefix("asynchronous-saves")
+    session = _new_session(request, world, phases)
+    handle: SaveHandle[SaveReport] = SaveHandle(session.store.url)
+    events = SaveEvents(phases, rank=session.world.rank, where=session.store.url, step=request.step)
     with phases.phase("queue"):
         pending_saves().wait_until_fewer_than(max_in_flight)
     with ExitStack() as inside:
-        inside.enter_context(telling.made(background=True))
-        inside.enter_context(call.made())
-        # Before the state is described: it starts meanwhile.
-        outside = None
+        inside.enter_context(events.reporting(background=True))
+        ranks: Rendezvous = inside.enter_context(session.running())
+        # Before the state is described: the process starts meanwhile.
+        process = None
         if writer == "process":
-            outside = inside.enter_context(
+            process = inside.enter_context(
                 writer_manager().session(
-                    call.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s
+                    session.store, options.io_threads, wanted=handle.wanted, timeout_s=options.timeout_s
                 )
             )
         with collector_paused():
-            draft = call.describer(state)()
-        memory = outside.memory if outside else staging_memory()
-        optimizers = call.objects.optimizers
+            described = session.describer(ranks, state)()
+        memory = process.memory if process else staging_memory()
+        optimizers = described.optimizers
         with phases.phase("stage"):
-            pieces = take_snapshot(
-                call.description.pieces,
+            snapshot = take_snapshot(
+                described.description.pieces,
                 memory.arenas,
                 staging=staging,
                 optimizers=optimizers,
                 threads=options.io_threads,
             )
-        background = BackgroundSave(call, draft, pieces, handle, memory, options, telling, outside)
-        inside.enter_context(background.ending())
-        background.copy_on_host()
-        if pieces.live_nbytes:
-            step_barriers().put(background.gate, optimizers)
+        background = BackgroundSave(session, described, snapshot, handle, memory, options, events, process)
+        inside.enter_context(background.releasing())
+        must_wait = background.copy_on_host()
+        if snapshot.live_nbytes:
+            step_barriers().put(background.barrier, optimizers)
         else:
-            telling.staged(phases.now())
-        made = inside.pop_all()
+            events.staged(phases.now())
+        running = inside.pop_all()
     blocked_s = phases.now()
 
-    def carry_out() -> SaveReport:
-        with made:
-            outcome = background.carry_out()
+    def finish() -> SaveReport:
+        with running:
+            committed, written = background.run(ranks)
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
-        waited_s = staged_s if background.must_wait else blocked_s
-        report = _report(call, outcome, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
-        telling.committed(report)
+        waited_s = staged_s if must_wait else blocked_s
+        report = _report(session, committed, written, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
+        events.committed(report)
         return report
 
-    box = [carry_out]
+    box = [finish]
     try:
         pending_saves().begin(handle, box)
-        del state, pieces, carry_out
-        if background.must_wait:
+        del state, described, snapshot, optimizers, finish  # only the thread holds them now
+        if must_wait:
             handle.staged.wait_without_raising()
-    except BaseException:  # Ctrl-C: nobody will have the handle, and the state may change before it is copied
+    except BaseException:  # Ctrl-C: the caller gets no handle, and the state may change before it is copied
         handle.cancel()
         with suppress(IndexError):  # a thread has it, and ends it
             box.pop()
-            made.__exit__(*sys.exc_info())
+            running.__exit__(*sys.exc_info())
         raise
     _raise_earlier_failure(handle)
     return handle
@@ -281,10 +317,10 @@ def async_save(
 
 def finish_saves() -> None:
     """
-    Wait for all asynchronous saves of this process, then give back their memory, threads, hooks and writing process.
+    Wait for all asynchronous saves of this process, then release their memory, threads, hooks and writer process.
 
     Raises:
-        EarlierSaveFailed: one failed, and nobody has asked for its result.
+        EarlierSaveFailed: one failed, and its result was never retrieved.
 
     """
     pending_saves().finish()
@@ -296,44 +332,46 @@ def finish_saves() -> None:
         raise earlier
 
 
-def _raise_earlier_failure(made: SaveReport | SaveHandle[SaveReport]) -> None:
-    """
-    Raise what nobody has asked for.
+def _new_session(request: SaveRequest, world: World, phases: Phases) -> SaveSession:
+    store = open_on_all_ranks(request.where, world, request.options, doing="save to")
+    return SaveSession(request, store, world, phases, keys_for(request.options))
 
-    At the end of a call: other ranks may not know of it yet, or have asked, and must not miss this rank's part.
+
+def _raise_earlier_failure(result: SaveReport | SaveHandle[SaveReport]) -> None:
     """
-    than = made if isinstance(made, SaveHandle) else None
+    Raise a failure that was never retrieved.
+
+    At the end of a call: other ranks may not know of it yet, or have retrieved it, and must not miss this rank's part.
+    """
+    than = result if isinstance(result, SaveHandle) else None
     if (earlier := pending_saves().take_failure(hint=_RETRIEVE, than=than)) is not None:
-        earlier.response = made
+        earlier.response = result
         raise earlier
 
 
-def _apart(world: World) -> World:
-    """Let ranks meet apart from what their training threads do meanwhile."""
-    if world.store is None:
-        return world
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
-
-    return replace(world, store=PrefixStore("asynchronous-saves", world.store))
-
-
 def _report(
-    call: SaveSession, outcome: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float
+    session: SaveSession,
+    committed: CommittedSave,
+    written: WrittenFiles,
+    *,
+    seconds: float,
+    blocked_s: float,
+    staged_s: float,
 ) -> SaveReport:
-    ranks = call.phases.all_ranks()
+    ranks = session.phases.all_ranks()
     return SaveReport(
-        where=call.store.url,
-        save_id=outcome.save_id,
-        step=outcome.step,
-        bytes_written=sum(entry.nbytes for entry in call.written),
-        bytes_stored=sum(nbytes for entry in call.written for _, nbytes in entry.at_rest),
-        bytes_total=outcome.bytes_total,
-        tensors=outcome.tensors,
+        where=session.store.url,
+        save_id=committed.save_id,
+        step=committed.step,
+        bytes_written=sum(entry.nbytes for entry in written.entries),
+        bytes_stored=sum(nbytes for entry in written.entries for _, nbytes in entry.at_rest),
+        bytes_total=committed.bytes_total,
+        tensors=committed.tensors,
         seconds=seconds,
         blocked_s=blocked_s,
         staged_s=staged_s,
-        written_s=call.written_s,
-        phases=call.phases.spans,
+        written_s=written.seconds,
+        phases=session.phases.spans,
         ranks=ranks,
         slowest=find_slowest(ranks, SAVE_WORK),
     )

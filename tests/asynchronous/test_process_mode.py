@@ -543,7 +543,8 @@ def test_a_script_ends_though_its_writer_hangs(place):
         """,
         place,
     )
-    assert ran.returncode == 1  # the second save is lost
+    assert ran.returncode == 0
+    assert "its result was never retrieved" in ran.stderr  # of the second save
     assert "did not answer within" in ran.stderr
     assert not any(process_start(int(pid)) for pid in ran.stdout.split())
     assert names(f"{place}-late-0") == names(f"{place}-late-1") == []

@@ -173,7 +173,7 @@ def test_every_rank_is_told(rank_pool, tmp_path, then):
     for rank, (kind, cause, ranks, text) in enumerate(told):
         assert (kind, cause, ranks) == ("EarlierSaveFailed", "StorageError", [1])
         assert text.count("raise self.broken(verb, name)") == 1, "once, also where it did not happen"
-        assert ("TraceElsewhere: on rank 1:" in text) == (rank == 0)
+        assert ("RemoteTraceback: on rank 1:" in text) == (rank == 0)
 
 
 @pytest.mark.parametrize("asking", [0, 1])

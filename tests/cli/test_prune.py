@@ -193,7 +193,7 @@ def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
         return publish(*args, **kwargs)
 
     monkeypatch.setattr(native, "publish", removed_first)
-    with pytest.raises(sk.errors.StorageError, match="deleted by somebody else"):
+    with pytest.raises(sk.errors.StorageError, match="deleted by another process"):
         sk.save({"w": torch.zeros(3)}, run_dir / "step-10", step=10, overwrite=True)
     assert sk.Catalog(run_dir).find(10) is None
     assert sk.Catalog(run_dir).latest().step == 30

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardkeep as sk
 from shardkeep.engine.shared_reads import Exchange
 from shardkeep.errors import ChecksumMismatch, RanksSilent
-from shardkeep.plan import balance, sharing
+from shardkeep.plan import save_plan, sharing
 from tests.dcp.sides import quietly
 from tests.engine.samples import bits, random_tensor
 
@@ -38,7 +38,7 @@ def shared(**kwargs):
 @contextlib.contextmanager
 def small_slices():
     """Cut tensors of a few kilobytes over ranks, as large ones are."""
-    with mock.patch.object(balance, "SLICE_NBYTES", 5000), mock.patch.object(sharing, "SLICE_NBYTES", 5000):
+    with mock.patch.object(save_plan, "SLICE_NBYTES", 5000), mock.patch.object(sharing, "SLICE_NBYTES", 5000):
         yield
 
 

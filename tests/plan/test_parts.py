@@ -15,8 +15,7 @@ import shardkeep as sk
 from shardkeep.engine.rank_plan import data_file_names, make_manifest, split_by_rank
 from shardkeep.format.record import BLOB_NAME
 from shardkeep.layouts import native
-from shardkeep.plan import balance
-from shardkeep.plan import balance as parts
+from shardkeep.plan import save_plan as parts
 from shardkeep.plan.save_plan import plan_save
 from shardkeep.state.describe import describe
 from shardkeep.testing.thread_ranks import run_thread_ranks
@@ -119,7 +118,7 @@ def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
     loads = np.bincount(part, weights=nbytes, minlength=count)
     assert len(loads) == count
     assert loads.max() <= nbytes.sum() / count + nbytes.max()
-    small = part[nbytes < balance.SLICE_NBYTES]
+    small = part[nbytes < parts.SLICE_NBYTES]
     assert np.count_nonzero(np.diff(small)) < count
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep.plan import sharing
-from shardkeep.plan.balance import SLICE_NBYTES
+from shardkeep.plan.save_plan import SLICE_NBYTES
 from shardkeep.plan.sharing import (
     ShareOffer,
     SharePlan,

@@ -19,7 +19,7 @@ from shardkeep.format.boxes import (
     slices,
     whole,
 )
-from shardkeep.plan.balance import SLICE_NBYTES, assign
+from shardkeep.plan.save_plan import SLICE_NBYTES, assign_replicas
 from shardkeep.plan.tiling import explain, tiled
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
@@ -193,7 +193,9 @@ def test_every_replicated_byte_has_one_writer_that_holds_it(data):
     count = np.array([len(h) for h in holders])
     before = load.copy()
 
-    group, holder, begin, end = assign(load, nbytes, first, count, np.array([r for h in holders for r in h]), rows)
+    group, holder, begin, end = assign_replicas(
+        load, nbytes, first, count, np.array([r for h in holders for r in h]), rows
+    )
 
     written = before.copy()
     ranks = [r for h in holders for r in h]
@@ -214,7 +216,9 @@ def test_one_large_replica_is_poured_evenly():
     """
     load = np.array([100, 0, 50, 0], np.int64) << 20
     one = np.array([0])
-    group, _, begin, end = assign(load, np.array([250 << 20]), one, np.array([4]), np.arange(4), np.array([250]))
+    group, _, begin, end = assign_replicas(
+        load, np.array([250 << 20]), one, np.array([4]), np.arange(4), np.array([250])
+    )
 
     assert len(group) == 3  # rank 0 already has its share
     assert (end - begin).sum() == 250

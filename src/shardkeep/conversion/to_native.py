@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from shardkeep.codecs.coded_store import DecodingStore
@@ -27,7 +26,7 @@ from shardkeep.conversion.pipeline import (
 )
 from shardkeep.engine.access import keys_for
 from shardkeep.engine.codecs import Codecs, FileCodecs
-from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.coordinator import Coordinator, RecordLabels
 from shardkeep.engine.rank_plan import RankWritePlan
 from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import open_native
@@ -39,7 +38,7 @@ from shardkeep.format.tree import decode_tree
 from shardkeep.layouts import native
 from shardkeep.layouts import orphans as leftovers
 from shardkeep.options import Options
-from shardkeep.plan.manifest import PlainValues, RankManifest, TensorNames, encode, ints
+from shardkeep.plan.save_plan import PlainValues, RankManifest, TensorNames, encode, ints
 from shardkeep.state.describe import Description, file_groups
 from shardkeep.storage.base import Store
 
@@ -88,20 +87,19 @@ def write_native(
     """
     keys = keys_for(options)
     coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
-    coordinator.label(source.record.step, source.record.meta)
+    labels = RecordLabels.checked(source.record.step, source.record.meta)
     with leftovers.holding_claim(coordinator.save_id):
         try:
             rows = _filled(contents.index)
-            [told] = coordinator.plan([encode(_draft(contents.index, rows))])
-            orders = msgspec.msgpack.decode(told, type=RankWritePlan)
+            planned = coordinator.plan([encode(_draft(contents.index, rows))])
+            [orders] = planned.rank_plans
             coding = FileCodecs(orders, keys)
             files = _files(contents, rows, orders)
             digests, infinite = write_parts(coding.over(store), files, source, options, progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
             verify_written(coded, files, digests, options, entries=entries)
-            coordinator.collect([entries])
-            coordinator.commit([b""])
+            coordinator.commit(planned, coordinator.collect(planned, [entries]), labels, 1)
         except BaseException:
             coordinator.withdraw()
             raise

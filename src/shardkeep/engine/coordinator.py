@@ -1,5 +1,5 @@
 """
-Rank 0's part of a save: what it decides, what it publishes, and what it takes back.
+Rank 0's part of a save: it plans the files of all ranks, checks that they were written, publishes them, and cleans up.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +16,13 @@ import numpy as np
 
 from shardkeep.codecs.keys import KeySource
 from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
-from shardkeep.engine.rank_plan import data_file_names, merge_rank_trees, merge_rank_values, split_by_rank
+from shardkeep.engine.rank_plan import (
+    RankWritePlan,
+    data_file_names,
+    merge_rank_trees,
+    merge_rank_values,
+    split_by_rank,
+)
 from shardkeep.engine.sources import read_record
 from shardkeep.errors import (
     BlobNotFound,
@@ -31,11 +38,9 @@ from shardkeep.errors import (
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import RECORD_NAME, FileEntry, Record, checked_meta, checked_step
 from shardkeep.format.tree import decode_tree
-from shardkeep.layouts import native
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
-from shardkeep.plan.manifest import decode_manifest, encode
-from shardkeep.plan.save_plan import SavePlan, plan_save
+from shardkeep.plan.save_plan import SavePlan, decode_manifest, plan_save
 from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
 
 log = logging.getLogger("shardkeep")
@@ -44,7 +49,7 @@ _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 
 
 class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells all ranks of a checkpoint that is committed."""
+    """What rank 0 sends to all ranks about a committed checkpoint."""
 
     save_id: str
     step: int | None
@@ -52,64 +57,76 @@ class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
 
 
+@dataclass(frozen=True)
+class RecordLabels:
+    """The step and the user's own values, as they go into the commit record."""
+
+    step: int | None
+    meta: dict[str, Any]
+
+    @classmethod
+    def checked(cls, step: int | None, meta: Mapping[str, Any] | None) -> RecordLabels:
+        """Check that a record can hold these; raises StateError."""
+        return cls(checked_step(step), checked_meta(meta))
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """What rank 0 has planned for all ranks."""
+
+    plan: SavePlan
+    values: list[tuple[str, bytes]]
+    tree: bytes
+    codecs: CodecPlan
+    replaces: Version | None
+    """The version of the commit record that this save replaces."""
+    rank_plans: list[RankWritePlan]
+
+
 class Coordinator:
-    """Rank 0's part of a save: what it decides, and what it takes back."""
+    """Plans, checks, commits and cleans up one save."""
 
     def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
         self.store = store
-        self.overwrite = overwrite
         self.save_id = native.new_save_id()
+        self._overwrite = overwrite
         self._codecs = codecs
         self._keys = keys
-        # Known after `label`.
-        self.step: int | None
-        self.meta: dict[str, Any]
-        # Known after `plan`.
-        self.saved: SavePlan
-        self.values: list[tuple[str, bytes]]
-        self.tree: bytes
-        self.begun: CodecPlan
-        self._over: Version | None = None
-        # Known after `collect`, in the order of the plan's files.
-        self.files: list[FileEntry]
-        self.committed: Record | None = None
         self._publishing = False
+        self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
 
-    def label(self, step: int | None, meta: Mapping[str, Any] | None) -> None:
-        """Take what the caller wants in the record, if a record can hold it."""
-        self.step, self.meta = checked_step(step), checked_meta(meta)
+    def plan(self, payloads: list[bytes]) -> PlannedSave:
+        """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
+        replaces = self._check_place()
+        manifests = [decode_manifest(payload) for payload in payloads]
+        tree = merge_rank_trees(manifests)
+        codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
+        plan = plan_save(manifests, codecs.chain_of)
+        values = merge_rank_values(manifests, plan.keys)
+        if not codecs.chains:  # the size of coded files is not known beforehand
+            self._check_free_space(sum(file.data_nbytes for file in plan.files) + sum(len(data) for _, data in values))
+        orphans.make_claim(self.store, self.save_id)
+        recorded = [chain.recorded for chain in codecs.chains]
+        sequential = is_sequential(self.store)
+        rank_plans = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, apart=sequential)
+        return PlannedSave(plan, values, tree, codecs, replaces, rank_plans)
 
-    def plan(self, payloads: list[bytes]) -> list[bytes]:
-        """Check that the place is free, claim it, and share out the work."""
-        self._check_place()
-        drafts = [decode_manifest(payload) for payload in payloads]
-        self.tree = merge_rank_trees(drafts)
-        self.begun = plan_codecs(self._codecs, tree=lambda: decode_tree(self.tree), keys=self._keys)
-        self.saved = plan_save(drafts, self.begun.chain_of)
-        self.values = merge_rank_values(drafts, self.saved.keys)
-        self._check_room()
-        leftovers.make_claim(self.store, self.save_id)
-        chains = [chain.recorded for chain in self.begun.chains]
-        orders = split_by_rank(self.saved, self.save_id, len(drafts), chains=chains, apart=is_sequential(self.store))
-        return [encode(each) for each in orders]
-
-    def collect(self, by_rank: list[list[FileEntry]]) -> list[bytes]:
-        """Note what all ranks wrote, and insist that it is here."""
+    def collect(self, planned: PlannedSave, by_rank: list[list[FileEntry]]) -> list[FileEntry]:
+        """Return the files that all ranks wrote, in the order of the plan, after checking that they are in the store."""
         written = {entry.name: entry for entries in by_rank for entry in entries}
-        self.files = [written[name] for name in data_file_names(self.saved, self.save_id, len(by_rank))]
+        files = [written[name] for name in data_file_names(planned.plan, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, plan in zip(self.files, self.saved.files, strict=True):
+        for entry, file in zip(files, planned.plan.files, strict=True):
             for name, nbytes in entry.at_rest:
-                # A network file system may list what was there a while ago; asked for by name it looks again.
+                # A network file system may list an old state; a request for one name is answered anew.
                 if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
                     raise StorageError(
-                        f"{self.store.url}: rank {plan.rank} wrote {name} of {nbytes} bytes, which rank 0 does not find"
-                        " there",
+                        f"{self.store.url}: rank {file.rank} wrote {name} of {nbytes} bytes, but rank 0 does not find it",
                         hint="all ranks must see one file system",
                         name=name,
                     )
-        return [b""] * len(by_rank)
+        return files
 
     def _nbytes(self, name: str) -> int | None:
         try:
@@ -118,9 +135,11 @@ class Coordinator:
         except BlobNotFound:
             return None
 
-    def commit(self, payloads: list[bytes]) -> list[bytes]:
-        """Publish it."""
-        plan, pieces = self.saved, self.saved.pieces_by_tensor()
+    def commit(
+        self, planned: PlannedSave, files: list[FileEntry], labels: RecordLabels, world_size: int
+    ) -> CommittedSave:
+        """Publish the checkpoint."""
+        plan, pieces = planned.plan, planned.plan.pieces_by_tensor()
         self._publishing = True
         record = native.publish(
             self.store,
@@ -129,54 +148,52 @@ class Coordinator:
             tensors=plan.tensors,
             chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            values=self.values,
-            tree=self.tree,
-            files=self.files,
+            values=planned.values,
+            tree=planned.tree,
+            files=files,
             tensor_bytes=int(pieces.nbytes.sum()),
-            world_size=len(payloads),
-            step=self.step,
-            meta=self.meta,
-            over=self._over,
-            chains=self.begun.chains,
-            index_chain=self.begun.of_index,
+            world_size=world_size,
+            step=labels.step,
+            meta=labels.meta,
+            over=planned.replaces,
+            chains=planned.codecs.chains,
+            index_chain=planned.codecs.of_index,
         )
-        self._insist_on(record)
-        self.committed = record
+        self._check_all_present(record)
+        self._committed = True
         totals = record.totals
-        outcome = CommittedSave(
-            save_id=self.save_id, step=self.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors
+        return CommittedSave(
+            save_id=self.save_id, step=labels.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors
         )
-        return [encode(outcome)] * len(payloads)
 
-    def _insist_on(self, record: Record) -> None:
-        """Look once more whether all of it is there: whoever deletes checkpoints may have taken this place for an old one."""
+    def _check_all_present(self, record: Record) -> None:
+        """Look once more for all files: a job that prunes may have taken this place for an old checkpoint meanwhile."""
         names = [RECORD_NAME, *record.names]
         try:
             listed = {info.name for info in self.store.list()}
             gone = [name for name in names if name not in listed and self._nbytes(name) is None]
         except CheckpointError as exc:
-            log.warning("could not look once more at what was committed to %s: %s", self.store.url, exc)
+            log.warning("could not check the committed files in %s once more: %s", self.store.url, exc)
             return
         except KeyboardInterrupt as exc:
-            # The checkpoint stands, and the other ranks are to be told so; `tidy` comes next.
+            # The checkpoint is committed, and the other ranks must learn that; `tidy`, which comes next, raises it.
             self._interrupt = exc
             return
         if not gone:
             return
-        # A record of files that are gone is worse than none.
         with contextlib.suppress(CheckpointError):
             if native.read_record(self.store).save_id == self.save_id:
                 discard(self.store, [RECORD_NAME])
         self._publishing = False
         raise StorageError(
-            f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by somebody else while it"
-            f" was under way: {gone[0]}",
-            hint="save it again; let nobody delete checkpoints by hand in a place that a job saves to",
+            f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by another process while"
+            f" it was writing: {gone[0]}",
+            hint="save again, and do not delete checkpoints by hand in a place that a job saves to",
             name=gone[0],
         )
 
     def withdraw(self) -> None:
-        """Remove every file of a save that failed, also those of ranks that died; never raises."""
+        """Remove every file of a save that failed, including those of ranks that died. Never raises."""
         claim = native.claim_name(self.save_id)
         try:
             if self._has_committed():
@@ -189,62 +206,57 @@ class Coordinator:
         discard(self.store, [*mine, claim])
 
     def _has_committed(self) -> bool:
-        """Tell whether the record is in place: it may be, however the attempt to put it there has ended."""
+        """Return whether the record is in place: it may be, even if the attempt to put it there has raised."""
         if not self._publishing:
             return False
         try:
-            return self.committed is not None or native.read_record(self.store).save_id == self.save_id
+            return self._committed or native.read_record(self.store).save_id == self.save_id
         except CheckpointNotFound:
             return False
 
     def tidy(self) -> None:
-        """After the commit: remove the claim, what was replaced, and what dead saves left. Failure loses nothing."""
+        """After the commit, remove the claim, the files that were replaced, and orphans. A failure here loses nothing."""
         discard(self.store, [native.claim_name(self.save_id)])
         try:
             # Metadata first: without them, data files of torch's layout mean nothing.
             names = [info.name for info in self.store.list()]
             if replaced := list(filter(torch_files.is_metadata, names)):
                 discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
-            self._sweep(leftovers.survey(self.store))
+            self._sweep(orphans.survey(self.store))
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
         if self._interrupt is not None:
             raise self._interrupt
 
-    def _sweep(self, found: leftovers.Survey) -> None:
-        """Delete the files of saves that are over, but for those of the committed checkpoint."""
+    def _sweep(self, found: orphans.Survey) -> None:
+        """Delete the files of saves that are over, except for those of the committed checkpoint."""
         try:
-            names = leftovers.deletable(self.store, found)
+            names = orphans.deletable(self.store, found)
         except (DamagedCheckpoint, UnsupportedVersion) as exc:
-            log.warning("nothing is removed from %s, in case its commit record can be mended: %s", self.store.url, exc)
+            log.warning("no files are removed from %s, as its commit record may be repaired: %s", self.store.url, exc)
             return
         if found.dead:
-            leftovers.sweep_uploads(self.store, found)
+            orphans.sweep_uploads(self.store, found)
         discard(self.store, names)
 
-    def _check_room(self) -> None:
-        """
-        Find out before the first file is made whether all of them fit; what is replaced stays until the commit.
-
-        Nobody knows beforehand what codecs make of them.
-        """
-        if self.begun.chains:
-            return
-        wanted = sum(file.data_nbytes for file in self.saved.files) + sum(len(data) for _, data in self.values)
+    def _check_free_space(self, wanted: int) -> None:
+        """Check, before the first file is made, that all of them fit; files that are replaced stay until the commit."""
         free = free_nbytes(self.store)
         if free is not None and free < wanted:
             raise StorageFull(
                 f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
-                hint="delete checkpoints that are needed no more, or save to another place; nothing was written",
+                hint="delete checkpoints you no longer need, or save to another place; nothing was written",
                 errno=errno.ENOSPC,
                 wanted=wanted,
                 free=free,
             )
 
-    def _check_place(self) -> None:
-        if self.overwrite:
-            # What is replaced is what is there now: a save that commits meanwhile has won, and this one is refused.
-            self._over = self.store.version(RECORD_NAME)
+    def _check_place(self) -> Version | None:
+        """Check that this save may write here; return the version of the record that it replaces."""
+        replaces: Version | None = None
+        if self._overwrite:
+            # Only what is there now may be replaced: if another save commits meanwhile, this one fails.
+            replaces = self.store.version(RECORD_NAME)
         else:
             try:
                 read_record(self.store)
@@ -259,7 +271,7 @@ class Coordinator:
                 raise CheckpointExists(
                     f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
                 )
-        found = leftovers.survey(self.store)
+        found = orphans.survey(self.store)
         if found.living:
             raise CheckpointExists(
                 f"{self.store.url}: another save is writing here (process {found.living.pid})",
@@ -267,16 +279,21 @@ class Coordinator:
             )
         # Before the first byte, or a job that dies in every save would fill the disk.
         self._sweep(found)
+        return replaces
 
 
 def discard(store: Store, names: list[str]) -> None:
-    """Delete files of a save that is not to be; never raises. Claims go last, and stay while anything else does."""
-    stays = False
-    for name in leftovers.claims_last(names):
-        if stays and native.is_claim(name):  # without it nobody would know that the rest is of a dead save
+    """
+    Delete files. Never raises.
+
+    Claims are deleted last, and only if everything else is gone: without its claim, a file is not known to be of a dead save.
+    """
+    failed = False
+    for name in orphans.claims_last(names):
+        if failed and native.is_claim(name):
             continue
         try:
             store.delete(name)
         except CheckpointError as exc:
-            stays = True
+            failed = True
             log.warning("could not remove %s from %s: %s", name, store.url, exc)

@@ -24,16 +24,16 @@ from shardkeep.format.record import Recorded
 from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
 from shardkeep.format.values import encode_value
 from shardkeep.layouts import native
-from shardkeep.plan.manifest import (
+from shardkeep.plan.save_plan import (
     PlainValues,
     RankManifest,
+    SavePlan,
     TensorNames,
     decode_names,
     decode_values,
     encode,
     ints,
 )
-from shardkeep.plan.save_plan import SavePlan
 from shardkeep.state.describe import Description, file_groups
 
 if TYPE_CHECKING:

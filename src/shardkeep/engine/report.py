@@ -92,7 +92,7 @@ class Phases:
         finally:
             self.add(name, begin_s, self.now())
 
-    def meet(self) -> float:
+    def mark_meeting(self) -> float:
         """Note that an answer has come that rank 0 gave to all at once, and return when."""
         self._met_s = self.now()
         return self._met_s
@@ -182,7 +182,7 @@ class SaveEvents(_CallEvents):
     _next_progress_s = 0.0
 
     @contextlib.contextmanager
-    def made(self, *, background: bool) -> Iterator[None]:
+    def reporting(self, *, background: bool) -> Iterator[None]:
         """Tell that a save begins, and if what is inside fails, that it failed."""
         self._tell(SaveBegan, background=background)
         try:
@@ -254,7 +254,7 @@ class LoadEvents(_CallEvents):
     """What is said of one load."""
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Tell that a load begins, and if what is inside fails, that it failed."""
         self._tell(LoadBegan)
         try:

@@ -1,35 +1,97 @@
 """
-The plan of a save, made by rank 0 from every rank's draft: merge, dedupe, balance, validate, place.
+The plan of a save, made by rank 0 from the manifests of all ranks: merge, deduplicate, balance, validate, assign to files.
 
 Pure functions on columns. Half a million shards take about a second.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
-from numpy.random import default_rng  # not when first used: a process that forks meanwhile has half a module
+import numpy.typing as npt
+from numpy.random import default_rng  # imported here: a fork during a lazy import would see half a module
 
 from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, StateError
 from shardkeep.format import dtypes
-from shardkeep.format.boxes import (
-    ITEMSIZES,
-    Boxes,
-    IntArray,
-    Rows,
-    concat_ranges,
-    segment_starts,
-    widen,
-)
+from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
 from shardkeep.format.index import Tensors
-from shardkeep.plan import balance, fingerprint, tiling
-from shardkeep.plan import balance as parts
-from shardkeep.plan import manifest as draft
-from shardkeep.plan.manifest import RankManifest
+from shardkeep.plan import tiling
+
+
+class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of a state. Arrays travel as little-endian bytes."""
+
+    axes: int
+    """Width of the box matrices."""
+    names: bytes
+    """`TensorNames`, encoded: equal on ranks that hold the same tensors."""
+    shape: bytes
+    alias: bytes
+    """For each tensor, the position of the first one that is the same memory here; -1: this rank holds none of it."""
+    row_tensor: bytes
+    """For each shard, the tensor it is of: a position in the names."""
+    row_offsets: bytes
+    row_sizes: bytes
+    check_replicas: bool
+    row_digest: bytes
+    """A 16-byte digest for each shard, or nothing where replicas are trusted."""
+    tree: bytes
+    """The state's skeleton (`format.tree`)."""
+    values: bytes
+    """`PlainValues`, encoded."""
+
+
+class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors of a rank's state, apart from where they lie."""
+
+    keys: list[str]
+    groups: list[str]
+    """The file group of each tensor: the top-level key it is under."""
+    dtype: bytes
+    ndim: bytes
+    origin: bytes
+
+
+class PlainValues(msgspec.Struct, frozen=True, kw_only=True):
+    """The plain values of a rank's state."""
+
+    keys: list[str]
+    data: list[bytes]
+
+
+encode = msgspec.msgpack.encode
+
+
+def decode_manifest(data: bytes) -> RankManifest:
+    """Read a draft that another rank sent."""
+    return msgspec.msgpack.decode(data, type=RankManifest)
+
+
+def decode_names(data: bytes) -> TensorNames:
+    """Read a draft's tensor names."""
+    return msgspec.msgpack.decode(data, type=TensorNames)
+
+
+def decode_values(data: bytes) -> PlainValues:
+    """Read a draft's plain values."""
+    return msgspec.msgpack.decode(data, type=PlainValues)
+
+
+def ints(data: bytes) -> IntArray:
+    """View bytes as 64-bit integers."""
+    return np.frombuffer(data, "<i8")
+
+
+def small_ints(data: bytes) -> npt.NDArray[np.uint8]:
+    """View bytes as 8-bit integers."""
+    return np.frombuffer(data, np.uint8)
+
 
 MAX_ELEMENTS = 2.0**58
 """Of a tensor, an axis of size 0 counted as 1: no index says more (`format.index`)."""
@@ -157,7 +219,7 @@ def _check_sizes(merged: _Merged) -> None:
 
 def _merge(drafts: Sequence[RankManifest]) -> _Merged:
     axes = max((d.axes for d in drafts), default=0)
-    names = {d.names: draft.decode_names(d.names) for d in drafts}
+    names = {d.names: decode_names(d.names) for d in drafts}
     keys = sorted({key for n in names.values() for key in n.keys}, key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     places = {raw: np.array([row_of[key] for key in n.keys], np.int64) for raw, n in names.items()}
@@ -168,7 +230,7 @@ def _merge(drafts: Sequence[RankManifest]) -> _Merged:
             groups[place] = group
     tables = []
     for rank, d in enumerate(drafts):
-        local = draft.ints(d.row_tensor)
+        local = ints(d.row_tensor)
         wide = (len(local), d.axes)
         digests = np.frombuffer(d.row_digest, "<i8")[::2] if d.row_digest else np.zeros(len(local), np.int64)
         tables.append(
@@ -176,8 +238,8 @@ def _merge(drafts: Sequence[RankManifest]) -> _Merged:
                 tensor=places[d.names][local],
                 rank=np.full(len(local), rank, np.int64),
                 row=np.arange(len(local), dtype=np.int64),
-                offsets=widen(draft.ints(d.row_offsets).reshape(wide), axes, 0),
-                sizes=widen(draft.ints(d.row_sizes).reshape(wide), axes, 1),
+                offsets=widen(ints(d.row_offsets).reshape(wide), axes, 0),
+                sizes=widen(ints(d.row_sizes).reshape(wide), axes, 1),
                 digest=digests,
             )
         )
@@ -187,7 +249,7 @@ def _merge(drafts: Sequence[RankManifest]) -> _Merged:
 
 def _merge_tensors(
     drafts: Sequence[RankManifest],
-    names: dict[bytes, draft.TensorNames],
+    names: dict[bytes, TensorNames],
     places: dict[bytes, IntArray],
     keys: list[str],
     axes: int,
@@ -202,8 +264,8 @@ def _merge_tensors(
             continue
         seen[d.names, d.shape] = rank
         n, place = names[d.names], places[d.names]
-        shape = widen(draft.ints(d.shape).reshape(len(place), d.axes), axes, 1)
-        columns = [draft.small_ints(n.dtype), draft.small_ints(n.ndim), draft.small_ints(n.origin)]
+        shape = widen(ints(d.shape).reshape(len(place), d.axes), axes, 1)
+        columns = [small_ints(n.dtype), small_ints(n.ndim), small_ints(n.origin)]
         mine = np.concatenate([np.stack(columns, axis=1).astype(np.int64).reshape(-1, 3), shape], axis=1)
         new = facts[place, 0] < 0
         differs = ~new & np.any(facts[place] != mine, axis=1)
@@ -231,7 +293,7 @@ def _ties(drafts: Sequence[RankManifest], places: dict[bytes, IntArray], origin:
     mates: dict[int, frozenset[int]] = {}
     alone = np.zeros(len(origin), bool)
     for raw, alias in dict.fromkeys((d.names, d.alias) for d in drafts):
-        place, first = places[raw], draft.ints(alias)
+        place, first = places[raw], ints(alias)
         # A numpy array and a torch tensor over one memory are two things to whoever reads them back.
         memory = np.where(first < 0, -1, 2 * first + origin[place])
         order = np.argsort(memory, kind="stable")[np.count_nonzero(first < 0) :]
@@ -284,7 +346,7 @@ def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: I
     count = np.diff(first, append=len(members))
     sizes = members.sizes[first]
     axis = np.argmax(sizes > 1, axis=1) if sizes.shape[1] else np.zeros(len(first), np.int64)
-    group, holder, begin, end = balance.assign(load, nbytes, first, count, members.rank, _along(sizes, axis))
+    group, holder, begin, end = assign_replicas(load, nbytes, first, count, members.rank, _along(sizes, axis))
     slices = members.take(holder)
     if sizes.shape[1]:
         rows = np.arange(len(group))
@@ -310,7 +372,7 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = default_rng()
     while True:
-        hashes = fingerprint.of_rows(columns, fingerprint.multipliers(len(columns) + 1, rng))
+        hashes = tiling.hash_rows(columns, tiling.multipliers(len(columns) + 1, rng))
         order = np.argsort(hashes, kind="stable")
         starts = np.flatnonzero(np.diff(hashes[order], prepend=hashes[order][:1] ^ np.uint64(1)))
         count = np.diff(starts, append=len(order))
@@ -380,8 +442,8 @@ def _assign_files(
     slots, slot = np.unique(pieces.rank * len(kinds) + group[pieces.tensor], return_inverse=True)
     slot = slot.reshape(-1)
     rank_of_slot = slots // max(1, len(kinds))
-    part = parts.divide_into_parts(slot, rank_of_slot, pieces.tensor, pieces.nbytes, world_size)
-    made, file = np.unique(slot * parts.MOST_PARTS + part, return_inverse=True)
+    part = divide_into_parts(slot, rank_of_slot, pieces.tensor, pieces.nbytes, world_size)
+    made, file = np.unique(slot * MOST_PARTS + part, return_inverse=True)
     file = file.reshape(-1)
     alignment = np.minimum(pieces.nbytes & -pieces.nbytes, 4096)
     order = np.lexsort((*pieces.offsets.T[::-1], pieces.tensor, -alignment, file))
@@ -390,14 +452,14 @@ def _assign_files(
     last = np.flatnonzero(np.diff(pieces.file, append=len(made)))
     base = segment_starts(ends[last])
     pieces = replace(pieces, start=ends - pieces.nbytes - base[pieces.file])
-    slot_of_file = made // parts.MOST_PARTS
+    slot_of_file = made // MOST_PARTS
     alone = np.bincount(slot_of_file)[slot_of_file] == 1
     files = [
         FilePlan(rank, labels[row % len(kinds)], chains[row % len(kinds)], 0 if lone else number + 1, total)
         for rank, row, number, lone, total in zip(
             rank_of_slot[slot_of_file].tolist(),
             slots[slot_of_file].tolist(),
-            (made % parts.MOST_PARTS).tolist(),
+            (made % MOST_PARTS).tolist(),
             alone.tolist(),
             (ends[last] - base).tolist(),
             strict=True,
@@ -410,3 +472,149 @@ def _labels(kinds: list[tuple[str, int]]) -> list[str]:
     """Return what files of each group and chain are called; of a group that goes through several, the chain is told."""
     counts = Counter(name for name, _ in kinds)
     return [f"{name}-c{chain + 1}" if counts[name] > 1 else name for name, chain in kinds]
+
+
+SLICE_NBYTES = 4 << 20
+"""A box is split only into slices of at least this size: smaller ones cost more requests than they save."""
+
+
+def assign_replicas(
+    load: IntArray, nbytes: IntArray, first: IntArray, count: IntArray, holder: IntArray, rows: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """
+    Give each group of replicas to one holder, or split it over several.
+
+    Args:
+        load: bytes each rank has to write already; updated in place.
+        nbytes: size of each group's box.
+        first: where in `holder` each group's ranks begin.
+        count: how many they are.
+        holder: ranks, group after group, ascending in each.
+        rows: extent of each group's box along the axis it can be split on; 1 where it cannot.
+
+    Returns:
+        Columns, one row a written slice: the group, the position in `holder` of who writes it, first row, end row.
+
+    """
+    slices: list[tuple[int, int, int, int]] = []
+    order = np.argsort(-nbytes, kind="stable")
+    sizes, starts, counts, extents = nbytes.tolist(), first.tolist(), count.tolist(), rows.tolist()
+    ranks = holder.tolist()
+    loads = load.tolist()
+    for group in order.tolist():
+        size, start, stop = sizes[group], starts[group], starts[group] + counts[group]
+        if size >= 2 * SLICE_NBYTES and extents[group] > 1:
+            for at, begin, end in _pour(loads, ranks[start:stop], size, extents[group]):
+                slices.append((group, start + at, begin, end))
+                loads[ranks[start + at]] += size * (end - begin) // extents[group]
+            continue
+        present = [loads[rank] for rank in ranks[start:stop]]
+        at = start + present.index(min(present))
+        loads[ranks[at]] += size
+        slices.append((group, at, 0, extents[group]))
+    load[:] = loads
+    columns = np.array(slices, np.int64).reshape(-1, 4).T
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+def _pour(loads: list[int], ranks: list[int], nbytes: int, rows: int) -> list[tuple[int, int, int]]:
+    """Fill the least loaded ranks up to one level; return (position in ranks, first row, end row)."""
+    present = np.array([loads[rank] for rank in ranks], np.float64)
+    most = max(1, min(len(ranks), nbytes // SLICE_NBYTES, rows))
+    chosen = np.argsort(present, kind="stable")[:most]
+    level = water_level(present[chosen], nbytes)
+    shares = np.maximum(level - present[chosen], 0.0)
+    keep = shares >= min(SLICE_NBYTES / 2, nbytes / (2 * most))
+    chosen, shares = chosen[keep], shares[keep]
+    order = np.argsort(chosen)
+    chosen, shares = chosen[order], shares[order]
+    cuts = np.rint(np.cumsum(shares) / shares.sum() * rows).astype(np.int64).tolist()
+    parts = zip(chosen.tolist(), [0, *cuts], cuts, strict=False)
+    return [(at, begin, end) for at, begin, end in parts if end > begin]
+
+
+def water_level(loads: npt.NDArray[np.float64], volume: float) -> float:
+    """Return the level that `volume` reaches over a floor of ascending heights."""
+    counts = np.arange(1, len(loads) + 1)
+    levels = (volume + np.cumsum(loads)) / counts
+    wet = int(np.flatnonzero(levels >= loads)[-1])
+    return float(levels[wet])
+
+
+# Which file of its rank a chunk goes to: one for each group, but several for a large one, so that they are written at
+# once.
+#
+# A kernel lets one thread at a time write to a file, so one file is written at half the speed of four or less. Chunks
+# stay whole. Pure: the same chunks give the same parts.
+
+PART_NBYTES = 256 << 20
+"""A group is cut only into parts of at least this size: smaller files cost more than they save."""
+MOST_PARTS = 8
+"""Of all groups of a rank together, but that their numbers are rounded."""
+ENOUGH_FILES = 64
+"""Many ranks cut into fewer parts, or not at all: those of one machine write several files at once without it."""
+
+
+def divide_into_parts(
+    slot: IntArray, rank_of_slot: IntArray, tensor: IntArray, nbytes: IntArray, world_size: int
+) -> IntArray:
+    """
+    Divide the chunks of every slot, the data of one rank and group, into parts of about equal size.
+
+    Args:
+        slot: of each chunk.
+        rank_of_slot: whose each slot is.
+        tensor: of each chunk; those of neighbours are read together.
+        nbytes: of each chunk.
+        world_size: how many ranks there are.
+
+    Returns:
+        The part of each chunk, from 0.
+
+    """
+    part = np.zeros(len(slot), np.int64)
+    most = min(MOST_PARTS, ENOUGH_FILES // world_size)
+    # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
+    in_slot = np.bincount(slot, weights=nbytes, minlength=len(rank_of_slot))
+    of_rank = np.bincount(rank_of_slot, weights=in_slot, minlength=world_size)
+    target = np.maximum(PART_NBYTES, of_rank / max(1, most))[rank_of_slot]
+    wanted = np.rint(in_slot / target).astype(np.int64)
+    for each in np.flatnonzero((wanted > 1) & (most > 1)).tolist():
+        rows = np.flatnonzero(slot == each)
+        rows = rows[np.argsort(tensor[rows], kind="stable")]
+        part[rows] = _divide_evenly(nbytes[rows], int(wanted[each]))
+    return part
+
+
+def _divide_evenly(nbytes: IntArray, parts: int) -> IntArray:
+    """Cut into at most so many parts, fewer where large chunks leave too little for the others."""
+    while parts > 1:
+        part = divide_chunks(nbytes, parts)
+        if np.bincount(part, weights=nbytes, minlength=parts).min() >= PART_NBYTES:
+            return part
+        parts -= 1
+    return np.zeros(len(nbytes), np.int64)
+
+
+def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
+    """
+    Divide chunks into parts; return the part of each.
+
+    Large ones go one by one, the largest first, where there is least. Small ones then fill these up to one level,
+    neighbours together: they are read in one request.
+    """
+    part = np.zeros(len(nbytes), np.int64)
+    loads = [(0, each) for each in range(parts)]
+    large = np.flatnonzero(nbytes >= SLICE_NBYTES)
+    for row in large[np.argsort(-nbytes[large], kind="stable")].tolist():
+        load, least = loads[0]
+        part[row] = least
+        heapq.heapreplace(loads, (load + int(nbytes[row]), least))
+    small = np.flatnonzero(nbytes < SLICE_NBYTES)
+    held, order = np.array(sorted(loads), np.int64).T
+    ends = np.cumsum(nbytes[small])
+    if len(small):
+        room = np.maximum(water_level(held.astype(np.float64), float(ends[-1])) - held, 0.0)
+        middle = ends - nbytes[small] / 2
+        part[small] = order[np.minimum(np.searchsorted(np.cumsum(room), middle), parts - 1)]
+    return part

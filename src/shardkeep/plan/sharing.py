@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.format.boxes import IntArray, Rows, concat_ranges
-from shardkeep.plan.balance import SLICE_NBYTES, assign
+from shardkeep.plan.save_plan import SLICE_NBYTES, assign_replicas
 
 MESSAGE_NBYTES = 8 << 20
 """Most bytes of a message: enough for the full speed of a network, and small beside the memory that may be used."""
@@ -250,7 +250,7 @@ def _parts(groups: _Groups, teams: list[list[int]], team: IntArray, load: IntArr
     sizes = np.array([len(ranks) for ranks in teams], np.int64)
     begins = np.cumsum(sizes) - sizes
     holder = np.concatenate([np.array(ranks, np.int64) for ranks in teams])
-    which, at, begin, end = assign(load, nbytes, begins[team[lead]], sizes[team[lead]], holder, rows)
+    which, at, begin, end = assign_replicas(load, nbytes, begins[team[lead]], sizes[team[lead]], holder, rows)
     turns = [0] * len(load)
     made: list[tuple[int, int, int, int, int, int]] = []
     for of, owner, low, high in zip(which.tolist(), holder[at].tolist(), begin.tolist(), end.tolist(), strict=True):

@@ -265,7 +265,7 @@ class Replicator:
                     answer = meeting.agree("choose", work, choose)
                     if not answer:
                         return False
-                    chosen_s = phases.meet()
+                    chosen_s = phases.mark_meeting()
                     phases.add("choose", 0.0, chosen_s)
                     order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
                     if self._copy_together(meeting, order, chosen, phases, number, world) and world.rank == 0:
