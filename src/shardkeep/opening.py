@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardkeep.engine.reader import DigestCache, Source, explain_missing
-from shardkeep.engine.safetensors_source import SafetensorsSource
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import window_for
@@ -246,12 +245,9 @@ class Checkpoint(Mapping[str, Any]):
         began = time.perf_counter()
         _raise_if_any(self._store, [exc.message for exc in self._damage()])
         files = self.record.files
-        nbytes = self.record.stored_nbytes
-        if isinstance(self.source, SafetensorsSource):
-            nbytes = self.source.nbytes_verified()
         return VerifyReport(
             files=len(files),
-            bytes_read=nbytes,
+            bytes_read=self.source.verifiable_nbytes(),
             seconds=time.perf_counter() - began,
             without_digests=sum(not file.block_nbytes for file in files),
         )
@@ -296,16 +292,15 @@ class Checkpoint(Mapping[str, Any]):
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
         coded = self.record.files[number].chain is not None
         threads, window = _limits(self._store, self._options, coded=coded)
-        headers, key_at = self.source.to_verify()
-        if (damage := self.source.undigested(number)) is not None:
+        if (damage := self.source.damage_without_digests(number)) is not None:
             yield from damage
             return
         yield from damage_of_file(
             self.source.store,
             self.record.files,
             number,
-            headers=headers,
-            key_at=key_at,
+            digests=self.source.digests_to_verify(),
+            keys_at=self.source.keys_at,
             threads=threads,
             window_nbytes=window,
         )

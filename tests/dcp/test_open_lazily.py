@@ -51,7 +51,7 @@ def test_many_small_objects_are_read_together(tmp_path: Path) -> None:
     quietly(dcp.save, objects, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=True)  # fmt: skip
     opened = sk.open(tmp_path)
-    with mock.patch.object(torch_values, "read_raw", wraps=torch_values.read_raw) as read:
+    with mock.patch.object(torch_values, "read_items", wraps=torch_values.read_items) as read:
         assert {key: opened[key] for key in sorted(objects)} == objects
     assert 1 <= read.call_count <= 20
 

@@ -16,7 +16,6 @@ from shardkeep.cli.output import UsageError, did_you_mean, format_count, format_
 from shardkeep.errors import CheckpointError
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import Box
-from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.opening import Checkpoint
 from shardkeep.state.patterns import matcher
 
@@ -122,10 +121,7 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
     for row in range(rows.start, rows.stop):
         box = index.chunks.boxes.box(row, len(item.shape))
         file = record.files[int(index.chunks.file[row])]
-        if record.format == NATIVE:
-            offset = file.header_nbytes + int(index.chunks.start[row])
-        else:
-            offset = checkpoint.source.place_of(row)[1]
+        offset = file.header_nbytes + checkpoint.source.position(row)[1]
         found.append(Chunk(box, file.name, offset, box.volume * itemsize))
     return found
 

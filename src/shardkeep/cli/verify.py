@@ -187,11 +187,11 @@ def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
         source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
     except DamagedCheckpoint as exc:
         yield exc.message
-    headers = source.to_verify()[0]
+    digests = source.digests_to_verify()
 
     def look(file: FileEntry) -> str:
         try:
-            open_checked(source.store, file, headers)[0].close()
+            open_checked(source.store, file, digests)[0].close()
         except DamagedCheckpoint as exc:
             return exc.message
         return ""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardkeep.engine.reader import ReadableStore, Source, read_files
-from shardkeep.engine.torch_source import KnownDigests
+from shardkeep.engine.fill import fill
+from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_files
 from shardkeep.engine.workers import window_for
 from shardkeep.engine.writer import (
     FileJob,
@@ -168,7 +168,8 @@ class PartReader:
 
     def _fill(self, rows: list[int], boxes: list[Box], into: list[torch.Tensor]) -> None:
         axes = max((len(box.sizes) for box in boxes), default=0)
-        self._source.fill(
+        fill(
+            self._source,
             np.array(rows, np.int64),
             Boxes(matrix_of([b.offsets for b in boxes], axes, 0), matrix_of([b.sizes for b in boxes], axes, 1)),
             into,
@@ -264,13 +265,13 @@ def verify_written(
 
     """
     threads, window = _limits(options, store)
-    known = KnownDigests()
+    known = DigestCache(most_nbytes=None)
     entries = [file_entry(file.job) for file in files] if entries is None else entries
     for file, entry, of_file in zip(files, entries, digests, strict=True):
         if not file.job.header:  # which would be read and checked itself, and has the digests
             known.keep(entry, of_file)
 
-    def key_at(file: int, at: int, end: int) -> str:
+    def keys_at(file: int, at: int, end: int) -> str:
         job, parts = files[file].job, files[file].parts
         hit = [
             repr(part.key)
@@ -280,7 +281,7 @@ def verify_written(
         return ", ".join(hit[:4]) + (" and others" if len(hit) > 4 else "") or "the header"
 
     plans = [every_block(number, file.job.data_nbytes, window_nbytes=window) for number, file in enumerate(files)]
-    read_files(store, entries, plans, {}, key_at=key_at, threads=threads, window_nbytes=window, headers=known)
+    read_files(store, entries, plans, {}, keys_at=keys_at, threads=threads, window_nbytes=window, digests=known)
 
 
 def _limits(options: Options, *stores: object) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from shardkeep.conversion.pipeline import TensorPart
 from shardkeep.conversion.to_native import Contents
 from shardkeep.engine.reader import Source
 from shardkeep.errors import KeyCollision, StateError
-from shardkeep.format.boxes import concat_ranges, matrix_of, whole
+from shardkeep.format.boxes import IntArray, concat_ranges, matrix_of, whole
 from shardkeep.format.dtypes import DType, by_name
-from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
+from shardkeep.format.index import Chunks, Index, Tensors, checked_index, decode_index, encode_index, strings_of
 from shardkeep.format.tree import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, renamer
@@ -222,7 +222,7 @@ def drop_leaves(source: Source, drop: Patterns) -> Source:
     tree = decode_tree(source.index.tree)
     unwanted = name_filter(list(leaf_keys(tree)), "drop", drop)
     keep = {key for key in leaf_keys(tree) if not unwanted(key)}
-    return replace(source, index=_smaller(source.index, _pruned(tree, None, keep), keep))
+    return source.selected(*_smaller(source.index, _pruned(tree, None, keep), keep))
 
 
 def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
@@ -248,7 +248,8 @@ def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
     return Container(node.kind, tuple(children))
 
 
-def _smaller(index: Index, tree: Node, keep: set[str]) -> Index:
+def _smaller(index: Index, tree: Node, keep: set[str]) -> tuple[Index, IntArray]:
+    """Return the index of what is kept, and the rows of its chunks in the old one."""
     rows = [row for key, row in index.tensor_rows.items() if key in keep]
     # Of tensors that share memory, the first that stays has it now.
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
@@ -260,12 +261,15 @@ def _smaller(index: Index, tree: Node, keep: set[str]) -> Index:
     begin, count = chunk_rows(index, owner)
     count = np.where(own, count, 0)
     tensors = replace(index.tensors.take(np.array(rows, np.int64)), alias=alias)
-    encoded = encode_index(
-        keys=[index.keys.raw(row).decode() for row in rows],
+    chunks = concat_ranges(begin, count)
+    values = [(key, row) for key, row in index.value_rows.items() if key in keep]
+    smaller = Index(
+        keys=strings_of(index.keys.raw(row) for row in rows),
         tensors=tensors,
         chunk_ends=np.cumsum(count, dtype=np.int64),
-        chunks=index.chunks.take(concat_ranges(begin, count)),
-        values=[(key, index.value_data.raw(row)) for key, row in index.value_rows.items() if key in keep],
-        tree=encode_tree(tree),
+        chunks=index.chunks.take(chunks),
+        value_keys=strings_of(key.encode() for key, _ in values),
+        value_data=strings_of(index.value_data.raw(row) for _, row in values),
+        make_tree=lambda: encode_tree(tree),
     )
-    return decode_index(encoded, where="the chosen part of the index")
+    return checked_index(smaller, where="the chosen part of the index"), chunks

@@ -34,7 +34,7 @@ from shardkeep.conversion.pipeline import (
 from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.access import keys_for
 from shardkeep.engine.reader import Source
-from shardkeep.engine.torch_source import Item, ItemFiles, read_raw
+from shardkeep.engine.torch_source import Item, ItemFiles, read_items
 from shardkeep.engine.torch_view import StoredObject, TorchView
 from shardkeep.engine.torch_writer import HashingStream
 from shardkeep.engine.workers import run_workers, window_for
@@ -179,7 +179,7 @@ def check_coded(store: Store, files: Sequence[CodedFile], extension: CodecStream
         for item in file.items:
             where = Item(opened.number(file.name), item.offset, item.nbytes, item.key)
             budget = options.host_budget_bytes // 2
-            [raw] = read_raw(opened, [where], threads=options.io_threads, budget_nbytes=budget)
+            [raw] = read_items(opened, [where], threads=options.io_threads, budget_nbytes=budget)
             found = xxhash.xxh3_128()
             with closing(extension.transform_from(io.BytesIO(raw))) as plain:
                 while piece := plain.read(_PIECE_NBYTES):

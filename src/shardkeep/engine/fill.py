@@ -1,4 +1,11 @@
-"""From boxes that are wanted to tensors that are filled: plan the load, plan each file's reads, do them."""
+"""
+Fill tensors from an opened checkpoint of any layout: plan the load, plan each file's reads, execute them.
+
+Chunks whose elements lie in their file in row-major order, which are all of ours and most of others, go through the read
+pipeline, straight into place where that is possible. A chunk that torch stored with its axes in another order goes the
+same way, as a view with permuted axes. An item that a stream extension changed, or that is not a plain tensor, is read
+whole, and torch decodes it.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +13,24 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.reader import Source, keys_at, read_files
+from shardkeep.engine.memory import Scattered
+from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.torch_source import (
-    CodedFiles,
+    ChunkItems,
     Item,
     ItemFiles,
-    Run,
+    TorchSource,
     check_inside,
     find_tensors,
     item_batches,
-    nbytes_of,
-    read_raw,
-    read_runs,
+    read_items,
 )
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
@@ -34,25 +40,29 @@ from shardkeep.format.boxes import (
     Boxes,
     IntArray,
     Ints,
-    contiguous_run,
-    intersect,
     matrix_of,
-    relative,
     slices,
+    whole,
 )
 from shardkeep.format.dtypes import DType, by_code, of_torch, to_torch
+from shardkeep.format.index import Chunks, Index, Tensors, strings_of
+from shardkeep.format.record import IndexEntry, Record, Totals
 from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.native import data_sizes
 from shardkeep.layouts.torch_metadata import ItemLocation
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import FileReads, ReadRequests, Scatter, plan_load, plan_reads
+from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
 from shardkeep.storage.base import preferred_requests
 
-if TYPE_CHECKING:
-    from shardkeep.engine.torch_source import TorchSource
+Picks = tuple[AxisSlice, ...]
+
+_LARGE_GAP_NBYTES = 64 << 10
+"""Gaps of this size are not read: what is picked with such a step is read one by one."""
+_BAND_NBYTES = 64 << 20
+_MOST_PARTS = 4096
 
 
-def fill_native(
+def fill(
     source: Source,
     tensor: IntArray,
     boxes: Boxes,
@@ -60,204 +70,332 @@ def fill_native(
     *,
     threads: int,
     budget_nbytes: int,
-    first_file: float,
+    first_file: float = 0.0,
 ) -> int:
-    """Fill tensors from a native checkpoint, and return the bytes read."""
-    index = source.index
-    codes = np.asarray(index.tensors.dtype)[tensor]
-    own = [of_torch(t.dtype).code for t in into]
-    address = np.array(
-        [host_address(t) if mine == stored else 0 for t, mine, stored in zip(into, own, codes.tolist(), strict=True)],
-        np.int64,
-    )
+    """
+    Fill tensors from a checkpoint, and return the number of bytes read.
+
+    Args:
+        source: the checkpoint.
+        tensor: for each destination, the row of its tensor in the index.
+        boxes: for each destination, the box it wants of that tensor.
+        into: the destinations: of the box's shape, on any device, of any stride and dtype.
+        threads: how many to use, if the store has no preference.
+        budget_nbytes: memory to use beyond the destinations.
+        first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
+
+    """
+    return _fill(source, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes, first_file=first_file)[0]
+
+
+def _fill(
+    source: Source,
+    tensor: IntArray,
+    boxes: Boxes,
+    into: Sequence[torch.Tensor],
+    *,
+    threads: int,
+    budget_nbytes: int,
+    first_file: float = 0.0,
+    undo: Callable[[int, Sequence[str], IO[bytes]], IO[bytes]] | None = None,
+) -> tuple[int, dict[int, torch.dtype]]:
+    """Fill tensors; return the bytes read, and the stored dtype of each destination that torch decoded."""
+    index, sizes = source.index, data_sizes(source.record)
+    source.locate(np.unique(np.asarray(index.tensors.alias, np.int64)[tensor]))
+    codes = np.asarray(index.tensors.dtype)[tensor].tolist()
+    address = [
+        host_address(target) if of_torch(target.dtype).code == stored else 0
+        for target, stored in zip(into, codes, strict=True)
+    ]
     axes = index.tensors.shape.shape[1]
-    wants = ReadRequests(tensor, _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1), address)
-    on_host = all(each.device.type == "cpu" for each in into)
-    threads = preferred_requests(source.store, threads)
-    most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
-    coded = any(file.chain is not None for file in source.record.files)
-    threads, window = window_for(threads, budget_nbytes, most, coded=coded)
-    plans, needs = _plan(source, wants, window)
-    others = {want: scattered_memory(into[want], to_torch(by_code(int(codes[want])))) for want in needs}
+    offsets, lengths = _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1)
+    requests = ReadRequests(tensor, offsets, lengths, np.array(address, np.int64))
+    plan = plan_load(index, requests, sizes, aligned=source.aligned)
+    memory = {s.want: scattered_memory(into[s.want], to_torch(by_code(codes[s.want]))) for s in plan.scatters}
+    opaque = list(plan.opaque)
+    if isinstance(source, TorchSource):
+        opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
+    threads, window = _limits(source, into, threads, budget_nbytes)
+    plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
-    return read_files(
+    nbytes = read_files(
         source.store,
         source.record.files,
         plans[start:] + plans[:start],
-        others,
-        key_at=keys_at(index),
+        memory,
+        keys_at=source.keys_at,
         threads=threads,
         window_nbytes=window,
-        headers=source.headers,
+        digests=source.digests,
     )
+    if not opaque or not isinstance(source, TorchSource):
+        return nbytes, {}
+    decoded = _fill_decoded(source, opaque, into, undo, threads=threads, budget_nbytes=budget_nbytes)
+    return nbytes + sum(int(source.items.nbytes[each.chunk]) for each in opaque), decoded
+
+
+def _limits(source: Source, into: Sequence[torch.Tensor], threads: int, budget_nbytes: int) -> tuple[int, int]:
+    """Return the number of threads, and the size of the window of each."""
+    on_host = all(each.device.type == "cpu" for each in into)
+    most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
+    coded = any(file.chain is not None for file in source.record.files)
+    return window_for(preferred_requests(source.store, threads), budget_nbytes, most, coded=coded)
 
 
 def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
-    """Give a box matrix the index's width; what is cut off is padding."""
+    """Give a matrix of boxes the width of the index; columns that are cut off are padding."""
     fitted = np.full((len(matrix), axes), fill, np.int64)
     width = min(axes, matrix.shape[1])
     fitted[:, :width] = matrix[:, :width]
     return fitted
 
 
-def _plan(source: Source, wants: ReadRequests, window_nbytes: int) -> tuple[list[FileReads], set[int]]:
-    """Return the reads of each file, and the wants that are reached box by box."""
-    sizes = data_sizes(source.record)
-    runs, scatters = plan_load(source.index, wants, sizes)
-    runs = runs.take(np.argsort(runs.file, kind="stable"))
-    by_file: dict[int, list[int]] = {}
-    for row, scatter in enumerate(scatters):
-        by_file.setdefault(scatter.file, []).append(row)
-    files = sorted({*np.unique(runs.file).tolist(), *by_file})
-    low = np.searchsorted(runs.file, files, "left").tolist()
-    high = np.searchsorted(runs.file, files, "right").tolist()
-    plans = [
-        plan_reads(
-            file,
-            runs.take(slice(a, b)),
-            [scatters[row] for row in by_file.get(file, [])],
-            data_nbytes=int(sizes[file]),
-            block_nbytes=source.record.files[file].block_nbytes,
-            window_nbytes=window_nbytes,
+# -- chunks that are not stored in row-major order ---------------------------------------------------------------------
+
+
+def _plan_permuted(
+    source: TorchSource,
+    part: Overlap,
+    into: Sequence[torch.Tensor],
+    scatters: list[Scatter],
+    memory: dict[int, Scattered],
+) -> bool:
+    """Plan to read a chunk whose axes are stored in another order; False for one that only torch can decode."""
+    found = source.archived[part.chunk]
+    if found is None:
+        return False
+    order = found.order
+    target = into[part.want][slices(part.target)].permute(order)
+    # A view with permuted axes is a destination of its own.
+    want = len(into) + len(memory)
+    memory[want] = scattered_memory(target, to_torch(found.dtype))
+    scatters.append(
+        Scatter(
+            file=int(source.index.chunks.file[part.chunk]),
+            start=int(source.items.offset[part.chunk]) + found.start,
+            shape=_permuted(found.shape, order),
+            itemsize=found.dtype.itemsize,
+            source=Box(_permuted(part.source.offsets, order), _permuted(part.source.sizes, order)),
+            want=want,
+            target=whole(tuple(target.shape)),
         )
-        for file, a, b in zip(files, low, high, strict=True)
-    ]
-    return plans, {scatter.want for scatter in scatters}
+    )
+    return True
 
 
-# Boxes of stored tensors of torch's layout, read straight into tensors, or copied box by box where they do not lie in
-# one
-# run.
+def _permuted(numbers: Ints, order: Ints) -> Ints:
+    return tuple(numbers[axis] for axis in order)
 
 
-class ChunkRead(NamedTuple):
-    """A box of a stored tensor, and the tensor to fill with it."""
-
-    item: Item
-    start: int
-    """Where the chunk's bytes begin in the file."""
-    shape: Ints
-    """Of the chunk, as its elements lie in the file."""
-    dtype: DType
-    source: Box
-    """What is wanted of it."""
-    target: torch.Tensor
-    """Of the size of that box, its axes in the order of the chunk's."""
+class _TensorRefused(PickleRefused, pickle.UnpicklingError):
+    """Torch refuses to rebuild a tensor safely; also the error that torch raises for it."""
 
 
-def read_chunks(files: ItemFiles, chunks: Sequence[ChunkRead], *, threads: int, budget_nbytes: int) -> int:
-    """Fill tensors, and return the bytes read."""
-    runs: list[Run] = []
-    scatters: list[Scatter] = []
-    for want, chunk in enumerate(chunks):
-        if chunk.target.numel():
-            _plan_chunk(want, chunk, runs, scatters)
-    others = {s.want: scattered_memory(chunks[s.want].target, to_torch(chunks[s.want].dtype)) for s in scatters}
-    items = [chunk.item for chunk in chunks]
-    return read_runs(files, runs, scatters, others, items, threads=threads, budget_nbytes=budget_nbytes)
+def _fill_decoded(
+    source: TorchSource,
+    parts: Sequence[Overlap],
+    into: Sequence[torch.Tensor],
+    undo: Callable[[int, Sequence[str], IO[bytes]], IO[bytes]] | None,
+    *,
+    threads: int,
+    budget_nbytes: int,
+) -> dict[int, torch.dtype]:
+    """Read whole items and let torch decode them; return the stored dtype of each destination."""
+    stored: dict[int, torch.dtype] = {}
+    for batch in item_batches(parts, lambda each: int(source.items.nbytes[each.chunk])):
+        items = [source.item(each.chunk) for each in batch]
+        raw = read_items(source.files, items, threads=threads, budget_nbytes=budget_nbytes)
+        for each, item, data in zip(batch, items, raw, strict=True):
+            descriptors, stream = source.descriptors.get(each.chunk, ()), io.BytesIO(data)
+            if descriptors:
+                plain = source.undo(descriptors, stream) if undo is None else undo(each.want, descriptors, stream)
+                stream = io.BytesIO(plain.read(-1))
+            tensor = _decode(stream, item, source.record.files[item.file].name)
+            _check_box(each.source, tuple(tensor.shape), item, source.record.files[item.file].name)
+            into[each.want][slices(each.target)].copy_(tensor[slices(each.source)])
+            stored[each.want] = tensor.dtype
+    return stored
 
 
-def in_order(chunk: ChunkRead, order: Ints) -> ChunkRead:
-    """See a chunk and its target with their axes in the order in which the chunk's elements lie."""
-    source = Box(tuple(chunk.source.offsets[a] for a in order), tuple(chunk.source.sizes[a] for a in order))
-    shape = tuple(chunk.shape[a] for a in order)
-    return chunk._replace(shape=shape, source=source, target=chunk.target.permute(order))
+def _decode(stream: IO[bytes], item: Item, file: str) -> torch.Tensor:
+    where = f"{file}: {item.key!r} at offset {item.offset}"
+    try:
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as exc:  # torch raises many kinds of errors for what is not one of its archives
+        kind = _TensorRefused if isinstance(exc, pickle.UnpicklingError) else MalformedFile
+        raise kind(f"{where} cannot be read: {exc}", key=item.key, file=file) from exc
+    if not isinstance(tensor, torch.Tensor):
+        raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=item.key, file=file)
+    return tensor
 
 
-def _plan_chunk(want: int, chunk: ChunkRead, runs: list[Run], scatters: list[Scatter]) -> None:
-    target, size = chunk.target, chunk.dtype.itemsize
-    address = host_address(target) if of_torch(target.dtype) is chunk.dtype else 0
-    run = contiguous_run(chunk.shape, chunk.source) if address else None
-    if run:
-        runs.append((chunk.item.file, chunk.start + run[0] * size, chunk.source.volume * size, address))
-        return
-    into = Box((0,) * len(chunk.source.sizes), chunk.source.sizes)
-    scatters.append(Scatter(chunk.item.file, chunk.start, chunk.shape, size, chunk.source, want, into))
+def _check_box(box: Box, shape: Ints, item: Item, file: str) -> None:
+    if len(shape) != len(box.sizes) or any(
+        o + n > full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
+    ):
+        raise MalformedFile(
+            f"{item.key!r}: {box.sizes} at {box.offsets} was asked of a chunk that is stored as {shape}",
+            hint="the metadata do not belong to these files",
+            key=item.key,
+            file=file,
+            offset=item.offset,
+        )
 
 
-# Tensors filled from items of torch's layout, whoever wrote them.
-#
-# What lies in its file as one dense tensor is read straight into place. What was transformed, or is no plain tensor,
-# is
-# read whole, and torch rebuilds it.
-
-Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
-"""Gives the stream of an item as it was before its extensions: what asked for it, their descriptors, the stored one."""
+# -- single chunks, for readers that know more than an index -----------------------------------------------------------
 
 
 class ChunkRequest(NamedTuple):
     """A box of a stored chunk, and the tensor to fill with it."""
 
-    place: ItemLocation
+    location: ItemLocation
     key: str
     shape: Ints
-    """Of the chunk, as the metadata have it."""
+    """Shape of the chunk, by the metadata."""
     dtype: DType | None
-    """As the metadata have it; None for one that this version does not know."""
+    """By the metadata; None for one that this version does not know."""
     source: Box
     target: torch.Tensor
-    asks: Any = None
-    """What it was asked for by; handed to `Undo`."""
+    request: Any = None
+    """Passed to `Undo`."""
 
 
-class _TensorRefused(PickleRefused, pickle.UnpicklingError):
-    """Torch does not hold what a tensor is made of for safe; also the error that torch raises for it."""
-
-
-def undo_known(_: Any, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
-    """Undo the extensions that everybody has."""
-    return transformed_input(ExtensionRegistry(), descriptors, stream)
+Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
+"""Reverts stream extensions: the request, the descriptors, and the stored stream."""
 
 
 def fill_items(
     files: ItemFiles, wanted: Sequence[ChunkRequest], *, undo: Undo | None = None, threads: int, budget_nbytes: int
 ) -> tuple[int, dict[str, str]]:
     """
-    Fill every target; return the bytes read, and keys whose dtype was converted, with what to what.
+    Fill every target; return the bytes read, and for each key whose dtype was converted the two dtypes.
 
-    Extensions are undone by `undo`, else by files that know how, with their keys.
+    Stream extensions are reverted by `undo`, by default with the extensions that are always registered.
     """
-    undo = undo or (files.undo if isinstance(files, CodedFiles) else undo_known)
-    items = [Item(files.number(each.place.file), each.place.offset, each.place.nbytes, each.key) for each in wanted]
-    check_inside(files, items)
-    found = _find(files, wanted, items)
+    source = _source_of_items(files, wanted)
+    targets = [plain_target(each.target, key=each.key) for each in wanted]
+    axes = source.index.tensors.shape.shape[1]
+    nbytes, decoded = _fill(
+        source,
+        np.arange(len(wanted)),
+        Boxes(
+            matrix_of([each.source.offsets for each in wanted], axes, 0),
+            matrix_of([each.source.sizes for each in wanted], axes, 1),
+        ),
+        targets,
+        threads=threads,
+        budget_nbytes=budget_nbytes,
+        undo=None if undo is None else lambda want, *stored: undo(wanted[want].request, *stored),
+    )
     casts: dict[str, str] = {}
-    chunks = []
-    views: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for each, item, where in zip(wanted, items, found, strict=True):
-        if where is not None:
-            _check_source(each, where.shape)
-            _note_cast(casts, each, to_torch(where.dtype))
-            target = plain_target(each.target, key=each.key)
-            if target is not each.target:
-                views.append((each.target, target))
-            chunk = ChunkRead(item, where.start, where.shape, where.dtype, each.source, target)
-            in_rows = where.order == tuple(range(len(where.order)))
-            chunks.append(chunk if in_rows else in_order(chunk, where.order))
-    nbytes = read_chunks(files, chunks, threads=threads, budget_nbytes=budget_nbytes)
-    for view, held in views:
-        view.copy_(held)
-    rest = [(each, item) for each, item, where in zip(wanted, items, found, strict=True) if where is None]
-    for batch in item_batches(rest, lambda pair: pair[1].nbytes):
-        raw = read_raw(files, [item for _, item in batch], threads=threads, budget_nbytes=budget_nbytes)
-        nbytes += sum(map(len, raw))
-        for (each, _), data in zip(batch, raw, strict=True):
-            _fill_decoded(each, data, undo, casts)
+    for row, (each, target) in enumerate(zip(wanted, targets, strict=True)):
+        if target is not each.target:
+            each.target.copy_(target)
+        stored = decoded.get(row, to_torch(source.index.dtype(row)))
+        if stored != target.dtype:
+            casts[each.key] = f"{stored} -> {target.dtype}".replace("torch.", "")
     return nbytes, casts
+
+
+def _source_of_items(files: ItemFiles, wanted: Sequence[ChunkRequest]) -> TorchSource:
+    """Make a source with one tensor for each requested chunk."""
+    items = [files.item(each.location, each.key) for each in wanted]
+    check_inside(files.entries, items)
+    archived: dict[int, ArchivedTensor | None] = {}
+    starts: list[int] = []
+    for row, each in enumerate(wanted):
+        starts.append(_known_start(each))
+        if starts[-1] < 0:
+            archived[row] = None
+    sought = {items[row]: row for row in archived if not wanted[row].location.descriptors}
+    found = dict(zip(sought, find_tensors(files, list(sought)), strict=True))
+    shapes, dtypes = [each.shape for each in wanted], [each.dtype for each in wanted]
+    for row in archived:
+        each, tensor = wanted[row], None if wanted[row].location.descriptors else found[items[row]]
+        if tensor is None:
+            # Whether the box lies inside is checked when the item is decoded.
+            shapes[row] = tuple(o + n for o, n in zip(each.source.offsets, each.source.sizes, strict=True))
+            dtypes[row] = of_torch(each.target.dtype)
+            continue
+        archived[row], shapes[row], dtypes[row] = tensor, tensor.shape, tensor.dtype
+        if tensor.is_row_major:
+            starts[row] = items[row].offset + tensor.start
+    for row, each in enumerate(wanted):
+        _check_box(each.source, shapes[row], items[row], each.location.file)
+    axes = max(map(len, shapes), default=0)
+    filled = np.array([0 not in shape for shape in shapes], bool)
+    shape = matrix_of(shapes, axes, 1)
+    index = Index(
+        keys=strings_of(each.key.encode() for each in wanted),
+        tensors=Tensors(
+            dtype=np.array([dtype.code for dtype in dtypes if dtype is not None], np.uint8),
+            ndim=np.array(list(map(len, shapes)), np.uint8),
+            shape=shape,
+            origin=np.zeros(len(wanted), np.uint8),
+            alias=np.arange(len(wanted)),
+        ),
+        chunk_ends=np.cumsum(filled, dtype=np.int64),
+        chunks=Chunks(
+            np.zeros_like(shape), shape, np.array([item.file for item in items], np.int64), np.array(starts, np.int64)
+        ).take(filled),
+        value_keys=strings_of([]),
+        value_data=strings_of([]),
+        make_tree=bytes,
+    )
+    chunk_of = np.cumsum(filled) - 1
+    return TorchSource(
+        store=files.store,
+        record=_record_of_files(files),
+        index=index,
+        digests=files.digests,
+        files=files,
+        items=ChunkItems(
+            np.array([item.offset for item in items], np.int64), np.array([item.nbytes for item in items], np.int64)
+        ).take(filled),
+        descriptors={
+            int(chunk_of[row]): each.location.descriptors
+            for row, each in enumerate(wanted)
+            if filled[row] and each.location.descriptors
+        },
+        objects={},
+        undo=lambda descriptors, stream: transformed_input(ExtensionRegistry(), descriptors, stream),
+        archived={int(chunk_of[row]): tensor for row, tensor in archived.items() if filled[row]},
+    )
+
+
+def _record_of_files(files: ItemFiles) -> Record:
+    return Record(
+        save_id="",
+        saved_at="",
+        writer="",
+        world_size=1,
+        totals=Totals(tensors=0, chunks=0, values=0, tensor_bytes=0),
+        index=IndexEntry(name="", nbytes=0, checksum=""),
+        files=files.entries,
+    )
+
+
+def _known_start(each: ChunkRequest) -> int:
+    """Return where the metadata say that a chunk's bytes begin; -1 where they do not, or where that cannot be."""
+    at = each.location
+    if each.dtype is None or at.descriptors or at.data_start is None:
+        return -1
+    last = at.offset + at.nbytes - math.prod(each.shape) * each.dtype.itemsize
+    return at.data_start if at.offset <= at.data_start <= last else -1
 
 
 def plain_target(target: torch.Tensor, *, key: str) -> torch.Tensor:
     """
-    Return a tensor to fill by its memory: the target itself, or for one that shows other numbers than its memory holds
-    a new one, which is then to be copied into it.
+    Return a tensor to fill by its memory: the target itself, or, for a conjugated or negated view, a new tensor that is
+    to be copied into it.
 
     Raises:
-        StateMismatch: several elements of the target are one in memory.
+        StateMismatch: several elements of the target share memory.
 
     """
     if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
         raise OverlappingTarget(
-            f"{key!r} is expanded: several of its elements are one in memory", hint="load into a clone of it", key=key
+            f"{key!r} is expanded: several of its elements share memory", hint="load into a clone of it", key=key
         )
     if target.is_conj() or target.is_neg():
         return torch.empty_like(target)
@@ -268,112 +406,7 @@ class OverlappingTarget(StateMismatch, RuntimeError):
     """A tensor that cannot hold what is to be loaded into it."""
 
 
-def plain_stream(place: ItemLocation, data: bytearray, undo: Undo, asks: Any) -> io.BytesIO:
-    """Return an item's bytes as they were before its extensions."""
-    if not place.descriptors:
-        return io.BytesIO(data)
-    return io.BytesIO(undo(asks, place.descriptors, io.BytesIO(data)).read(-1))
-
-
-def _find(files: ItemFiles, wanted: Sequence[ChunkRequest], items: Sequence[Item]) -> list[ArchivedTensor | None]:
-    """Find where the bytes of each tensor begin, and what they are; None where only torch can tell."""
-    found: list[ArchivedTensor | None] = []
-    sought: dict[Item, list[int]] = {}
-    for row, (each, item) in enumerate(zip(wanted, items, strict=True)):
-        start = _known_start(each)
-        found.append(None)
-        if start is not None and each.dtype is not None:
-            found[row] = ArchivedTensor(each.dtype, each.shape, tuple(range(len(each.shape))), start)
-        elif not each.place.descriptors:
-            sought.setdefault(item, []).append(row)
-    for (item, rows), where in zip(sought.items(), find_tensors(files, list(sought)), strict=True):
-        for row in rows:
-            if where is not None:
-                found[row] = ArchivedTensor(where.dtype, where.shape, where.order, item.offset + where.start)
-    return found
-
-
-def _known_start(each: ChunkRequest) -> int | None:
-    place = each.place
-    if each.dtype is None or place.descriptors:
-        return None
-    nbytes = nbytes_of(each.shape, each.dtype)
-    if place.data_start is not None and place.offset <= place.data_start <= place.offset + place.nbytes - nbytes:
-        return place.data_start
-    return None
-
-
-def _check_source(each: ChunkRequest, shape: Ints) -> None:
-    offsets, sizes = each.source.offsets, each.source.sizes
-    if len(shape) != len(sizes) or any(o + n > full for o, n, full in zip(offsets, sizes, shape, strict=True)):
-        raise MalformedFile(
-            f"{each.key!r}: {sizes} at {offsets} was asked of a chunk that is stored as {shape}",
-            hint="the metadata do not belong to these files",
-            key=each.key,
-            file=each.place.file,
-            offset=each.place.offset,
-        )
-
-
-def _note_cast(casts: dict[str, str], each: ChunkRequest, stored: torch.dtype) -> None:
-    if stored != each.target.dtype:
-        casts[each.key] = f"{stored} -> {each.target.dtype}".replace("torch.", "")
-
-
-def _fill_decoded(each: ChunkRequest, data: bytearray, undo: Undo, casts: dict[str, str]) -> None:
-    stream = plain_stream(each.place, data, undo, each.asks)
-    where = f"{each.place.file}: {each.key!r} at offset {each.place.offset}"
-    try:
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as exc:  # of what is no archive of torch's: whatever torch raises
-        kind = _TensorRefused if isinstance(exc, pickle.UnpicklingError) else MalformedFile
-        raise kind(f"{where} cannot be read: {exc}", key=each.key, file=each.place.file) from exc
-    if not isinstance(tensor, torch.Tensor):
-        raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=each.key, file=each.place.file)
-    _check_source(each, tuple(tensor.shape))
-    _note_cast(casts, each, tensor.dtype)
-    for axis, (offset, size) in enumerate(zip(each.source.offsets, each.source.sizes, strict=True)):
-        tensor = tensor.narrow(axis, offset, size)
-    each.target.copy_(tensor)
-
-
-# Boxes that are wanted of a checkpoint of torch's layout, and the chunks that they are read from.
-
-
-def fill_boxes(
-    source: TorchSource,
-    tensor: IntArray,
-    boxes: Boxes,
-    into: Sequence[torch.Tensor],
-    *,
-    threads: int,
-    budget_nbytes: int,
-) -> int:
-    """Fill tensors with boxes of stored ones, and return the bytes read."""
-    index = source.index
-    source.check(np.unique(tensor))
-    wanted = []
-    for want, row in enumerate(tensor.tolist()):
-        rows, ndim = index.chunk_rows(row), int(index.tensors.ndim[row])
-        box, key = boxes.box(want, ndim), index.keys.raw(row).decode()
-        stored = index.chunks.take(rows).boxes
-        for number, place in enumerate(source.places_of(rows)):
-            chunk = stored.box(number, ndim)
-            if common := intersect(chunk, box):
-                target = into[want][slices(relative(common, box))]
-                inside = relative(common, chunk)
-                wanted.append(ChunkRequest(place, key, chunk.sizes, index.dtype(row), inside, target))
-    return fill_items(source.files, wanted, threads=threads, budget_nbytes=budget_nbytes)[0]
-
-
-# Read stored tensors, or a slice of one, into tensors of their own.
-
-Picks = tuple[AxisSlice, ...]
-
-_APART_NBYTES = 64 << 10
-"""Gaps of this size are not read: what is picked with such a step is read one by one."""
-_BAND_NBYTES = 64 << 20
-_MOST_PARTS = 4096
+# -- whole tensors and slices ------------------------------------------------------------------------------------------
 
 
 def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torch.Tensor]:
@@ -383,7 +416,7 @@ def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torc
     into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row)), device="cpu") for row in tensors.tolist()]
     sizes = np.asarray(index.tensors.shape[tensors], np.int64)
     boxes = Boxes(np.zeros_like(sizes), sizes)
-    source.fill(tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+    fill(source, tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
     return into
 
 
@@ -400,7 +433,7 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
         shape = source.index.shape(row)
         strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
         for parts in _batches(_parts(picks, strides, dtype.itemsize, band), dtype.itemsize, band):
-            _fill(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
+            _fill_parts(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
 
 
@@ -416,7 +449,7 @@ def _parts(picks: Picks, strides: Ints, itemsize: int, band_nbytes: int) -> Iter
     axis = next(axis for axis, pick in enumerate(picks) if pick.count > 1)
     pick = picks[axis]
     row_nbytes = math.prod(p.extent for p in picks[axis + 1 :]) * itemsize
-    apart = (pick.step - 1) * strides[axis] >= _APART_NBYTES or row_nbytes > band_nbytes
+    apart = (pick.step - 1) * strides[axis] >= _LARGE_GAP_NBYTES or row_nbytes > band_nbytes
     many = 1 if apart else (band_nbytes // row_nbytes - 1) // pick.step + 1
     for i in range(0, pick.count, many):
         some = AxisSlice(pick.start + i * pick.step, pick.step, min(many, pick.count - i), drop=False)
@@ -447,7 +480,7 @@ def _places(part: Picks, picks: Picks) -> tuple[slice, ...]:
     return tuple(slice(i, i + p.count) for i, p in zip(first, part, strict=True))
 
 
-def _fill(
+def _fill_parts(
     source: Source, row: int, picks: Picks, parts: list[Picks], out: torch.Tensor, *, threads: int, budget_nbytes: int
 ) -> None:
     """Fill those places of `out`, which is for all picks, that the parts stand for."""
@@ -462,7 +495,7 @@ def _fill(
         matrix_of([tuple(p.extent for p in part) for part in parts], out.dim(), 1),
     )
     rows = np.full(len(parts), row, np.int64)
-    source.fill(rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
+    fill(source, rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
     for part, target, dense in zip(parts, targets, into, strict=True):
         if dense is not target:
             target.copy_(dense[tuple(slice(None, None, p.step) for p in part)])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shardkeep.dist.world import World
+from shardkeep.engine.fill import fill
 from shardkeep.engine.match import (
     LoadFilter,
     Match,
@@ -190,7 +191,8 @@ class LoadSession:
         if self.orders:
             to = remaining_reads(to, *self.sharing.take(self.orders))
         synchronize_devices(to.into)
-        self.bytes_read = self.source.fill(
+        self.bytes_read = fill(
+            self.source,
             to.tensor,
             to.boxes,
             to.into,

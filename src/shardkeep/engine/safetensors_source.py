@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from shardkeep.engine.reader import DigestCache, ReadableStore
-from shardkeep.engine.torch_source import ItemFiles, TorchSource
+from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import (
     BlobNotFound,
@@ -30,7 +29,7 @@ from shardkeep.errors import (
     MalformedFile,
     WrongSize,
 )
-from shardkeep.format.boxes import Box, Boxes, IntArray, matrix_of
+from shardkeep.format.boxes import Box, Boxes, matrix_of
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
@@ -55,7 +54,6 @@ from shardkeep.layouts.safetensors import (
 )
 from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.layouts.torch_metadata import ItemLocation
 from shardkeep.options import Options
 from shardkeep.plan.tiling import explain, tiled
 from shardkeep.storage.base import BlobInfo, Gets, Opens, Store
@@ -374,29 +372,17 @@ FORMAT = "safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafetensorsSource(TorchSource):
-    """Opened safetensors files. As of torch's layout, chunks lie at places in files that others wrote."""
+class SafetensorsSource(Source):
+    """Opened safetensors files, of any program."""
 
     seen: Mapping[str, SafetensorsFile]
-    """Headers as they were when it was opened, by the file's name."""
+    """Headers as they were when the files were opened, by the file's name."""
 
-    def check(self, tensors: IntArray) -> None:
-        """Insist that the chunks of these tensors, or of those they are tied to, tile them, and that files have them."""
-        super().check(np.unique(np.asarray(self.index.tensors.alias, np.int64)[tensors]))
+    aligned: ClassVar[bool] = False
 
-    def check_index(self, tensors: IntArray) -> None:
-        """Insist that what is said of these tensors makes sense."""
-        self.check(tensors)
-
-    def undigested(self, file: int) -> Iterator[CheckpointError]:
+    def damage_without_digests(self, file: int) -> Iterator[CheckpointError]:
         """Compare the header of a file with what it was, and with the size of the file."""
-        return self._damage(self.record.files[file].name)
-
-    def nbytes_verified(self) -> int:
-        """Return how much of the files can be checked: their headers."""
-        return sum(seen.data_start for seen in self.seen.values())
-
-    def _damage(self, name: str) -> Iterator[CheckpointError]:
+        name = self.record.files[file].name
         try:
             now = read_header(name, self.store)
         except (DamagedCheckpoint, BlobNotFound) as exc:
@@ -404,6 +390,10 @@ class SafetensorsSource(TorchSource):
             return
         if now.digest != self.seen[name].digest:
             yield MalformedFile(f"{name}: the header is not the one that was opened", file=name)
+
+    def verifiable_nbytes(self) -> int:
+        """Return how many bytes can be verified: those of the headers."""
+        return sum(seen.data_start for seen in self.seen.values())
 
 
 @dataclass(frozen=True)
@@ -418,13 +408,8 @@ class FoundSafetensors:
 
     def open(self, options: Options, _: DigestCache | None = None) -> SafetensorsSource:  # noqa: ARG002 - as of other layouts
         """Make the index."""
-        files = ItemFiles(self.store, {})
-        for entry in self.record.files:  # in this order: they are numbered as in the record
-            files.number(entry.name)
-        index, places = _index(self.catalog, self.kept, [entry.name for entry in self.record.files])
-        return SafetensorsSource(
-            self.store, self.record, index, files.headers, files=files, places=places, objects={}, seen=self.headers
-        )
+        index = _index(self.catalog, self.kept, [entry.name for entry in self.record.files])
+        return SafetensorsSource(store=self.store, record=self.record, index=index, seen=self.headers)
 
 
 def find_safetensors(store: Store) -> FoundSafetensors | None:
@@ -606,9 +591,7 @@ def _when(folder: ModelDirectory, names: list[str]) -> str:
     return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _index(
-    catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files: list[str]
-) -> tuple[Index, list[ItemLocation]]:
+def _index(catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files: list[str]) -> Index:
     ties = dict(kept.ties) if kept else {}
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
@@ -623,7 +606,7 @@ def _index(
     axes = max((len(each.shape) for each in stored), default=0)
     number = {name: at for at, name in enumerate(files)}
     chunks = [[] if key in ties or 0 in each.shape else each.chunks for key, each in zip(keys, stored, strict=True)]
-    flat = [(each.dtype.itemsize, chunk) for each, some in zip(stored, chunks, strict=True) for chunk in some]
+    flat = [chunk for some in chunks for chunk in some]
     encoded = encode_index(
         keys=keys,
         tensors=Tensors(
@@ -635,16 +618,15 @@ def _index(
         ),
         chunk_ends=np.cumsum([len(some) for some in chunks], dtype=np.int64),
         chunks=Chunks(
-            offsets=matrix_of([chunk.box.offsets for _, chunk in flat], axes, 0),
-            sizes=matrix_of([chunk.box.sizes for _, chunk in flat], axes, 1),
-            file=np.array([number[chunk.path] for _, chunk in flat], np.int64),
-            start=np.arange(len(flat)),
+            offsets=matrix_of([chunk.box.offsets for chunk in flat], axes, 0),
+            sizes=matrix_of([chunk.box.sizes for chunk in flat], axes, 1),
+            file=np.array([number[chunk.path] for chunk in flat], np.int64),
+            start=np.array([chunk.start for chunk in flat], np.int64),
         ),
         values=_values(kept, where),
         tree=to_bytes(kept.tree, where=where) if kept else _flat_tree(catalog),
     )
-    places = [ItemLocation(chunk.path, chunk.start, chunk.box.volume * size, chunk.start, ()) for size, chunk in flat]
-    return decode_index(encoded, where=where), places
+    return decode_index(encoded, where=where)
 
 
 def _values(kept: HeaderState | None, where: str) -> list[tuple[str, bytes]]:

@@ -539,4 +539,5 @@ def _place(source: Source, row: int, offsets: tuple[int, ...]) -> tuple[str, int
         low = np.asarray(chunks.offsets, np.int64)[:, : len(offsets)]
         high = low + np.asarray(chunks.sizes, np.int64)[:, : len(offsets)]
         at += int(np.argmax(np.all((low <= offsets) & (high > offsets), axis=1)))
-    return source.place_of(at)
+    file, start = source.position(at)
+    return str(file), start

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardkeep.engine.fill import plain_target, read_whole
+from shardkeep.engine.fill import fill, plain_target, read_whole
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.engine.sources import open_native
 from shardkeep.errors import MalformedFile
@@ -149,7 +149,8 @@ class TorchView:
             matrix_of(offsets, axes, 0), matrix_of([tuple(request.lengths) for request, _, _ in chunks], axes, 1)
         )
         synchronize_devices(into)
-        self._source.fill(
+        fill(
+            self._source,
             np.array([place.row for _, place, _ in chunks], np.int64),
             boxes,
             into,

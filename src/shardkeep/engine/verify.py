@@ -44,8 +44,8 @@ def damage_of_file(
     files: Sequence[FileEntry],
     number: int,
     *,
-    headers: DigestCache,
-    key_at: KeysAt,
+    digests: DigestCache,
+    keys_at: KeysAt,
     threads: int,
     window_nbytes: int,
 ) -> Iterator[CheckpointError]:
@@ -59,29 +59,29 @@ def damage_of_file(
     file = files[number]
     # The real size first: a plan is as long as the record says the file is.
     try:
-        open_checked(store, file, headers)[0].close()
+        open_checked(store, file, digests)[0].close()
     except DamagedCheckpoint as exc:
         raise _placed(exc) from exc.__cause__
     coded: list[DamagedCheckpoint] = []
     if isinstance(store, DecodingStore):
         store = store.noting(coded)  # or the first damaged frame would be the only one that is found
-    plan = every_block(number, file.nbytes - file.header_nbytes, window_nbytes=window_nbytes)
+    plan = every_block(number, file.data_nbytes, window_nbytes=window_nbytes)
     damaged: list[int] = []
     read_files(
         store,
         files,
         [plan],
         {},
-        key_at=key_at,
+        keys_at=keys_at,
         threads=threads,
         window_nbytes=window_nbytes,
-        headers=headers,
+        digests=digests,
         damaged=damaged,
     )
     if coded:
-        yield from _few(file, [_with_keys(error, file, number, key_at) for error in _once(coded)])
+        yield from _few(file, [_with_keys(error, file, number, keys_at) for error in _once(coded)])
         return
-    yield from _few(file, [damage_of(file, number, blocks, key_at) for blocks in adjacent_blocks(damaged)])
+    yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
 
 
 def _placed(error: DamagedCheckpoint) -> DamagedCheckpoint:
@@ -101,9 +101,9 @@ def _offset(error: DamagedCheckpoint) -> int:
     return int(error.details.get("offset", 0))
 
 
-def _with_keys(error: DamagedCheckpoint, file: FileEntry, number: int, key_at: KeysAt) -> DamagedCheckpoint:
+def _with_keys(error: DamagedCheckpoint, file: FileEntry, number: int, keys_at: KeysAt) -> DamagedCheckpoint:
     start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
-    keys = key_at(number, start, stop) if stop > 0 else "the header"
+    keys = keys_at(number, start, stop) if stop > 0 else "the header"
     return DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details)
 
 
@@ -136,8 +136,8 @@ def stored_damage(
                         store,
                         record.files,
                         number,
-                        headers=DigestCache(),
-                        key_at=_no_key,
+                        digests=DigestCache(),
+                        keys_at=_no_key,
                         threads=each,
                         window_nbytes=window_nbytes,
                     )

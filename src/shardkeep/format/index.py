@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,7 +162,10 @@ class Chunks(Rows):
     file: IntArray
     """Position in the commit record's list of files."""
     start: IntArray
-    """Byte offset from the beginning of that file's data."""
+    """
+    Byte offset of its first element from the beginning of that file's data, its elements in row-major order. In an index
+    that was not read from a file, -1 for a chunk that is not, or not known to be, stored so: see `Source.locate`.
+    """
 
     @property
     def boxes(self) -> Boxes:
@@ -208,7 +211,12 @@ class Index:
     chunks: Chunks
     value_keys: Strings
     value_data: Strings
-    tree: bytes
+    make_tree: Callable[[], bytes]
+
+    @cached_property
+    def tree(self) -> bytes:
+        """The skeleton of the nested state."""
+        return self.make_tree()
 
     def chunk_rows(self, tensor: int) -> slice:
         """Return the rows of a tensor's chunks, those of the tensor it is tied to if it is tied."""
@@ -290,8 +298,14 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
             chunks=Chunks(*(section[name] for name in ("offsets", "sizes", "file", "start"))),
             value_keys=Strings(section["value_key_ends"], section["value_keys"].data),
             value_data=Strings(section["value_ends"], section["values"].data),
-            tree=section["tree"].tobytes(),
+            make_tree=section["tree"].tobytes,
         )
+    return checked_index(index, where=where)
+
+
+def checked_index(index: Index, *, where: str) -> Index:
+    """Return an index whose columns are consistent; `where` is named in the error for one whose columns are not."""
+    with decoding(where):
         sound = _fits(index)
     if not sound:
         raise MalformedFile(f"{where}: the columns of the index contradict each other", file=where)
@@ -303,6 +317,12 @@ def _rows_by_key(keys: Strings) -> dict[str, int]:
     if len(rows) != len(keys):
         raise MalformedFile("the index has one key twice")
     return rows
+
+
+def strings_of(strings: Iterable[bytes]) -> Strings:
+    """Make a column of strings."""
+    ends, data = pack_strings(strings)
+    return Strings(ends, memoryview(data))
 
 
 def pack_strings(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:

@@ -90,6 +90,11 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
     """The file that holds its digests, where its header does not."""
 
     @property
+    def data_nbytes(self) -> int:
+        """Bytes of tensor data: everything behind the header."""
+        return self.nbytes - self.header_nbytes
+
+    @property
     def at_rest(self) -> list[tuple[str, int]]:
         """Name and size of what lies in the store: itself, and the file that holds its digests."""
         if self.blocks is None:

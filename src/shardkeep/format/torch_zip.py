@@ -154,6 +154,11 @@ class ArchivedTensor:
     start: int
     """Where its bytes begin in the archive."""
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements lie in row-major order."""
+        return self.order == tuple(range(len(self.order)))
+
 
 class _Form(NamedTuple):
     dtype: DType

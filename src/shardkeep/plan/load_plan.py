@@ -1,9 +1,15 @@
 """
-The plan of a load: which stored bytes go where.
+The plan of a load: which stored bytes go where, and which reads bring them.
 
-Every destination box is intersected with the stored boxes of its tensor. Where the common part is one run of bytes
-both in the file and in the destination it is a *run*, which can be read straight into place; otherwise it is a
-*scatter*, copied box by box out of a buffer. Pure functions on columns.
+First every destination box is intersected with the stored chunks of its tensor (`plan_load`). Where the common part is
+one run of bytes both in the file and in the destination it is a *run*, which can be read straight into place; otherwise
+it is a *scatter*, copied box by box out of a buffer.
+
+Then the runs and scatters of each file become reads (`plan_files`). A block is read whole, because its checksum covers
+all of it. Blocks that lie inside one run are read directly into the run's memory; every other needed block is read once
+into a buffer, from which its parts are copied.
+
+Pure functions on columns of numbers: nothing is read here.
 """
 
 from __future__ import annotations
@@ -31,7 +37,16 @@ from shardkeep.format.boxes import (
     relative,
 )
 from shardkeep.format.index import Chunks, Index
+from shardkeep.format.record import FileEntry
 from shardkeep.plan.tiling import tiled
+
+T = TypeVar("T")
+
+_GAP_NBYTES = 64 << 10
+"""Reading this many unneeded bytes costs less than another request."""
+
+
+# -- from boxes to byte ranges -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class ReadRequests(Rows):
     offsets: IntArray
     sizes: IntArray
     address: IntArray
-    """Where the box begins in host memory if it lies there in order, in the stored dtype; else 0."""
+    """Where the box begins in host memory if its memory is contiguous and has the stored dtype; else 0."""
 
     @property
     def boxes(self) -> Boxes:
@@ -53,7 +68,7 @@ class ReadRequests(Rows):
 
 @dataclass(frozen=True)
 class Runs(Rows):
-    """Bytes that are in order both in a file and in memory."""
+    """Byte ranges that are contiguous both in a file and in memory."""
 
     file: IntArray
     start: IntArray
@@ -63,63 +78,86 @@ class Runs(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A box that is not in order on one of the two sides."""
+    """A box that is not contiguous in the file or in memory."""
 
     file: int
     start: int
     """Byte offset of the chunk in its file's data."""
     shape: Ints
-    """Of the chunk."""
+    """Shape of the chunk."""
     itemsize: int
     source: Box
-    """What is wanted, inside the chunk."""
+    """The wanted box, inside the chunk."""
     want: int
     """Row of the destination."""
     target: Box
-    """Where it goes, inside the destination."""
+    """The same box, inside the destination."""
 
 
-def plan_load(index: Index, wants: ReadRequests, data_nbytes: IntArray) -> tuple[Runs, list[Scatter]]:
+class Overlap(NamedTuple):
+    """The common part of a destination and a stored chunk whose elements are not stored as plain row-major bytes."""
+
+    want: int
+    chunk: int
+    """Row of the chunk in the index."""
+    source: Box
+    """The common part, inside the chunk."""
+    target: Box
+    """The same box, inside the destination."""
+
+
+class ByteRanges(NamedTuple):
+    """All bytes that fill a list of destinations."""
+
+    runs: Runs
+    scatters: list[Scatter]
+    opaque: list[Overlap]
+    """What must be read in a way that only the layout knows."""
+
+
+def plan_load(index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True) -> ByteRanges:
     """
-    Find the stored bytes of every want.
+    Find the stored bytes of every request.
 
     Raises:
-        MalformedFile: the stored boxes of a wanted tensor do not tile it, or lie outside their files.
+        MalformedFile: the stored chunks of a wanted tensor do not tile it, or lie outside their files.
 
     """
-    owner = np.asarray(index.tensors.alias[wants.tensor], np.int64)
-    check_tensors(index, np.unique(owner), data_nbytes)
+    owner = np.asarray(index.tensors.alias[requests.tensor], np.int64)
+    check_tensors(index, np.unique(owner), data_nbytes, aligned=aligned)
     itemsize = ITEMSIZES[index.tensors.dtype[owner]]
     first, count = chunk_rows(index, owner)
-    single = (count == 1) & (wants.address != 0)
+    single = (count == 1) & (requests.address != 0)
     at = np.minimum(first, max(0, len(index.chunks) - 1))
     if len(index.chunks):
         chunk = index.chunks.take(at)
-        single &= np.all(chunk.offsets == wants.offsets, axis=1) & np.all(chunk.sizes == wants.sizes, axis=1)
+        single &= np.all(chunk.offsets == requests.offsets, axis=1) & np.all(chunk.sizes == requests.sizes, axis=1)
+        single &= np.asarray(chunk.start, np.int64) >= 0
     else:
         single[:] = False
     exact = np.flatnonzero(single)
-    runs = [
-        Runs(
-            np.asarray(index.chunks.file[at[exact]], np.int64),
-            np.asarray(index.chunks.start[at[exact]], np.int64),
-            wants.boxes.volumes()[exact] * itemsize[exact],
-            wants.address[exact],
-        )
-    ]
-    scatters: list[Scatter] = []
+    whole_chunks = Runs(
+        np.asarray(index.chunks.file[at[exact]], np.int64),
+        np.asarray(index.chunks.start[at[exact]], np.int64),
+        requests.boxes.volumes()[exact] * itemsize[exact],
+        requests.address[exact],
+    )
     loose: list[tuple[int, int, int, int]] = []
+    plan = ByteRanges(whole_chunks, [], [])
     for want in np.flatnonzero(~single).tolist():
-        rows = slice(int(first[want]), int(first[want] + count[want]))
-        _intersect_chunks(index, wants, want, rows, int(itemsize[want]), loose, scatters)
-    columns = np.array(loose, np.int64).reshape(-1, 4).T
-    runs.append(Runs(*columns))
-    joined = zip(*((r.file, r.start, r.nbytes, r.address) for r in runs), strict=True)
-    return Runs(*(np.concatenate(column) for column in joined)), scatters
+        rows = range(int(first[want]), int(first[want] + count[want]))
+        _intersect_chunks(index, requests, want, rows, int(itemsize[want]), loose, plan)
+    parts = Runs(*np.array(loose, np.int64).reshape(-1, 4).T)
+    joined = zip(whole_chunks.columns(), parts.columns(), strict=True)
+    return plan._replace(runs=Runs(*(np.concatenate(column) for column in joined)))
 
 
-def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray) -> None:
-    """Insist that the stored boxes of these tensors tile them, lie inside their files and begin at whole elements."""
+def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
+    """
+    Check that the stored chunks of these tensors tile them and lie inside their files.
+
+    Chunks of the native layout are also `aligned`: they begin at a multiple of their element size.
+    """
     first, counts = chunk_rows(index, tensors)
     rows = concat_ranges(first, counts)
     local = np.repeat(np.arange(len(tensors)), counts)
@@ -129,48 +167,50 @@ def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray) -> Non
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
     nbytes = boxes.volumes() * itemsize
     file = np.asarray(chunks.file, np.int64)
-    inside = file < len(data_nbytes)
     start = np.asarray(chunks.start, np.int64)
-    # Start and length of a forged chunk, added up, may wrap.
-    inside &= (start >= 0) & (start <= np.append(data_nbytes, -1)[np.minimum(file, len(data_nbytes))] - nbytes)
-    # A window of a file is cut at multiples of every element size, so it holds whole elements of such chunks.
-    inside &= start % itemsize == 0
-    good[local[~inside]] = False
+    inside = file < len(data_nbytes)
+    # Compared by subtraction: start and length of a forged chunk, added up, may overflow.
+    inside &= start <= np.append(data_nbytes, -1)[np.minimum(file, len(data_nbytes))] - nbytes
+    if aligned:
+        inside &= (start >= 0) & (start % itemsize == 0)
+    good[local[~inside & ((start >= 0) | aligned)]] = False
     if not np.all(good):
         key = index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()
         raise MalformedFile(
-            f"the stored boxes of {key!r} overlap, leave a hole, lie outside their files or begin inside an element",
+            f"the stored chunks of {key!r} overlap, leave a hole, lie outside their files or begin inside an element",
             key=key,
         )
 
 
 def chunk_rows(index: Index, tensors: IntArray) -> tuple[IntArray, IntArray]:
-    """Return where the chunks of each tensor begin, and how many it has."""
+    """Return the row of each tensor's first chunk, and how many chunks it has."""
     first = np.asarray(index.chunk_ends[np.maximum(tensors - 1, 0)], np.int64) * (tensors > 0)
     return first, np.asarray(index.chunk_ends[tensors], np.int64) - first
 
 
 def _intersect_chunks(
     index: Index,
-    wants: ReadRequests,
+    requests: ReadRequests,
     want: int,
-    rows: slice,
+    rows: range,
     itemsize: int,
     runs: list[tuple[int, int, int, int]],
-    scatters: list[Scatter],
+    plan: ByteRanges,
 ) -> None:
-    tensor = int(wants.tensor[want])
-    ndim = int(index.tensors.ndim[tensor])
-    box = wants.boxes.box(want, ndim)
-    chunks: Chunks = index.chunks.take(rows)
-    for row in _overlapping(chunks, wants, want):
+    ndim = int(index.tensors.ndim[int(requests.tensor[want])])
+    box = requests.boxes.box(want, ndim)
+    chunks: Chunks = index.chunks.take(slice(rows.start, rows.stop))
+    address = int(requests.address[want])
+    for row in _overlapping(chunks, requests, want):
         stored = chunks.boxes.box(row, ndim)
         common = intersect(stored, box)
         if common is None:
             continue
         source, target = relative(common, stored), relative(common, box)
         file, start = int(chunks.file[row]), int(chunks.start[row])
-        address = int(wants.address[want])
+        if start < 0:
+            plan.opaque.append(Overlap(want, rows.start + row, source, target))
+            continue
         from_run = contiguous_run(stored.sizes, source) if address else None
         to_run = contiguous_run(box.sizes, target) if from_run else None
         if from_run and to_run:
@@ -178,27 +218,18 @@ def _intersect_chunks(
                 (file, start + from_run[0] * itemsize, common.volume * itemsize, address + to_run[0] * itemsize)
             )
         else:
-            scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
+            plan.scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
 
 
-def _overlapping(chunks: Chunks, wants: ReadRequests, want: int) -> list[int]:
+def _overlapping(chunks: Chunks, requests: ReadRequests, want: int) -> list[int]:
     offsets, sizes = np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64)
-    low = np.maximum(offsets, wants.offsets[want])
-    high = np.minimum(offsets + sizes, wants.offsets[want] + wants.sizes[want])
+    low = np.maximum(offsets, requests.offsets[want])
+    high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
     rows: list[int] = np.flatnonzero(np.all(high > low, axis=1)).tolist()
     return rows
 
 
-# From runs and scatters of one file to reads: whole checksummed blocks, coalesced, straight into place where
-# possible.
-#
-# A block is read whole, because its checksum covers all of it. Blocks that lie inside one run are read directly into
-# the run's memory; every other needed block is read once into a buffer, from which its parts are copied.
-
-T = TypeVar("T")
-
-_GAP_NBYTES = 64 << 10
-"""Reading this much in vain costs less than asking once more."""
+# -- from byte ranges to reads -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +237,10 @@ class Read:
     """Adjacent blocks to read in one request."""
 
     start: int
-    """Byte offset in the file's data; the beginning of a block."""
+    """Byte offset in the file's data, at the beginning of a block."""
     nbytes: int
     address: int
-    """Where they go; 0: into a buffer."""
+    """Where the bytes go in memory; 0: into a buffer."""
 
 
 class Edge(NamedTuple):
@@ -221,23 +252,23 @@ class Edge(NamedTuple):
 
 
 class Intervals(Generic[T]):
-    """Things that each take up a range of a file's data, found by a range that they may touch."""
+    """Items that each cover a range of a file's data, found by a range that they may touch."""
 
     def __init__(self, low: Sequence[int], high: Sequence[int], items: Sequence[T]) -> None:
         order = sorted(range(len(items)), key=low.__getitem__)
         self._first = [low[i] for i in order]
-        # The furthest end of each and all before it: ends alone are not in order.
+        # The furthest end of each item and all before it, because the ends alone are not sorted.
         self._reach = list(accumulate((high[i] for i in order), max))
         self._items = [items[i] for i in order]
 
     def touching(self, start: int, stop: int) -> list[T]:
-        """Return all that touch a range, and perhaps some that do not."""
+        """Return all items that touch a range, and possibly some that do not."""
         return self._items[bisect_right(self._reach, start) : bisect_left(self._first, stop)]
 
 
 @dataclass(frozen=True)
 class FileReads:
-    """Everything to do with one file."""
+    """Everything to read from one file."""
 
     file: int
     reads: list[Read]
@@ -246,13 +277,37 @@ class FileReads:
     """By the range from the first of their wanted bytes to the last."""
 
 
+def plan_files(
+    runs: Runs, scatters: Sequence[Scatter], files: Sequence[FileEntry], *, window_nbytes: int
+) -> list[FileReads]:
+    """Turn what is wanted of all files into reads of at most `window_nbytes`, file by file."""
+    runs = runs.take(np.argsort(runs.file, kind="stable"))
+    by_file: dict[int, list[Scatter]] = {}
+    for scatter in scatters:
+        by_file.setdefault(scatter.file, []).append(scatter)
+    wanted = sorted({*np.unique(runs.file).tolist(), *by_file})
+    low = np.searchsorted(runs.file, wanted, "left").tolist()
+    high = np.searchsorted(runs.file, wanted, "right").tolist()
+    return [
+        plan_reads(
+            file,
+            runs.take(slice(a, b)),
+            by_file.get(file, []),
+            data_nbytes=files[file].data_nbytes,
+            block_nbytes=files[file].block_nbytes,
+            window_nbytes=window_nbytes,
+        )
+        for file, a, b in zip(wanted, low, high, strict=True)
+    ]
+
+
 def plan_reads(
     file: int, runs: Runs, scatters: Sequence[Scatter], *, data_nbytes: int, block_nbytes: int, window_nbytes: int
 ) -> FileReads:
     """
     Turn what is wanted of one file into reads of at most `window_nbytes`.
 
-    With `block_nbytes` 0 there are no checksums, and nothing is read that is not wanted but for small gaps.
+    With `block_nbytes` 0 there are no checksums, and only small gaps are read without being wanted.
     """
     gap_nbytes = block_nbytes or _GAP_NBYTES
     block_nbytes = block_nbytes or 1
@@ -289,7 +344,7 @@ def plan_reads(
 
 
 def every_block(file: int, data_nbytes: int, *, window_nbytes: int) -> FileReads:
-    """Plan to read all of a file and keep nothing: to check it."""
+    """Plan to read all of a file and keep nothing: to verify it."""
     reads = [Read(at, min(window_nbytes, data_nbytes - at), 0) for at in range(0, data_nbytes, window_nbytes)]
     return FileReads(file, reads, Intervals([], [], []), Intervals([], [], []))
 
@@ -327,12 +382,12 @@ def wanted_bytes(scatter: Scatter) -> tuple[int, int]:
 
 
 def _spans(scatter: Scatter, gap_nbytes: int) -> list[tuple[int, int]]:
-    """Return byte ranges that hold a scatter's wanted bytes, skipping gaps of more than a block."""
+    """Return byte ranges that hold a scatter's wanted bytes, without gaps of more than a block."""
     shape, box, size = scatter.shape, scatter.source, scatter.itemsize
     strides = [size] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
-    # Along the leading axes, neighbours further apart than a block are ranges of their own.
+    # Along the leading axes, neighbours further apart than a block become ranges of their own.
     split = 0
     inner = [_extent_nbytes(strides, box, axis) for axis in range(len(shape) + 1)]
     while split < len(shape) and (box.sizes[split] == 1 or strides[split] - inner[split + 1] > gap_nbytes):

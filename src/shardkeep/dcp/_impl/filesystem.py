@@ -31,11 +31,11 @@ from shardkeep.codecs.stream_extensions import (
 from shardkeep.dcp._impl.hf_files import aligned_order, header_of
 from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner
-from shardkeep.engine.fill import ChunkRequest, fill_items, plain_stream
+from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.reader import ReadableStore
 from shardkeep.engine.sources import latest
 from shardkeep.engine.stagers import BlockingAsyncStager
-from shardkeep.engine.torch_source import Item, ItemFiles, check_inside, item_batches, read_raw
+from shardkeep.engine.torch_source import ItemFiles, item_batches, read_items
 from shardkeep.engine.torch_view import TorchView, is_native
 from shardkeep.engine.torch_writer import (
     Data,
@@ -508,14 +508,13 @@ def _sums_in(metadata: Metadata | None) -> dict[str, Sums]:
 def _read_objects(
     files: ItemFiles, some: list[tuple[ReadItem, ItemLocation]], planner: LoadPlanner, transforms: Any, options: Options
 ) -> None:
-    items = [
-        Item(files.number(place.file), place.offset, place.nbytes, request.storage_index.fqn) for request, place in some
-    ]
-    check_inside(files, items)
-    threads = preferred_requests(files.store, options.io_threads)
-    held = read_raw(files, items, threads=threads, budget_nbytes=options.host_budget_bytes)
+    items = [files.item(place, request.storage_index.fqn) for request, place in some]
+    held = read_items(files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
     for (request, place), data in zip(some, held, strict=True):
-        planner.load_bytes(request, plain_stream(place, data, transforms.transform_load_stream, request))
+        stream = io.BytesIO(data)
+        if place.descriptors:
+            stream = io.BytesIO(transforms.transform_load_stream(request, place.descriptors, stream).read(-1))
+        planner.load_bytes(request, stream)
 
 
 def _read_tensors(

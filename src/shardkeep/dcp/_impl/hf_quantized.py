@@ -19,12 +19,12 @@ import torch
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.dcp._impl.hf_reader import (
     HuggingFaceStorageReader,
-    chunk_read,
+    chunk_request,
     in_batches,
     storage_place,
     target_tensor,
 )
-from shardkeep.engine.fill import ChunkRead, read_chunks
+from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.safetensors_source import CatalogEntry, read_weight_map
 from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import run_workers
@@ -261,12 +261,12 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             return False  # no disk was waited for
 
         while group := list(itertools.islice(cut, _STRIPS_A_THREAD * threads)):
-            reads: list[ChunkRead] = []
+            reads: list[ChunkRequest] = []
             tasks = [(self._strip(key, box, files, reads), into) for key, box, into in group]
-            read_chunks(files, reads, threads=threads, budget_nbytes=Options().host_budget_bytes)
+            fill_items(files, reads, threads=threads, budget_nbytes=Options().host_budget_bytes)
             run_workers(tasks, work, threads=min(threads, len(tasks)), buffer_nbytes=0)
 
-    def _strip(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRead]) -> _Strip:
+    def _strip(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRequest]) -> _Strip:
         """Make room for what a box of a checked tensor is made of, and add to the reads that fill it."""
         stored, scales, _ = self._sources(key, box)
         return _Strip(
@@ -316,7 +316,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 key=scale_key,
             )
 
-    def _room(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRead]) -> torch.Tensor:
+    def _room(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRequest]) -> torch.Tensor:
         """Return a tensor for a box as it is stored, and add to the reads that fill it, from whichever files have it."""
         stored = self._catalog[key]
         found = torch.empty(box.sizes, dtype=to_torch(stored.dtype), device="cpu")
@@ -324,7 +324,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             common = intersect(chunk.box, box)
             if common is not None:
                 into = found[slices(relative(common, box))]
-                reads.append(chunk_read(files, key, stored.dtype, chunk, relative(common, chunk.box), into))
+                reads.append(chunk_request(key, stored.dtype, chunk, relative(common, chunk.box), into))
         return found
 
     # -- for readers that extend this one: whole requests, in torch's steps ---------------------------------------------
@@ -349,11 +349,11 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         req = dataclasses.replace(req, storage_offsets=torch.Size(_begin_of(req)))
         box = Box(tuple(req.storage_offsets), tuple(req.lengths))
         shape, scale_key = self._catalog[key].shape, self._weight_scale_mapping[key]
-        files, reads = self.open_files(), list[ChunkRead]()
+        files, reads = self.open_files(), list[ChunkRequest]()
         stored, some, at = self._sources(key, box)
         weight = self._room(key, stored, files, reads)
         scales = self._room(scale_key, whole(self._catalog[scale_key].shape), files, reads)
-        read_chunks(files, reads, threads=1, budget_nbytes=Options().host_budget_bytes)
+        fill_items(files, reads, threads=1, budget_nbytes=Options().host_budget_bytes)
         if not key.endswith(_BLOCKS_SUFFIX):
             return self._dequantize_tensor(weight, scales, torch.Size(shape), self._get_slice_to_block_mapping(req))
         return self._dequantize_tensor_mxfp4(weight, scales, req, some.offsets[-1], at)

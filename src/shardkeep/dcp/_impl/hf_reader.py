@@ -4,7 +4,6 @@ The storage reader for Hugging Face models and for shards of them: only headers 
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from shardkeep.dcp._impl.filesystem import FileSystemReader
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
-from shardkeep.engine.fill import ChunkRead, ChunkRequest, fill_items, read_chunks
+from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.reader import ReadableStore
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog
-from shardkeep.engine.torch_source import Item, ItemFiles, item_batches
+from shardkeep.engine.torch_source import ItemFiles, item_batches
 from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
 from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
 from shardkeep.format.boxes import Box, whole
@@ -118,21 +117,18 @@ class SafeSlice:
         options, part = Options(), self.part
         found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
         files = ItemFiles(self._opens, {})
-        read = chunk_read(
-            files, self.key, part.dtype, CatalogChunk(self.path, part.start, whole(part.shape)), box, found
-        )
+        chunk = CatalogChunk(self.path, part.start, whole(part.shape))
+        read = chunk_request(self.key, part.dtype, chunk, box, found)
         threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
-        read_chunks(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)
+        fill_items(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)
         return found
 
 
-def chunk_read(
-    files: ItemFiles, key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor
-) -> ChunkRead:
+def chunk_request(key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor) -> ChunkRequest:
     """Say how to fill a tensor with a box of a chunk."""
-    shape = chunk.box.sizes
-    item = Item(files.number(chunk.path), chunk.start, math.prod(shape) * dtype.itemsize, key)
-    return ChunkRead(item, chunk.start, shape, dtype, box, into)
+    nbytes = chunk.box.volume * dtype.itemsize
+    location = ItemLocation(chunk.path, chunk.start, nbytes, chunk.start, ())
+    return ChunkRequest(location, key, chunk.box.sizes, dtype, box, into)
 
 
 _LARGEST_NBYTES = 8

@@ -1,0 +1,132 @@
+"""Checkpoints of every layout are read by the same path: the same requests, windows and order of files."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as theirs
+
+import shardkeep as sk
+from shardkeep import dcp
+from shardkeep.engine import fill as engine_fill
+from shardkeep.engine import load_session
+from shardkeep.engine.fill import _limits
+from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES
+from shardkeep.options import Options
+from tests.dcp.sides import quietly
+
+LAYOUTS = ["native", "dcp", "torch", "safetensors"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def saved(request, tmp_path):
+    """A checkpoint of each layout, in several files where the layout allows it."""
+    state = {f"w{n}": torch.arange(40.0).reshape(5, 8) + n for n in range(4)}
+    where = tmp_path / "ck"
+    if request.param == "native":
+        sk.save(state, where)
+    elif request.param == "safetensors":
+        sk.save(state, tmp_path / "native")
+        sk.export(tmp_path / "native", where, max_file_bytes=200)
+    else:
+        kind = dcp if request.param == "dcp" else theirs
+        writer = kind.FileSystemWriter(str(where), single_file_per_rank=False)
+        quietly(kind.save, state, storage_writer=writer, no_dist=True)
+    return where, state
+
+
+def plans_of_load(monkeypatch, where, state, **changes):
+    """What one load asks the read pipeline for."""
+    calls = []
+    read_files = engine_fill.read_files
+
+    def spy(store, files, plans, *args, **named):
+        calls.append({"files": [plan.file for plan in plans], **named})
+        return read_files(store, files, plans, *args, **named)
+
+    monkeypatch.setattr(engine_fill, "read_files", spy)
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    source = sk.open(where).source
+    rows = np.array([source.index.tensor_rows[key] for key in into], np.int64)
+    sizes = np.array([tuple(value.shape) for value in into.values()], np.int64)
+    boxes = engine_fill.Boxes(np.zeros_like(sizes), sizes)
+    named = {"threads": 2, "budget_nbytes": Options().host_budget_bytes, **changes}
+    engine_fill.fill(source, rows, boxes, list(into.values()), **named)
+    for key, value in state.items():
+        assert torch.equal(into[key], value)
+    return calls
+
+
+def test_a_store_is_asked_with_the_requests_it_likes(saved, monkeypatch):
+    """
+    A store that likes many requests at a time gets them, whatever the layout.
+    """
+    where, state = saved
+    monkeypatch.setattr(engine_fill, "preferred_requests", lambda store, threads: 7 * threads)
+    [call] = plans_of_load(monkeypatch, where, state)
+    assert call["threads"] == 14
+
+
+def test_ranks_begin_with_different_files(saved, monkeypatch):
+    """
+    `first_file` rotates the list of files, so that ranks do not all begin with the first.
+    """
+    where, state = saved
+    [first] = plans_of_load(monkeypatch, where, state, first_file=0.0)
+    [second] = plans_of_load(monkeypatch, where, state, first_file=0.5)
+    half = len(first["files"]) // 2
+    assert second["files"] == first["files"][half:] + first["files"][:half]
+
+
+def test_load_passes_its_rank_as_the_first_file(saved, monkeypatch):
+    """
+    `sk.load` says for every layout where in the list of files this rank begins.
+    """
+    where, state = saved
+    seen = []
+    fill = load_session.fill
+
+    def spy(*args, **named):
+        seen.append(named["first_file"])
+        return fill(*args, **named)
+
+    monkeypatch.setattr(load_session, "fill", spy)
+    sk.load({key: torch.zeros_like(value) for key, value in state.items()}, where)
+    assert seen == [0.0]
+
+
+def test_windows_are_larger_on_accelerators(saved):
+    """
+    A destination on an accelerator is filled in windows of 16 MiB, whatever the layout.
+    """
+    where, _ = saved
+    source = sk.open(where).source
+    assert _limits(source, [torch.empty(1, device="meta")], 2, 1 << 30)[1] == ACCELERATOR_WINDOW_NBYTES
+
+
+def test_starts_are_byte_offsets(saved):
+    """
+    `index.chunks.start` is where a chunk's bytes lie in its file's data, in every layout.
+    """
+    where, state = saved
+    source = sk.open(where).source
+    source.locate(np.arange(len(source.index.keys)))
+    for key, row in source.index.tensor_rows.items():
+        [chunk] = range(*source.index.chunk_rows(row).indices(len(source.index.chunks)))
+        entry = source.record.files[int(source.index.chunks.file[chunk])]
+        start = entry.header_nbytes + int(source.index.chunks.start[chunk])
+        stored = (where / entry.name).read_bytes()[start : start + state[key].nbytes]
+        assert stored == state[key].numpy().tobytes()
+
+
+def test_axes_in_another_order_and_slices_of_them(tmp_path):
+    """
+    A tensor that torch stored with permuted axes is read into place, whole and in part.
+    """
+    whole = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
+    quietly(theirs.save, {"w": whole}, checkpoint_id=str(tmp_path / "ck"), no_dist=True)
+    opened = sk.open(tmp_path / "ck")
+    assert torch.equal(opened["w"].tensor(), whole)
+    assert torch.equal(opened["w"][1:3, :, 2], whole[1:3, :, 2])
+    into = {"w": torch.zeros(4, 2, 3)}
+    sk.load(into, tmp_path / "ck")
+    assert torch.equal(into["w"], whole)
