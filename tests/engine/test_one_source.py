@@ -26,7 +26,7 @@ def saved(request, tmp_path):
         sk.save(state, where)
     elif request.param == "safetensors":
         sk.save(state, tmp_path / "native")
-        sk.export(tmp_path / "native", where, max_file_bytes=200)
+        sk.export(tmp_path / "native", where, max_shard_bytes=200)
     else:
         kind = dcp if request.param == "dcp" else theirs
         writer = kind.FileSystemWriter(str(where), single_file_per_rank=False)
