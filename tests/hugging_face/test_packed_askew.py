@@ -17,7 +17,7 @@ def test_elements_cut_by_windows_are_loaded(tmp_path, monkeypatch, dtype):
     """
     Tensors with gaps, of the stored dtype or another, get every element, though windows end inside of some.
     """
-    monkeypatch.setattr(read, "_HOT_NBYTES", 4096)
+    monkeypatch.setattr(read, "_CACHED_STEP_NBYTES", 4096)
     stored = {
         "a": torch.arange(21, dtype=torch.uint8).reshape(3, 7),
         "b": torch.arange(64 * 130, dtype=torch.float32).reshape(64, 130),
