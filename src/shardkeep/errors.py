@@ -378,6 +378,18 @@ class UnsupportedValue(StateError, NotImplementedError):
     """A value that the chosen form of a state dict cannot hold."""
 
 
+class CompanionMismatch(StateError, ValueError):
+    """A companion tree does not fit the state dict; names the path at which they differ."""
+
+
+class UnexpectedValue(StateError, ValueError):
+    """A value that is neither a tensor nor of a plain type, in a state dict that may hold only those."""
+
+
+class PinningRefused(StateError, RuntimeError):
+    """Memory cannot be pinned as requested."""
+
+
 # Errors of stream extensions, codecs and keys.
 #
 # Those of extensions are also the ValueError that callers of torch's checkpoint expect.

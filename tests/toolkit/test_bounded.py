@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardkeep.dist import rendezvous as agree
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.state import collectives as stream
-from shardkeep.state.collectives import gather_state_dict
-from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from tests.toolkit.samples import CPU, in_chunks, mesh_of, spread_out
 
 KIB = 1 << 10

@@ -13,9 +13,8 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree
+from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, UnexpectedValue
 from shardkeep.state.collectives import all_gather_sharded_tensor, gather_state_dict
-from shardkeep.state.offload import UnexpectedValue
 from tests.engine.samples import all_dtypes, bits, random_tensor
 from tests.toolkit.samples import (
     CPU,

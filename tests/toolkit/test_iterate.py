@@ -11,9 +11,8 @@ from torch.distributed import _state_dict_utils as theirs
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Cut
 
+from shardkeep.errors import CompanionMismatch, UnexpectedValue
 from shardkeep.state.offload import (
-    CompanionMismatch,
-    UnexpectedValue,
     _identity_func,
     iterate_state_dict,
 )
@@ -173,7 +172,7 @@ def test_sharded_companions_must_be_cut_alike(rank_pool):
     """
     for said in rank_pool.run(2, sharded_misfits):
         assert len(said) == 8
-        assert "cut as" in said[0]
+        assert "sharded as" in said[0]
         assert "meta" in said[3]
         assert "local shards" in said[5]
-        assert "cut as" in said[7]
+        assert "sharded as" in said[7]

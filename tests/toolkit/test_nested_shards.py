@@ -116,10 +116,10 @@ def flatten_badly(case):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("two inner shards", "inside has 2 local shards"),
-        ("no inner shard", "inside has 0 local shards"),
-        ("other size", r"size \(3, 6\), the shard it stands for \(4, 6\)"),
-        ("two outer shards", "2 local shards, some of them"),
+        ("two inner shards", "inner ShardedTensor has 2 local shards"),
+        ("no inner shard", "inner ShardedTensor has 0 local shards"),
+        ("other size", r"size \(3, 6\), the outer shard has \(4, 6\)"),
+        ("two outer shards", "outer ShardedTensor has 2 local shards"),
         ("three deep", "more than two ways"),
     ],
 )

@@ -8,9 +8,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from shardkeep.errors import CompanionMismatch, UnexpectedValue
 from shardkeep.state.offload import (
-    CompanionMismatch,
-    UnexpectedValue,
     check_state_dict_similarity,
     copy_state_dict,
     create_cpu_state_dict,

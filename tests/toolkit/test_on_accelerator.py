@@ -10,8 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.state import collectives as stream
-from shardkeep.state.collectives import gather_state_dict
-from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.offload import (
     check_state_dict_similarity,
     copy_state_dict,

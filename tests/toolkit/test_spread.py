@@ -16,13 +16,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkeep.errors import CheckpointError, StateMismatch, UnsupportedLeaf
 from shardkeep.state import collectives as stream
-from shardkeep.state.collectives import gather_state_dict
-from shardkeep.state.distribute import (
+from shardkeep.state.collectives import (
     _TensorInfo,
     broadcast_state_dict,
     broadcast_tensors,
     distribute_state_dict,
     distribute_tensors,
+    gather_state_dict,
 )
 from tests.engine.samples import all_dtypes, bits, random_tensor
 from tests.toolkit.samples import CPU, grid, mesh_of, numbered, seen, spread_out

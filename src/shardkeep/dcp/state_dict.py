@@ -16,13 +16,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from shardkeep.format.pickles import collector_paused as _gc_context
-from shardkeep.state.collectives import gather_state_dict as _gather_state_dict
-from shardkeep.state.distribute import (
+from shardkeep.state.collectives import (
     broadcast_state_dict as _broadcast_state_dict,
 )
-from shardkeep.state.distribute import (
+from shardkeep.state.collectives import (
     distribute_state_dict as _distribute_state_dict,
 )
+from shardkeep.state.collectives import gather_state_dict as _gather_state_dict
 from shardkeep.state.flatten import (
     flatten_everything as _flatten_state_dict,
 )

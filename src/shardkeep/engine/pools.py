@@ -21,7 +21,8 @@ from typing import Any, Final
 import torch
 
 from shardkeep.engine.memory import asking_for_memory
-from shardkeep.state.offload import PinningRefused, _register
+from shardkeep.errors import PinningRefused
+from shardkeep.state.offload import register_pinned
 from shardkeep.storage.buffers import aligned_buffer
 
 log = logging.getLogger("shardkeep")
@@ -56,7 +57,7 @@ def pinned_buffer(nbytes: int) -> Buffer:
         return Buffer(tensor.numpy().data, tensor, pinned=True)
     made = ordinary_buffer(nbytes)
     try:
-        _register(made.tensor)
+        register_pinned(made.tensor)
     except PinningRefused as refused:
         # Pinned memory is faster and nothing else: a save must not fail for it.
         log.warning("staging goes on without pinned memory: %s", refused)
@@ -347,7 +348,7 @@ class StoragePool:
 
     def _pin(self, storage: torch.UntypedStorage) -> None:
         try:
-            _register(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+            register_pinned(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         except PinningRefused as refused:
             # Pinned memory is faster and nothing else: a save must not fail for it.
             self._pinned = False

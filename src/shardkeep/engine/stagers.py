@@ -23,7 +23,7 @@ from shardkeep.engine.pools import HostSlot, StoragePool
 from shardkeep.engine.tensors import Geometry, Run, geometry, runs
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
-from shardkeep.state.offload import _sharded_like, check_types
+from shardkeep.state.offload import check_plain_types, sharded_tensor_like
 
 # Tensors of every kind, taken apart into plain ones and put together again over copies of those.
 #
@@ -48,7 +48,9 @@ def open_tensor(tensor: Any) -> OpenedTensor:
     """Take a tensor apart. One that an asynchronous collective still writes is waited for."""
     tensor = wait_tensor(tensor)
     if is_sharded_tensor(tensor):
-        return _open_all([shard.tensor for shard in tensor.local_shards()], lambda made: _sharded_like(tensor, made))
+        return _open_all(
+            [shard.tensor for shard in tensor.local_shards()], lambda made: sharded_tensor_like(tensor, made)
+        )
     if is_dtensor(tensor):
         return _open_all([tensor._local_tensor], lambda made: dtensor_over(made[0], tensor._spec, type(tensor)))
     if is_traceable_wrapper_subclass(tensor):
@@ -526,7 +528,7 @@ class BlockingAsyncStager(AsyncStager):
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a copy of the state in host memory."""
         if self.type_check:
-            check_types(state_dict)
+            check_plain_types(state_dict)
         if not self.cache_staged_state_dict:
             staged: StateDict = StateDictStager(share_memory=self._share_memory).stage(state_dict)
             return staged

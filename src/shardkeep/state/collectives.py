@@ -1,36 +1,37 @@
 """
-Before a gather: do the ranks that share tensors hold the same ones, in the same order?
+Collectives over state dicts: gather sharded tensors, broadcast or distribute full ones.
 
-Collectives that do not match wait for each other until the process group gives up, or mix up tensors. So the ranks of
-each mesh and group compare, through the store, a digest of what they are about to gather; where it differs, or one of
-them cannot go on, all of them raise the same error and no collective has begun.
+Gathering makes each DTensor and ShardedTensor whole, one at a time, so a rank holds at most one full tensor beyond the
+result. Broadcasting sends the full tensors of one rank through one buffer of fixed size; a rank keeps only its own part.
+Bytes are moved and not numbers, so every dtype travels over every backend bit for bit.
+
+Collectives that do not match hang, or mix up tensors. So ranks first agree, through the key-value store, on what they are
+about to move: if anything differs or does not fit on one rank, all ranks raise the same error and nothing has changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from shardkeep.dist.rendezvous import rendezvous
-from shardkeep.dist.world import World
-from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, StateMismatch
-from shardkeep.format.boxes import (
-    Box,
-    Ints,
-    flat_range_to_boxes,
-    intersect,
-    relative,
-    slices,
-    whole,
-)
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.world import World, current_world
+from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, StateMismatch, UnsupportedLeaf
+from shardkeep.format.boxes import Box, Ints, flat_range_to_boxes, intersect, relative, slices, whole
 from shardkeep.options import Options
+from shardkeep.state.flatten import leaves_of, map_leaves, value_at
 from shardkeep.state.leaves import (
     TreePath,
     as_bytes,
@@ -38,128 +39,23 @@ from shardkeep.state.leaves import (
     copy_bits,
     describe_leaf,
     is_dtensor,
+    is_plain,
     is_sharded_tensor,
     path_name,
     wait_tensor,
 )
-from shardkeep.state.offload import _identity_func, check_types, iterate_state_dict
+from shardkeep.state.offload import _identity_func, check_plain_types, iterate_state_dict, same_layout
 from shardkeep.state.placement import dtensor_boxes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-RankSet = tuple[int, ...]
-
-
-def check_same_tensors(tree: Any, pg: ProcessGroup | None, check: Callable[[], None]) -> None:
-    """
-    Raise, on all ranks that share tensors, unless they hold the same ones in the same order and `check` passes.
-
-    Args:
-        tree: what this rank is about to gather.
-        pg: gathers the ShardedTensors; each its own group by default.
-        check: looks at this rank's own tree, and raises a `CheckpointError` where it cannot be gathered.
-
-    Raises:
-        RanksDisagree: another tensor is next on another rank; names both.
-        RanksSilent: a rank did not come at all.
-
-    """
-    shared: dict[RankSet, list[list[str]]] = {}
-    for path, tensor in sharded_in(tree):
-        shared.setdefault(_ranks_of(tensor, pg), []).append([path_name(path), _form(tensor)])
-    failure: CheckpointError | None = None
-    try:
-        check()
-    except CheckpointError as error:
-        failure = error
-    # Small sets first, so that what goes wrong in one is known to the larger ones its ranks belong to; and all ranks
-    # in one order, so that none waits in one set for a rank that waits for it in another.
-    for ranks in sorted(shared, key=lambda each: (len(each), each)):
-        try:
-            _compare(ranks, shared[ranks], failure)
-        except CheckpointError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def _compare(ranks: RankSet, lines: list[list[str]], failure: CheckpointError | None) -> None:
-    """Compare `lines` with those of the other ranks of the set, or tell them that this one cannot go on."""
-    world = _world_of(ranks)
-    text = json.dumps(lines).encode()
-
-    def work() -> bytes:
-        if failure is not None:
-            raise failure
-        return blake2b(text, digest_size=16).digest()
-
-    with rendezvous(world, "gather a state dict") as meeting:
-        if meeting.agree("compare", work, _differ) == b"differ":
-            meeting.agree("name what differs", lambda: text, _name_difference)
-
-
-def _differ(said: list[bytes]) -> list[bytes]:
-    return [b"" if len(set(said)) == 1 else b"differ"] * len(said)
-
-
-def _name_difference(said: list[bytes]) -> list[bytes]:
-    first = json.loads(said[0])
-    for number, word in enumerate(said):
-        for ours, theirs in itertools.zip_longest(first, json.loads(word), fillvalue=["nothing", ""]):
-            if ours != theirs:
-                raise RanksDisagree(
-                    f"the tensors to gather differ: {' '.join(ours).strip()} on the first of the ranks that share "
-                    f"them, {' '.join(theirs).strip()} on number {number} of them",
-                    hint="give all ranks state dicts with the same sharded tensors in the same order",
-                )
-    return [b""] * len(said)
-
-
-def sharded_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Return the sharded tensors of a tree, and where they stand, in the order in which they are gathered."""
-    if is_dtensor(tree) or is_sharded_tensor(tree):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from sharded_in(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from sharded_in(value, (*path, index))
-
-
-def _ranks_of(tensor: Any, pg: ProcessGroup | None) -> RankSet:
-    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a sharded tensor
-
-    if is_dtensor(tensor):
-        return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(pg or tensor._process_group or dist.group.WORLD)))
-
-
-def _form(tensor: Any) -> str:
-    if is_dtensor(tensor):
-        return f"({tensor.dtype} {tuple(tensor.shape)} as {tensor.placements})"
-    return f"({tensor.dtype} {tuple(tensor.size())} as a ShardedTensor)"
-
-
-def _world_of(ranks: RankSet) -> World:
-    """Return the world of these ranks; this process alone where it is none of them, or where all others are made up."""
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a sharded tensor
-
-    mine = c10d.get_rank()
-    if len(ranks) == 1 or mine not in ranks or c10d.get_backend() == "fake":
-        return World(0, 1)
-    digest = blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    store = c10d.PrefixStore(f"shardkeep/ranks/{digest}", c10d._get_default_store())
-    return World(ranks.index(mine), len(ranks), store, Options().timeout_s)
-
-
-# Sharded state dicts made whole: on all ranks, or computed by all and kept by some.
-#
-# Each sharded tensor is gathered by itself, so beyond the result a rank holds one full tensor at a time. Bytes are
-# moved,
-# not numbers: every dtype travels over every backend, bit for bit.
+BATCH_BYTES = 64 << 20
+"""Size of the broadcast buffer: large enough for full bandwidth, small beside any model."""
+_ALIGNED = 16  # every dtype can be viewed at multiples of this
+_CPU = torch.device("cpu")
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
+"""Exactly these are opened in state dicts that are sent; a subclass is one value."""
 
 
 def gather_state_dict(
@@ -174,25 +70,25 @@ def gather_state_dict(
     """
     Return the state dict with each DTensor and ShardedTensor as one full tensor.
 
-    All ranks that hold parts of a tensor must call this, with trees of the same order, which is checked before
-    anything is gathered. Gathered values are detached; other tensors are in the result as they are.
+    All ranks that hold parts of a tensor must call this, with trees of the same order; this is checked before anything
+    is gathered. Gathered values are detached; other tensors are in the result as they are.
 
     Args:
         state_dict: the tree; never changed.
-        pg: gathers ShardedTensors, each over its own group by default. DTensors go over their mesh.
-        device: where ShardedTensors are gathered; by default where their shards are said to be.
+        pg: gathers ShardedTensors, by default each over its own group. DTensors use their mesh.
+        device: where ShardedTensors are gathered; by default the device their metadata name.
         cpu_offload: move each full tensor to the CPU as soon as it is gathered.
         ranks_only: ranks that get the result; the others take part and get an empty dict. Empty for all ranks.
         type_check: refuse values that are neither tensors nor of a plain type; else copy them deeply.
 
     Raises:
         UnexpectedValue: a value of another type, and `type_check` is on.
-        InvalidShards: the shards of a ShardedTensor are not what its metadata say.
-        RanksDisagree: ranks that share a mesh or group hold other tensors on it; the same error on all of them.
+        InvalidShards: the shards of a ShardedTensor differ from its metadata.
+        RanksDisagree: ranks that share a mesh or group hold different tensors on it; the same error on all of them.
         CheckpointError: another rank cannot go on.
 
     """
-    check_same_tensors(state_dict, pg, lambda: _check_gatherable(state_dict, type_check=type_check))
+    _check_same_tensors(state_dict, pg, type_check=type_check)
     with torch.no_grad():
         gathered: dict[str, Any] = iterate_state_dict(
             state_dict,
@@ -214,16 +110,16 @@ def all_gather_sharded_tensor(
     """
     Return the full tensor, on every rank of the group.
 
-    The shards may be of any size and in any order, cut along any dimensions, several or none on a rank; torch takes
-    equal rows in the order of ranks for granted.
+    Shards may have any sizes, order and dimensions, and a rank may hold several or none; torch assumes equal rows in the
+    order of ranks.
 
     Args:
-        sharded_tensor: its metadata say where every rank's shards are.
-        pg: the group; that of the tensor by default.
-        device: where to gather; by default where the first shard is said to be, if the group can.
+        sharded_tensor: its metadata locate every rank's shards.
+        pg: the group; by default that of the tensor.
+        device: where to gather; by default the device of the first shard, if the group supports it.
 
     Raises:
-        InvalidShards: this rank's shards are not what the metadata say.
+        InvalidShards: this rank's shards differ from the metadata.
 
     """
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
@@ -231,27 +127,40 @@ def all_gather_sharded_tensor(
     group = pg or sharded_tensor._process_group or dist.group.WORLD
     metadata = sharded_tensor.metadata()
     pieces = _pieces_of("a ShardedTensor", sharded_tensor)
-    where = _device_for(metadata, group) if device is None else device
+    where = _gather_device(metadata, group) if device is None else device
+    shape = tuple(metadata.size)
     boxes = [
         (each.placement.rank(), Box(tuple(each.shard_offsets), tuple(each.shard_sizes)))
         for each in metadata.shards_metadata
+        if 0 not in each.shard_sizes
     ]
-    blank = _Blank(tuple(metadata.size), sharded_tensor.dtype, where)
-    if _chunked_in_rank_order(blank.shape, boxes, group):
-        return _gather_chunks(blank, pieces, group)
-    return _gather_boxes(blank, pieces, boxes, group)
-
-
-def _check_gatherable(tree: Any, *, type_check: bool) -> None:
-    if type_check:
-        check_types(tree)
-    for path, tensor in sharded_in(tree):
-        if is_sharded_tensor(tensor):
-            _pieces_of(path_name(path), tensor)
+    ranks = dist.get_process_group_ranks(group)
+    if _chunked_in_rank_order(shape, boxes, ranks):
+        # One collective, with the last chunks padded to the size of the others.
+        rows = -(-shape[0] // len(ranks))
+        mine = torch.empty((rows, *shape[1:]), dtype=sharded_tensor.dtype, device=where)
+        for piece in pieces.values():
+            copy_bits(mine[: piece.shape[0]], piece)
+        padded = torch.empty((rows * len(ranks), *shape[1:]), dtype=sharded_tensor.dtype, device=where)
+        # Named all_gather_into_tensor before torch 2.13, which deprecates that name.
+        all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(as_bytes(padded), as_bytes(mine), group=group)
+        return padded[: shape[0]]
+    # Each owner broadcasts its shards, straight into the full tensor if the shard is contiguous there.
+    full = torch.empty(shape, dtype=sharded_tensor.dtype, device=where)
+    for owner, box in boxes:
+        target = full[slices(box)]
+        carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        if owner == dist.get_rank():
+            copy_bits(carrier, pieces[box.offsets])
+        dist.broadcast(as_bytes(carrier), src=owner, group=group)
+        if carrier is not target:
+            copy_bits(target, carrier)
+    return full
 
 
 def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
-    """Return this rank's shards as plain tensors by their offsets, if they are those the metadata give to this rank."""
+    """Return this rank's shards as plain tensors by offsets; raise if they are not those the metadata assign to it."""
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
 
     pieces = {piece.offsets: piece.tensor for piece in describe_leaf(name, sharded_tensor).pieces}
@@ -263,44 +172,27 @@ def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
     held = {offsets: tuple(tensor.shape) for offsets, tensor in pieces.items()}
     if held != given:
         raise InvalidShards(
-            f"{name!r} has local shards {held} (size by offsets), its metadata give this rank {given}",
+            f"{name!r} has local shards {held} (size by offsets), its metadata assign {given} to this rank",
             hint="a ShardedTensor is gathered by its metadata, which must be the same on all ranks",
             key=name,
         )
     return pieces
 
 
-class _Blank(NamedTuple):
-    """A tensor to be made."""
-
-    shape: Ints
-    dtype: torch.dtype
-    device: torch.device
-
-    def rows(self, count: int) -> torch.Tensor:
-        return torch.empty((count, *self.shape[1:]), dtype=self.dtype, device=self.device)
-
-
-def _full_of_sharded_tensor(
-    value: Any, pg: ProcessGroup | None, device: torch.device | None, companion_obj: Any
-) -> torch.Tensor:
-    del companion_obj
+def _full_of_sharded_tensor(value: Any, pg: ProcessGroup | None, device: torch.device | None, _: Any) -> torch.Tensor:
     full = all_gather_sharded_tensor(value, pg, device)
     shards = value.local_shards()
-    return full.to(shards[0].tensor.device if shards else torch.device("cpu"))
+    return full.to(shards[0].tensor.device if shards else _CPU)
 
 
-def _full_of_dtensor(
-    value: Any, pg: ProcessGroup | None, device: torch.device | None, companion_obj: Any
-) -> torch.Tensor:
-    del pg, device, companion_obj
+def _full_of_dtensor(value: Any, *_: Any) -> torch.Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 - loaded, as there is a DTensor
 
     mesh = value.device_mesh
-    # One that was offloaded goes back to where the mesh can talk.
+    # An offloaded tensor goes back to the device on which the mesh communicates.
     there = value if value.device.type == mesh.device_type else value.to(mesh.device_type)
     dtype = there.dtype
-    if not any(placement.is_partial() for placement in there.placements):  # what is summed has to stay a number
+    if not any(placement.is_partial() for placement in there.placements):  # a reduction needs the numbers
         there = _viewed_as(carrier_of(dtype), there)
     everywhere = there.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
     full: torch.Tensor = wait_tensor(everywhere.to_local())
@@ -308,7 +200,7 @@ def _full_of_dtensor(
 
 
 def _viewed_as(dtype: torch.dtype, dtensor: Any) -> Any:
-    """Return a DTensor over the same memory that is of another dtype, of the same size."""
+    """Return a DTensor of another dtype of the same size, over the same memory."""
     if dtensor.dtype == dtype:
         return dtensor
     spec = dtensor._spec
@@ -316,21 +208,18 @@ def _viewed_as(dtype: torch.dtype, dtensor: Any) -> Any:
     return type(dtensor)(dtensor._local_tensor.view(dtype), viewed, requires_grad=False)
 
 
-def _device_for(metadata: Any, group: Any) -> torch.device:
-    """Choose from what all ranks know alike: a rank without shards must choose as the others do."""
+def _gather_device(metadata: Any, group: Any) -> torch.device:
+    """Choose a device by what all ranks know: a rank without shards must choose the same one."""
     able = [device.type for device in group._device_types]
     said = [each.placement.device() for each in metadata.shards_metadata if each.placement.device() is not None]
     kind = said[0].type if said and said[0].type in able else "cpu" if "cpu" in able else able[0]
     return torch.device(kind)
 
 
-def _chunked_in_rank_order(shape: Ints, boxes: list[tuple[int, Box]], group: Any) -> bool:
-    """Say whether the shards are those `torch.chunk` makes of the rows, the first on the first rank."""
-    import torch.distributed as dist  # noqa: PLC0415
-
+def _chunked_in_rank_order(shape: Ints, boxes: list[tuple[int, Box]], ranks: list[int]) -> bool:
+    """Return True if the shards are what `torch.chunk` makes of the rows, the first on the first rank."""
     if not shape or 0 in shape:
         return False
-    ranks = dist.get_process_group_ranks(group)
     rows, rest = shape[0], shape[1:]
     each = -(-rows // len(ranks))
     expected = {
@@ -338,55 +227,103 @@ def _chunked_in_rank_order(shape: Ints, boxes: list[tuple[int, Box]], group: Any
         for at, rank in enumerate(ranks)
         if at * each < rows
     }
-    return {(rank, box) for rank, box in boxes if box.volume} == expected
+    return set(boxes) == expected
 
 
-def _gather_chunks(blank: _Blank, pieces: dict[Ints, torch.Tensor], group: Any) -> torch.Tensor:
-    """Gather in one collective, the last chunks padded to the size of the others."""
-    import torch.distributed as dist  # noqa: PLC0415
+def _check_same_tensors(tree: Any, pg: ProcessGroup | None, *, type_check: bool) -> None:
+    """
+    Raise, on all ranks that share tensors, unless each can gather its tree and all hold the same tensors in one order.
 
-    world_size = dist.get_world_size(group)
-    chunk_rows = -(-blank.shape[0] // world_size)
-    mine = blank.rows(chunk_rows)
-    for piece in pieces.values():
-        copy_bits(mine[: piece.shape[0]], piece)
-    padded = blank.rows(chunk_rows * world_size)
-    # Named all_gather_into_tensor before torch 2.13, which warns of that name.
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(as_bytes(padded), as_bytes(mine), group=group)
-    return padded[: blank.shape[0]]
+    Raises:
+        RanksDisagree: another tensor is next on another rank; names both.
+        RanksSilent: a rank did not come at all.
 
-
-def _gather_boxes(
-    blank: _Blank, pieces: dict[Ints, torch.Tensor], boxes: list[tuple[int, Box]], group: Any
-) -> torch.Tensor:
-    """Let each owner broadcast its shards, one after another, straight into the full tensor where that is one run."""
-    import torch.distributed as dist  # noqa: PLC0415
-
-    full = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device)
-    for owner, box in boxes:
-        if not box.volume:
-            continue
-        target = full[slices(box)]
-        carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-        if owner == dist.get_rank():
-            copy_bits(carrier, pieces[box.offsets])
-        dist.broadcast(as_bytes(carrier), src=owner, group=group)
-        if carrier is not target:
-            copy_bits(target, carrier)
-    return full
+    """
+    sharded = [(path, value) for path, value in leaves_of(tree) if is_dtensor(value) or is_sharded_tensor(value)]
+    shared: dict[Ints, list[list[str]]] = {}
+    for path, tensor in sharded:
+        shared.setdefault(_ranks_of(tensor, pg), []).append([path_name(path), _form(tensor)])
+    failure: CheckpointError | None = None
+    try:
+        if type_check:
+            check_plain_types(tree)
+        for path, tensor in sharded:
+            if is_sharded_tensor(tensor):
+                _pieces_of(path_name(path), tensor)
+    except CheckpointError as error:
+        failure = error
+    # Small sets first, so that a failure in one reaches the larger sets that its ranks belong to; and in one order on
+    # all ranks, so that no two ranks wait for each other in different sets.
+    for ranks in sorted(shared, key=lambda each: (len(each), each)):
+        try:
+            _compare(ranks, shared[ranks], failure)
+        except CheckpointError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
-# Full tensors of one rank sent to all, of which each rank keeps only what it has a place for.
-#
-# The tensors' bytes are one long row, sent in batches through one buffer of a fixed size: whatever the tree and its
-# tensors measure, no rank holds more than the batch beyond what it keeps. Bytes are moved, not numbers, so every
-# dtype
-# travels over every backend, bit for bit.
+def _compare(ranks: Ints, lines: list[list[str]], failure: CheckpointError | None) -> None:
+    """Compare `lines` with those of the other ranks of the set, or report this rank's failure to them."""
+    text = json.dumps(lines).encode()
 
-BATCH_BYTES = 64 << 20
-"""Size of the buffer: long enough for full bandwidth, short beside any model."""
-_ALIGNED = 16  # every dtype can be viewed at multiples of this
+    def work() -> bytes:
+        if failure is not None:
+            raise failure
+        return blake2b(text, digest_size=16).digest()
+
+    def differ(said: list[bytes]) -> list[bytes]:
+        return [b"" if len(set(said)) == 1 else b"differ"] * len(said)
+
+    with rendezvous(_world_of(ranks), "gather a state dict") as meeting:
+        if meeting.agree("compare", work, differ) == b"differ":
+            meeting.agree("name what differs", lambda: text, _name_difference)
+
+
+def _name_difference(said: list[bytes]) -> list[bytes]:
+    first = json.loads(said[0])
+    for number, word in enumerate(said):
+        for ours, theirs in itertools.zip_longest(first, json.loads(word), fillvalue=["nothing", ""]):
+            if ours != theirs:
+                raise RanksDisagree(
+                    f"the tensors to gather differ: {' '.join(ours).strip()} on the first of the ranks that share "
+                    f"them, {' '.join(theirs).strip()} on number {number} of them",
+                    hint="give all ranks state dicts with the same sharded tensors in the same order",
+                )
+    return [b""] * len(said)
+
+
+def _ranks_of(tensor: Any, pg: ProcessGroup | None) -> Ints:
+    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a sharded tensor
+
+    if is_dtensor(tensor):
+        return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(pg or tensor._process_group or dist.group.WORLD)))
+
+
+def _form(tensor: Any) -> str:
+    if is_dtensor(tensor):
+        return f"({tensor.dtype} {tuple(tensor.shape)} as {tensor.placements})"
+    return f"({tensor.dtype} {tuple(tensor.size())} as a ShardedTensor)"
+
+
+def _world_of(ranks: Ints) -> World:
+    """Return the world of these ranks; this process alone if it is none of them, or under the fake backend."""
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a sharded tensor
+
+    mine = c10d.get_rank()
+    if len(ranks) == 1 or mine not in ranks or c10d.get_backend() == "fake":
+        return World(0, 1)
+    digest = blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    store = c10d.PrefixStore(f"shardkeep/ranks/{digest}", c10d._get_default_store())
+    return World(ranks.index(mine), len(ranks), store, Options().timeout_s)
+
+
+class _TensorInfo(NamedTuple):
+    """What ranks other than the sender know of a tensor; torch's name."""
+
+    size: torch.Size
+    dtype: torch.dtype
 
 
 class TensorSpec(NamedTuple):
@@ -401,9 +338,431 @@ class Destination(NamedTuple):
     """Where a tensor goes on this rank."""
 
     result: Any
-    """What stands in the tree once all has arrived."""
+    """The value in the tree once everything has arrived."""
     parts: tuple[tuple[Box, torch.Tensor], ...]
-    """Memory to be filled, and which box of the full tensor each piece of it is."""
+    """Memory to fill, each piece with its box in the full tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Stands in a skeleton for the tensor of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStateDict:
+    """A full state dict, split into its tensors, which are sent as bytes, and the rest."""
+
+    skeleton: dict[str, Any]
+    """The tree, with a `TensorSlot` in place of each tensor."""
+    specs: list[TensorSpec]
+    sources: list[torch.Tensor] | None
+    """The tensors, plain and detached; None on ranks that receive them."""
+
+
+def broadcast_state_dict(
+    full_state_dict: dict[str, Any],
+    local_state_dict: dict[str, Any],
+    device: torch.device,
+    pg: ProcessGroup | None = None,
+    strict: bool = False,
+    cpu_offload: bool = False,
+) -> None:
+    """
+    Put the first rank's full state dict into the local state dict of every rank, in place.
+
+    For a key that `local_state_dict` has: a DTensor is filled with its own part, in its own memory and dtype, or
+    replaced by one on `device` if it is on meta; a tensor is replaced by the full one on `device` (0-dim ones on the
+    CPU, as in torch), another value by the sender's. A key whose value is None is skipped if a tensor comes for it.
+    Keys that only the sender has are ignored, and not sent if no rank wants them. Dicts, lists and tuples inside are
+    handled in the same way; torch sends them whole, with full tensors in place of their DTensors.
+
+    Elements are sent in the order of indices, in batches of `BATCH_BYTES`; torch sends the memory of tensors that are
+    not contiguous as it lies, so receivers get them wrong. On the sender, full tensors that are on `device` already
+    are put into its local state dict themselves, without a copy.
+
+    Args:
+        full_state_dict: read on the first rank of the group only; others may pass anything.
+        local_state_dict: filled on each rank; changed only if all ranks can be filled.
+        device: where full tensors, and those that replace meta tensors, are made.
+        pg: the ranks that take part; all by default. Unlike in torch, it need not contain rank 0.
+        strict: remove keys of `local_state_dict` that the sender does not have.
+        cpu_offload: leave everything on the CPU.
+
+    Raises:
+        StateMismatch: a tensor has another shape on some rank; the same error on all.
+        UnsupportedLeaf: a full tensor is sharded, on meta or of no plain form, or the placements of a DTensor do not
+            determine which part a rank holds; the same error on all.
+
+    """
+    made: list[SplitStateDict] = []
+
+    def describe(world: World) -> bytes:
+        if world.rank > 0:
+            return b""
+        made.append(split_tensors(full_state_dict))
+        # Pickled, like torch's own object collectives: values of the user's classes travel too, within one job.
+        return b"" if world.solo else pickle.dumps(replace(made[0], sources=None))
+
+    def split_of(answer: bytes) -> SplitStateDict:
+        split: SplitStateDict = made[0] if made else pickle.loads(answer)
+        return split
+
+    split = _broadcast(
+        "broadcast a state dict",
+        describe,
+        lambda said: [said[0]] * len(said),
+        split_of,
+        local_state_dict,
+        torch.device(device),
+        pg,
+        cpu_offload=cpu_offload,
+    )
+    if strict:
+        for key in local_state_dict.keys() - split.skeleton.keys():
+            del local_state_dict[key]
+
+
+def broadcast_tensors(
+    full_state_dict: dict[str, Any],
+    local_state_dict: dict[str, Any],
+    keys: list[str],
+    device: torch.device,
+    pg: ProcessGroup | None = None,
+) -> None:
+    """
+    Put some of the first rank's tensors into the local state dict of every rank, in place, as `broadcast_state_dict`.
+
+    Args:
+        full_state_dict: tensors on the first rank of the group, a `_TensorInfo` for each on the others.
+        local_state_dict: what to fill; keys that it lacks, or has None for, are skipped.
+        keys: which tensors, the same on all ranks.
+        device: where full tensors, and those that replace meta tensors, are made.
+        pg: the ranks that take part; all by default.
+
+    Raises:
+        StateMismatch: a key is missing, or its size or dtype differs between ranks; the same error on all.
+        UnsupportedLeaf: as for `broadcast_state_dict`.
+
+    """
+    made: list[SplitStateDict] = []
+
+    def describe(world: World) -> bytes:
+        if missing := [key for key in keys if key not in full_state_dict]:
+            raise StateMismatch(f"the full state dict lacks {missing}", hint="give all ranks the same keys")
+        made.append(_split_flat({key: full_state_dict[key] for key in keys}, sender=world.rank == 0))
+        return pickle.dumps(made[0].specs)
+
+    _broadcast(
+        "broadcast tensors",
+        describe,
+        _check_same_specs,
+        lambda _: made[0],
+        local_state_dict,
+        torch.device(device),
+        pg,
+        cpu_offload=False,
+    )
+
+
+def distribute_tensors(
+    local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: ProcessGroup | None = None
+) -> None:
+    """
+    Replace each pair of a DTensor and a full tensor in the state dict by the DTensor, filled with its own part.
+
+    A DTensor on meta becomes one on the full tensor's device. Other values stay. Nothing is communicated.
+
+    Raises:
+        StateMismatch: the two of a pair have different shapes; nothing has changed then.
+
+    """
+    del device, pg  # the arguments of torch's
+    pairs = {key: pair for key in keys if isinstance(pair := local_state_dict.get(key), tuple)}
+    destinations = {
+        key: destination_for(TensorSpec(key, tuple(full.shape), full.dtype), dtensor, full.device)
+        for key, (dtensor, full) in pairs.items()
+    }
+    for key, (_, full) in pairs.items():
+        copy_box(whole(tuple(full.shape)), full.detach(), destinations[key])
+        local_state_dict[key] = destinations[key].result
+
+
+def distribute_state_dict(
+    full_state_dict: dict[str, Any],
+    local_state_dict: dict[str, Any],
+    device: torch.device,
+    pg: ProcessGroup | None = None,
+) -> None:
+    """
+    Put a full state dict, of which every rank has its own copy, into the local state dict, in place.
+
+    A DTensor is replaced by a new one, of the full tensor's dtype, that holds its own part; another tensor by the full
+    one on `device`. Tensors for which `local_state_dict` has nothing are left out; 0-dim tensors (on the CPU) and
+    values of other types are always added, as in torch. Dicts, lists and tuples inside are handled in the same way.
+    Nothing is communicated; torch scatters from one rank what every rank has already.
+
+    Args:
+        full_state_dict: the same values on all ranks; never changed.
+        local_state_dict: what to fill; changed only if all of it can be.
+        device: where full tensors are put; new DTensors are on the device of their mesh.
+        pg: not used.
+
+    Raises:
+        StateMismatch: a tensor has another shape than its destination.
+        UnsupportedLeaf: a full tensor is on meta or of no plain form, or the placements of a DTensor do not determine
+            which part this rank holds.
+
+    """
+    del pg
+    local_state_dict.update(
+        {
+            key: _local_part(value, local_state_dict.get(key), (key,), torch.device(device))
+            for key, value in full_state_dict.items()
+            if not (isinstance(value, torch.Tensor) and value.dim() and local_state_dict.get(key) is None)
+        }
+    )
+
+
+def _local_part(full: Any, present: Any, path: TreePath, device: torch.device) -> Any:
+    """Return the local value for one value of a full state dict, given the present local value."""
+
+    def change(at: TreePath, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        held = value_at(present, at)
+        if is_dtensor(value) and is_dtensor(held) and same_layout(value, held):
+            return value.detach()
+        source = plain_source(value, (*path, *at))
+        spec = TensorSpec(path_name((*path, *at)), tuple(source.shape), source.dtype)
+        if not is_dtensor(held):
+            check_shape(spec, held)
+            return source.to(device if spec.shape else _CPU)
+        destination = destination_for(spec, held, torch.device(held.device_mesh.device_type), refill=False)
+        with torch.no_grad():
+            copy_box(whole(spec.shape), source, destination)
+        return destination.result
+
+    return change((), full) if present is None else map_leaves(full, change, _opens)
+
+
+def _opens(value: Any) -> bool:
+    return type(value) in _CONTAINERS
+
+
+def split_tensors(state_dict: Mapping[str, Any]) -> SplitStateDict:
+    """
+    Split a full state dict into skeleton and tensors, without copying.
+
+    Raises:
+        UnsupportedLeaf: a tensor is sharded, on meta, or of no plain form.
+
+    """
+    specs: list[TensorSpec] = []
+    sources: list[torch.Tensor] = []
+
+    def change(path: TreePath, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        source = plain_source(value, path)
+        specs.append(TensorSpec(path_name(path), tuple(source.shape), source.dtype))
+        sources.append(source)
+        return TensorSlot(len(sources) - 1)
+
+    skeleton = {key: map_leaves(value, change, _opens, (key,)) for key, value in state_dict.items()}
+    return SplitStateDict(skeleton, specs, sources)
+
+
+def plain_source(value: Any, path: TreePath) -> torch.Tensor:
+    """
+    Return a full tensor as a plain detached one over the same memory.
+
+    Raises:
+        UnsupportedLeaf: it is sharded, on meta, or of no plain form.
+
+    """
+    name = path_name(path)
+    if not is_plain(value):
+        raise UnsupportedLeaf(
+            f"{name!r} is a {type(value).__qualname__}, expected a full tensor",
+            hint="gather the state dict first (gather_state_dict, or full_state_dict=True)",
+            key=name,
+        )
+    leaf = describe_leaf(name, value)
+    return leaf.pieces[0].tensor if leaf.pieces else torch.empty(leaf.shape, dtype=leaf.dtype)
+
+
+def _split_flat(values: Mapping[str, Any], *, sender: bool) -> SplitStateDict:
+    """Split a flat dict of tensors, or, on ranks that do not send, of their `_TensorInfo`s."""
+    if sender:
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedLeaf(f"{key!r} is a {type(value).__qualname__}, expected a tensor", key=key)
+        return split_tensors(values)
+    # A rank that has the tensor as well may pass it in place of the info.
+    shapes = {key: info.shape if isinstance(info, torch.Tensor) else info.size for key, info in values.items()}
+    specs = [TensorSpec(key, tuple(shapes[key]), info.dtype) for key, info in values.items()]
+    return SplitStateDict({key: TensorSlot(number) for number, key in enumerate(values)}, specs, None)
+
+
+def _check_same_specs(said: list[bytes]) -> list[bytes]:
+    """Raise unless all ranks have the same specs."""
+    first: list[TensorSpec] = pickle.loads(said[0])
+    for rank, word in enumerate(said):
+        theirs: list[TensorSpec] = first if word == said[0] else pickle.loads(word)
+        for ours, other in itertools.zip_longest(first, theirs):
+            if ours != other:
+                raise StateMismatch(
+                    f"the tensors to broadcast differ: {ours} on the first rank, {other} on rank {rank}",
+                    hint="give all ranks the same keys, in the same order, and the size and dtype of the first rank's",
+                    mismatched=[(ours or other).name],
+                )
+    return [b""] * len(said)
+
+
+def _broadcast(
+    what: str,
+    describe: Callable[[World], bytes],
+    decide: Callable[[list[bytes]], list[bytes]],
+    split_of: Callable[[bytes], SplitStateDict],
+    local_state_dict: dict[str, Any],
+    device: torch.device,
+    pg: ProcessGroup | None,
+    *,
+    cpu_offload: bool,
+) -> SplitStateDict:
+    """
+    Agree on what is sent, send it, and put it into the local state dict.
+
+    Every rank describes its side, `decide` answers on the first rank, and `split_of` turns the answer into what is sent.
+    """
+    world = current_world(pg, timeout_s=Options().timeout_s)
+    destinations: dict[int, Destination] = {}
+    with rendezvous(world, what) as meeting:
+        split = split_of(meeting.agree("describe", lambda: describe(world), decide))
+        wanted = {
+            key: part
+            for key, part in split.skeleton.items()
+            if key in local_state_dict and not (isinstance(part, TensorSlot) and local_state_dict[key] is None)
+        }
+
+        def prepare() -> set[int]:
+            for key, part in wanted.items():
+                for path, slot in leaves_of(part, _opens):
+                    if isinstance(slot, TensorSlot):
+                        present = value_at(local_state_dict[key], path)
+                        destinations[slot.number] = _destination(split, slot.number, present, device, cpu_offload)
+            return {number for number, destination in destinations.items() if destination.parts}
+
+        numbers, batch_bytes = _agree_on_sent(meeting, prepare, len(split.specs), communication_device(device, pg))
+    nowhere = Destination(None, ())
+    with torch.no_grad():
+        broadcast_batches(
+            [split.specs[number] for number in numbers],
+            None if split.sources is None else [split.sources[number] for number in numbers],
+            [destinations.get(number, nowhere) for number in numbers],
+            communication_device(device, pg),
+            pg,
+            batch_bytes=batch_bytes,
+        )
+        results = {number: destination.result for number, destination in destinations.items()}
+        if cpu_offload:
+            results = {number: result.cpu() for number, result in results.items()}
+    for key, part in wanted.items():
+        local_state_dict[key] = map_leaves(
+            part, lambda _, leaf: results[leaf.number] if isinstance(leaf, TensorSlot) else leaf, _opens
+        )
+    return split
+
+
+def _destination(
+    split: SplitStateDict, number: int, present: Any, device: torch.device, cpu_offload: bool
+) -> Destination:
+    spec = split.specs[number]
+    # 0-dim tensors are counters, which optimizers keep on the CPU.
+    on_cpu = cpu_offload or not (spec.shape or is_dtensor(present))
+    device = _CPU if on_cpu else device
+    if split.sources is None or is_dtensor(present):
+        return destination_for(spec, present, device)
+    check_shape(spec, present)
+    return Destination(split.sources[number].to(device), ())  # the sender has it already
+
+
+def _agree_on_sent(
+    meeting: Rendezvous, prepare: Callable[[], set[int]], count: int, device: torch.device
+) -> tuple[list[int], int]:
+    """Return the tensors, of `count`, that at least one rank needs, and the size of a batch; the same on all ranks."""
+
+    def work() -> bytes:
+        mine = prepare()
+        flags = "".join("1" if number in mine else "0" for number in range(count))
+        return f"{device.type} {int(flags or '0', 2):x}".encode()
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        kinds, flags = zip(*(word.decode().split() for word in said), strict=True)
+        if len(set(kinds)) > 1:
+            raise RanksDisagree(
+                f"the ranks want to communicate from different kinds of devices: {dict(enumerate(kinds))}",
+                hint="give all ranks a device of the same type",
+            )
+        union = functools.reduce(operator.or_, (int(each, 16) for each in flags))
+        return [f"{union:x} {BATCH_BYTES}".encode()] * len(said)
+
+    union, batch_bytes = meeting.agree("prepare", work, decide).split()
+    flags = format(int(union, 16), "b").zfill(count)
+    return [number for number in range(count) if flags[number] == "1"], int(batch_bytes)
+
+
+def destination_for(spec: TensorSpec, present: Any, device: torch.device, *, refill: bool = True) -> Destination:
+    """
+    Make room for a tensor on this rank, in place of the present value.
+
+    A DTensor takes its own part only: into its memory, or into new memory on `device` if it is on meta or `refill` is
+    false. For anything else a full tensor is made on `device`.
+
+    Raises:
+        StateMismatch: the present tensor has another shape, or a dtype that cannot hold the values.
+        InvalidShards, UnsupportedLeaf: the placements of a DTensor do not determine its part.
+
+    """
+    check_shape(spec, present)
+    if not is_dtensor(present):
+        full = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return Destination(full, ((whole(spec.shape), full),))
+    dtensor = wait_tensor(present)
+    if dtensor._local_tensor.is_meta or not refill:
+        dtensor = torch.empty_like(dtensor, dtype=spec.dtype, device=device, requires_grad=False)
+    elif not torch.can_cast(spec.dtype, dtensor.dtype):
+        raise StateMismatch(
+            f"{spec.name!r} is {spec.dtype} in the full state dict, {dtensor.dtype} here, which cannot hold it",
+            hint="convert one of the two, or leave the key out",
+            mismatched=[spec.name],
+        )
+    local = dtensor._local_tensor.detach()
+    boxes = dtensor_boxes(spec.name, dtensor._spec, tuple(local.shape))
+    return Destination(dtensor, tuple((there, local[slices(here)]) for there, here in boxes))
+
+
+def check_shape(spec: TensorSpec, present: Any) -> None:
+    """Raise `StateMismatch` if the present value is a tensor of another shape."""
+    if isinstance(present, torch.Tensor) and tuple(present.size()) != spec.shape:
+        raise StateMismatch(
+            f"{spec.name!r} has shape {spec.shape} in the full state dict, {tuple(present.size())} here",
+            hint="give a full state dict of the same model, or leave the key out",
+            mismatched=[spec.name],
+        )
+
+
+def communication_device(device: torch.device, pg: ProcessGroup | None) -> torch.device:
+    """Return `device` if the group can send from there, else a device from which it can."""
+    import torch.distributed as dist  # noqa: PLC0415 - takes a second, and a single process needs none
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return device
+    group: Any = pg or dist.group.WORLD
+    able = [each.type for each in group._device_types]
+    return device if device.type in able else torch.device(able[0])
 
 
 class _Run(NamedTuple):
@@ -415,61 +774,10 @@ class _Run(NamedTuple):
     at_byte: int
 
 
-def destination_for(cargo: TensorSpec, destination: Any, device: torch.device, *, refill: bool = True) -> Destination:
-    """
-    Make room for a tensor on this rank.
-
-    A DTensor takes its own part only: into its memory, or into new memory on `device` where it is on meta or `refill`
-    is false. For anything else a full tensor is made there.
-
-    Raises:
-        StateMismatch: the destination is a tensor of another shape, or one to fill of a lesser kind of dtype.
-        InvalidShards, UnsupportedLeaf: a DTensor whose placements do not say where its part lies.
-
-    """
-    check_shape(cargo, destination)
-    if not is_dtensor(destination):
-        full = torch.empty(cargo.shape, dtype=cargo.dtype, device=device)
-        return Destination(full, ((whole(cargo.shape), full),))
-    dtensor = wait_tensor(destination)
-    if dtensor._local_tensor.is_meta or not refill:
-        dtensor = torch.empty_like(dtensor, dtype=cargo.dtype, device=device, requires_grad=False)
-    elif not torch.can_cast(cargo.dtype, dtensor.dtype):
-        raise StateMismatch(
-            f"{cargo.name!r} is {cargo.dtype} in the full state dict, {dtensor.dtype} here, which cannot hold it",
-            hint="convert one of the two, or leave the key out",
-            mismatched=[cargo.name],
-        )
-    local = dtensor._local_tensor.detach()
-    boxes = dtensor_boxes(cargo.name, dtensor._spec, tuple(local.shape))
-    return Destination(dtensor, tuple((there, local[slices(here)]) for there, here in boxes))
-
-
-def check_shape(cargo: TensorSpec, destination: Any) -> None:
-    """Raise `StateMismatch` if the destination is a tensor of another shape."""
-    if isinstance(destination, torch.Tensor) and tuple(destination.size()) != cargo.shape:
-        raise StateMismatch(
-            f"{cargo.name!r} has shape {cargo.shape} in the full state dict, {tuple(destination.size())} here",
-            hint="give a full state dict of the same model, or leave the key out",
-            mismatched=[cargo.name],
-        )
-
-
-def communication_device(device: torch.device, pg: ProcessGroup | None) -> torch.device:
-    """Return `device` if the group can send from there, else one from which it can."""
-    import torch.distributed as dist  # noqa: PLC0415 - takes a second, and a single process needs none
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return device
-    group: Any = pg or dist.group.WORLD
-    able = [each.type for each in group._device_types]
-    return device if device.type in able else torch.device(able[0])
-
-
 def broadcast_batches(
-    cargoes: Sequence[TensorSpec],
+    specs: Sequence[TensorSpec],
     sources: Sequence[torch.Tensor] | None,
-    berths: Sequence[Destination],
+    destinations: Sequence[Destination],
     device: torch.device,
     pg: ProcessGroup | None,
     *,
@@ -477,75 +785,75 @@ def broadcast_batches(
     sender: int = 0,
 ) -> None:
     """
-    Fill the berths of all ranks with the tensors of one.
+    Fill the destinations of all ranks with the tensors of one.
 
     Args:
-        cargoes: the tensors, the same on all ranks.
+        specs: the tensors, the same on all ranks.
         sources: their values on the rank that sends; None on the others.
-        berths: where they go on this rank.
-        device: where the buffer is, on a kind of device the group can talk from.
-        pg: the group; None for all ranks, or where there is only this one.
-        batch_bytes: the longest batch, the same on all ranks.
+        destinations: where they go on this rank.
+        device: where the buffer is; the group must be able to send from there.
+        pg: the group; None for all ranks, or for a single process.
+        batch_bytes: the size of the largest batch, the same on all ranks.
         sender: the rank that sends, counted within the group.
 
     """
-    batches = list(_batches(cargoes, batch_bytes))
-    length = max((_end(cargoes, pieces[-1]) for pieces in batches), default=0)
+    batches = list(_batches(specs, batch_bytes))
+    length = max((_end(specs, runs[-1]) for runs in batches), default=0)
     buffer = torch.empty(length, dtype=torch.uint8, device=device)
-    for pieces in batches:
-        batch = buffer[: _end(cargoes, pieces[-1])]
+    for runs in batches:
+        batch = buffer[: _end(specs, runs[-1])]
         if sources is not None:
-            for piece in pieces:
-                for box, values in _boxes_in(batch, cargoes[piece.number], piece):
-                    copy_bits(values, sources[piece.number][slices(box)])
-        _broadcast(batch, pg, sender)
-        for piece in pieces:
-            for box, values in _boxes_in(batch, cargoes[piece.number], piece):
-                copy_box(box, values, berths[piece.number])
+            for run in runs:
+                for box, values in _boxes_in(batch, specs[run.number], run):
+                    copy_bits(values, sources[run.number][slices(box)])
+        _broadcast_tensor(batch, pg, sender)
+        for run in runs:
+            for box, values in _boxes_in(batch, specs[run.number], run):
+                copy_box(box, values, destinations[run.number])
 
 
-def copy_box(box: Box, values: torch.Tensor, berth: Destination) -> None:
-    """Copy the elements of one box of a full tensor to where a berth wants them."""
-    for wanted, memory in berth.parts:
+def copy_box(box: Box, values: torch.Tensor, destination: Destination) -> None:
+    """Copy the elements of one box of a full tensor into the parts of a destination."""
+    for wanted, memory in destination.parts:
         common = intersect(wanted, box)
         if common is not None:
             copy_bits(memory[slices(relative(common, wanted))], values[slices(relative(common, box))])
 
 
-def _batches(cargoes: Sequence[TensorSpec], limit_bytes: int) -> Iterator[list[_Run]]:
-    """Cut the tensors' elements, one after another, into batches of at most `limit_bytes`; all ranks alike."""
+def _batches(specs: Sequence[TensorSpec], limit_bytes: int) -> Iterator[list[_Run]]:
+    """Cut the tensors' elements, one after another, into batches of at most `limit_bytes`; the same on all ranks."""
     batch: list[_Run] = []
     used = 0
-    for number, cargo in enumerate(cargoes):
-        count, start = math.prod(cargo.shape), 0
+    for number, spec in enumerate(specs):
+        count, start = math.prod(spec.shape), 0
         while start < count:
-            room = (limit_bytes - used) // cargo.dtype.itemsize
+            room = (limit_bytes - used) // spec.dtype.itemsize
             if room <= 0 and batch:
                 yield batch
                 batch, used = [], 0
                 continue
             stop = min(count, start + max(room, 1))
             batch.append(_Run(number, start, stop, used))
-            used += -(-(stop - start) * cargo.dtype.itemsize // _ALIGNED) * _ALIGNED
+            used += -(-(stop - start) * spec.dtype.itemsize // _ALIGNED) * _ALIGNED
             start = stop
     if batch:
         yield batch
 
 
-def _end(cargoes: Sequence[TensorSpec], piece: _Run) -> int:
-    return piece.at_byte + (piece.stop - piece.start) * cargoes[piece.number].dtype.itemsize
+def _end(specs: Sequence[TensorSpec], run: _Run) -> int:
+    return run.at_byte + (run.stop - run.start) * specs[run.number].dtype.itemsize
 
 
-def _boxes_in(batch: torch.Tensor, cargo: TensorSpec, piece: _Run) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a tensor that a piece is made of, each with its place in the batch."""
-    row = batch[piece.at_byte : piece.at_byte + (piece.stop - piece.start) * cargo.dtype.itemsize].view(cargo.dtype)
+def _boxes_in(batch: torch.Tensor, spec: TensorSpec, run: _Run) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a tensor that a run covers, each with its memory in the batch."""
+    row = batch[run.at_byte : run.at_byte + (run.stop - run.start) * spec.dtype.itemsize].view(spec.dtype)
     at = 0
-    for box in flat_range_to_boxes(cargo.shape, piece.start, piece.stop):
+    for box in flat_range_to_boxes(spec.shape, run.start, run.stop):
         yield box, row[at : at + box.volume].view(box.sizes)
         at += box.volume
 
 
-def _broadcast(batch: torch.Tensor, pg: ProcessGroup | None, sender: int) -> None:
+def _broadcast_tensor(batch: torch.Tensor, pg: ProcessGroup | None, sender: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - takes a second, and a single process needs none
 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1:

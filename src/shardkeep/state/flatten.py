@@ -1,16 +1,16 @@
 """
-A nested state to its leaves by flat name, and new leaves back into the same nested state.
+Walks over nested states: one visitor, flat names and back, torch's rules for flattening.
 
-`flatten` takes the state apart and returns leaves and skeleton; it copies nothing and changes nothing. `refill` puts
-new leaf objects into the very containers the user holds. Both walk in the same way: mappings and `PerRank` always;
-lists and tuples only where a tensor, a mapping or a `PerRank` is inside, for a list of numbers is one value.
+`leaves_of`, `map_leaves` and `value_at` are the visitor; its rule is which values it opens. `flatten` splits a state into
+leaves by flat name and a skeleton, without copying; `refill` puts new leaves into the containers the user holds. Both
+open mappings and `PerRank` always, and lists and tuples only if they contain a tensor, a mapping or a `PerRank`: a list
+of numbers is one value. The functions with torch's names follow torch's rules, on which its checkpoints depend.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, TypeVar
@@ -18,11 +18,67 @@ from typing import Any, Final, TypeVar
 import torch
 
 from shardkeep.errors import InvalidShards, KeyCollision, StateError, UnsupportedLeaf
-from shardkeep.format.tree import MAX_DEPTH, Container, Node, Part, is_part, join, refuse_collisions
+from shardkeep.format.tree import MAX_DEPTH, Container, Node, Part, is_part, join, part_name, refuse_collisions
 from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
+T = TypeVar("T")
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def is_container(value: Any) -> bool:
+    """Return True for mappings, lists and tuples: the visitor's usual rule."""
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and values of a mapping, or indices and items of a list or tuple."""
+    return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def leaves_of(
+    tree: Any, opens: Callable[[Any], bool] = is_container, path: TreePath = ()
+) -> Iterator[tuple[TreePath, Any]]:
+    """Yield path and value of each leaf, in order. A leaf is what the rule `opens` does not open."""
+    if not opens(tree):
+        yield path, tree
+        return
+    for key, child in items_of(tree):
+        yield from leaves_of(child, opens, (*path, key))
+
+
+def map_leaves(
+    tree: Any, change: Callable[[TreePath, Any], Any], opens: Callable[[Any], bool] = is_container, path: TreePath = ()
+) -> Any:
+    """
+    Return the same nesting in new containers, with each leaf replaced by `change(path, leaf)`.
+
+    Mappings become plain dicts, except exact `OrderedDict`s; tuples become plain tuples, except named tuples.
+    """
+    if not opens(tree):
+        return change(path, tree)
+    made = [(key, map_leaves(child, change, opens, (*path, key))) for key, child in items_of(tree)]
+    if isinstance(tree, Mapping):
+        return OrderedDict(made) if type(tree) is OrderedDict else dict(made)
+    values = [child for _, child in made]
+    return values if isinstance(tree, list) else getattr(tree, "_make", tuple)(values)
+
+
+def value_at(tree: Any, path: TreePath) -> Any:
+    """Return the value at a path; None if there is no such place."""
+    for key in path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(key)
+        elif isinstance(tree, (list, tuple)) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree
+
+
+def is_per_rank_name(name: str, rank: int) -> bool:
+    """Return True if a flat name is inside a `PerRank` of this rank."""
+    return part_name("ranks", rank) in name.split(".")
 
 
 def flatten(
@@ -33,21 +89,18 @@ def flatten(
     in_place_of: Mapping[str, Any] = _NOTHING,
 ) -> tuple[dict[str, Any], Container]:
     """
-    Take a state apart: its leaves by flat name, in order, and its skeleton.
+    Return the leaves of a state by flat name, in order, and its skeleton.
 
-    Args:
-        state: Nested mappings, lists, tuples and `PerRank`.
-        rank: Under which number this rank's `PerRank` values stand.
-        is_tensor: Tells leaves that are tensors of some sort, so that lists of them are walked.
-        in_place_of: By flat name, containers to walk in place of the objects whose state they are.
+    This rank's `PerRank` values are named with `rank`. `is_tensor` is true of leaves that make a list worth opening.
+    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are.
 
     Raises:
         UnsupportedLeaf: A key cannot be stored, a container contains itself, or `state` is no mapping.
         KeyCollision: Two paths have one flat name.
 
     """
-    _refuse_other_than_mapping(state)
-    walk = _Walk(rank, is_tensor, in_place_of)
+    _check_mapping(state)
+    walk = _StateWalk(rank, is_tensor, in_place_of)
     leaves: dict[str, Any] = {}
     tree = walk.take(state, _kind_of_type(type(state)), None, leaves)
     if walk.leaf_count != len(leaves):
@@ -67,18 +120,19 @@ def refill(
     """
     Put new leaf objects into the state, in place; names that `leaves` lacks stay as they are.
 
-    Dict and list items and `PerRank.value` are assigned, tuples are built anew inside their parent. An item that is
-    already there is not assigned again. What stands in place of an object is changed, never the object. A `dry` run changes nothing, and raises where a real one would.
+    Dict and list items and `PerRank.value` are assigned, unless they are there already; tuples are rebuilt inside
+    their parent. The containers in `in_place_of` are changed, never the objects they represent. A `dry` run changes
+    nothing, and raises where a real one would.
 
     Raises:
-        StateError: A changed leaf sits in a mapping that cannot be changed.
+        StateError: A changed leaf is in a mapping that cannot be changed.
 
     """
-    _refuse_other_than_mapping(state)
-    _Walk(rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
+    _check_mapping(state)
+    _StateWalk(rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
 
 
-def _refuse_other_than_mapping(state: Any) -> None:
+def _check_mapping(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise UnsupportedLeaf(
             f"the state is a {type(state).__qualname__}, expected a mapping",
@@ -86,8 +140,8 @@ def _refuse_other_than_mapping(state: Any) -> None:
         )
 
 
-class _Walk:
-    """One walk over one state: which values are containers, what their children are called."""
+class _StateWalk:
+    """One walk over one state: which values are containers, and the flat names of their children."""
 
     __slots__ = ("_in_place_of", "_is_tensor", "_kinds", "_open", "_rank", "leaf_count")
 
@@ -96,22 +150,23 @@ class _Walk:
         self._is_tensor = is_tensor
         self._in_place_of = in_place_of
         self._kinds: dict[type, str] = dict.fromkeys(_SCALARS, "")
-        # The containers we are inside of, by id, with their kind and name: to meet one again is a cycle.
+        # The containers the walk is inside of, by id, with kind and name: meeting one again means a cycle.
         self._open: dict[int, tuple[str, str | None]] = {}
         self.leaf_count = 0
 
     def take(self, value: Any, kind: str, name: str | None, leaves: dict[str, Any]) -> Container:
         """Collect the leaves below one container and return its skeleton."""
-        # What `_children` gives, spelt out: a state has many leaves, and a generator costs as much as all the rest.
+        # Written out and not shared with `put` by a generator, which would double the time of a large state.
         self._enter(value, kind, name)
         prefix = "" if name is None else f"{name}."
         kinds, in_place_of = self._kinds, self._in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
-        for part, child in _items(value, kind, self._rank):
+        for part, child in _state_items(value, kind, self._rank):
             own = prefix + part if type(part) is str and part.isascii() else _checked_name(name, kind, part)
             if own in in_place_of:
                 child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child
+            # By type first: nearly all children are leaves, and the type of a leaf decides.
             if kinds.get(type(child)) != "" and (child_kind := self._kind(child)):
                 children.append((part, self.take(child, child_kind, own, leaves)))
                 inner += 1
@@ -123,28 +178,18 @@ class _Walk:
         return Container(kind, tuple(children))
 
     def put(self, value: Any, kind: str, name: str | None, leaves: Mapping[str, Any], *, dry: bool) -> Any:
-        """Put new leaves below one container and return what shall stand in its place: itself, or a new tuple."""
+        """Put new leaves below one container; return it, or the tuple that replaces it."""
+        self._enter(value, kind, name)
         changes: list[tuple[Part, Any]] = []
-        for part, child, own, child_kind in self._children(value, kind, name):
+        for part, present in _state_items(value, kind, self._rank):
+            own = _checked_name(name, kind, part)
+            child = self._in_place_of.get(own, present)
+            child_kind = self._kind(child)
             new = self.put(child, child_kind, own, leaves, dry=dry) if child_kind else leaves.get(own, child)
             if new is not child:
                 changes.append((part, new))
-        return _changed(value, kind, name, changes, dry=dry) if changes else value
-
-    def _children(self, value: Any, kind: str, name: str | None) -> Iterator[tuple[Part, Any, str, str]]:
-        """Give each child's part, value, flat name and kind; the kind is empty for a leaf."""
-        self._enter(value, kind, name)
-        prefix = "" if name is None else f"{name}."
-        kinds = self._kinds
-        for part, child in _items(value, kind, self._rank):
-            easy = type(part) is str and part.isascii()
-            own = prefix + part if easy else _checked_name(name, kind, part)
-            if own in self._in_place_of:
-                child = self._in_place_of[own]  # noqa: PLW2901 - from here on this is the child
-            # By type first: nearly all children are leaves, and a leaf's type says so.
-            child_kind = kinds.get(type(child))
-            yield part, child, own, self._kind(child) if child_kind != "" else ""
         del self._open[id(value)]
+        return _changed(value, kind, name, changes, dry=dry) if changes else value
 
     def _enter(self, value: Any, kind: str, name: str | None) -> None:
         if id(value) in self._open:
@@ -157,9 +202,9 @@ class _Walk:
 
     def _kind(self, value: Any) -> str:
         kind = self._kind_of_type(type(value))
-        if type(value) is dict:  # as most containers are; the rest would say the same
+        if type(value) is dict:  # the usual case, decided early
             return kind
-        # A sharded tensor of some framework may well be a mapping or a tuple.
+        # A framework's sharded tensor may be a mapping or a tuple.
         if not kind or self._is_tensor(value):
             return ""
         return "" if kind in ("list", "tuple") and not self._has_structure(value, 0) else kind
@@ -171,7 +216,7 @@ class _Walk:
         return kind
 
     def _has_structure(self, items: Iterable[Any], depth: int) -> bool:
-        """Say whether a list or tuple holds more than plain values. Too deep counts as yes: the walk refuses it."""
+        """Return True if a list or tuple holds more than plain values, or is too deep, which the walk refuses."""
         if depth > MAX_DEPTH:
             return True
         for item in items:
@@ -186,8 +231,7 @@ class _Walk:
 
 
 def _kind_of_type(cls: type) -> str:
-    torch = sys.modules.get("torch")
-    if torch is not None and cls is torch.Size:
+    if cls is torch.Size:
         return ""
     if issubclass(cls, PerRank):
         return "ranks"
@@ -198,7 +242,7 @@ def _kind_of_type(cls: type) -> str:
     return "list" if issubclass(cls, list) else "tuple" if issubclass(cls, tuple) else ""
 
 
-def _items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
+def _state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
     if kind in ("dict", "odict"):
         items: Iterable[tuple[Part, Any]] = value.items()
         return items
@@ -258,9 +302,7 @@ def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]
         ) from exc
 
 
-# Nested state dicts to flat ones and back, by torch's rules.
-#
-# There are three sets of rules for what is gone into, and checkpoints of torch depend on each of them:
+# Flattening by torch's rules. There are three sets of rules for what is opened:
 #
 #                           mappings        lists                            tuples
 #     traverse_state_dict   always          those with a tensor or a         never
@@ -268,20 +310,18 @@ def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]
 #     ..._v_2_3             those with a tensor somewhere inside             never
 #     traverse_everything   always          always                           always
 #
-# What is not gone into is one value. Keys become strings, items of lists stay integers; a flat name is the path
-# joined
-# by dots. Containers that are gone into and hold nothing leave no trace.
+# What is not opened is one value. Keys become strings, indices of lists stay integers, and a flat name is the path
+# joined by dots. Empty containers that are opened leave no trace.
 
 PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 Visitor = Callable[[OBJ_PATH, Any], None]
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
-"""The path each flat name came from."""
-T = TypeVar("T")
+"""The path of each flat name."""
 
 
 def _keep_visiting_tensors(value: Any) -> bool:
-    """Say that a container with this value in it is gone into."""
+    """Return True for a value that makes its containers worth opening."""
     return isinstance(value, torch.Tensor)
 
 
@@ -289,7 +329,7 @@ def traverse_state_dict(
     state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
 ) -> None:
     """
-    Call `visitor(path, value)` for each value, in order, going into mappings and into lists that hold state.
+    Call `visitor(path, value)` for each value, in order, opening mappings and lists that hold state.
 
     A list holds state if `keep_traversing` is true of an item, or an item is a mapping or such a list. Tuples are
     values.
@@ -301,7 +341,7 @@ def traverse_state_dict(
         return isinstance(value, list) and any(opens(item) or keep_traversing(item) for item in value)
 
     for key, value in state_dict.items():
-        _walk((str(key),), value, visitor, opens)
+        _traverse((str(key),), value, visitor, opens)
 
 
 def traverse_state_dict_v_2_3(
@@ -310,28 +350,35 @@ def traverse_state_dict_v_2_3(
     """
     Call `visitor(path, value)` for each value, in order, as torch did up to version 2.3.
 
-    Mappings and lists are gone into only if `keep_traversing` is true of something inside. Tuples are values.
+    Mappings and lists are opened only if `keep_traversing` is true of something inside. Tuples are values.
     """
 
     def opens(value: Any) -> bool:
         if not isinstance(value, (Mapping, list)):
             return False
-        items = value.values() if isinstance(value, Mapping) else value
-        return any(opens(item) or keep_traversing(item) for item in items)
+        return any(opens(item) or keep_traversing(item) for _, item in items_of(value))
 
     for key, value in state_dict.items():
-        _walk((str(key),), value, visitor, opens)
+        _traverse((str(key),), value, visitor, opens)
 
 
 def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
-    """Call `visitor(path, value)` for each value, in order, going into every mapping, list and tuple."""
+    """Call `visitor(path, value)` for each value, in order, opening every mapping, list and tuple."""
     for key, value in state_dict.items():
         traverse_obj((str(key),), value, visitor)
 
 
 def traverse_obj(path: OBJ_PATH, value: Any, visitor: Visitor) -> None:
-    """Call `visitor` for each value in one that stands at `path`, going into every mapping, list and tuple."""
-    _walk(path, value, visitor, lambda each: isinstance(each, (Mapping, list, tuple)))
+    """Call `visitor` for each value below `path`, opening every mapping, list and tuple."""
+    _traverse(path, value, visitor, is_container)
+
+
+def _traverse(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any], bool]) -> None:
+    if not opens(value):
+        visitor(path, value)
+        return
+    for key, child in items_of(value):
+        _traverse((*path, str(key) if isinstance(value, Mapping) else key), child, visitor, opens)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
@@ -339,87 +386,20 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], F
     Return the values by flat name, and the path of each name, as `traverse_state_dict` finds them.
 
     Raises:
-        KeyCollision: two paths have one flat name, as "a.b" and "b" in "a" have.
+        KeyCollision: Two paths have one flat name, such as "a.b" and "b" in "a".
 
     """
     return _flatten(state_dict, traverse_state_dict)
 
 
 def flatten_state_dict_v_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
-    """Do as `flatten_state_dict`, with the rules of torch 2.3, which older checkpoints were written by."""
+    """Like `flatten_state_dict`, with the rules of torch 2.3, which wrote older checkpoints."""
     return _flatten(state_dict, traverse_state_dict_v_2_3)
 
 
 def flatten_everything(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
-    """Do as `flatten_state_dict`, with the rules of `traverse_everything`; tuples come back as lists."""
+    """Like `flatten_state_dict`, with the rules of `traverse_everything`; tuples come back as lists."""
     return _flatten(state_dict, traverse_everything)
-
-
-def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
-    """
-    Return the nested state dict, given the values by flat name and the path of each name.
-
-    Raises:
-        KeyError: a name has no path.
-        StateError: two paths contradict each other.
-
-    """
-    nested: dict[str, Any] = {}
-    for key, value in state_dict.items():
-        set_element(nested, mapping[key], value)
-    return nested
-
-
-def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
-    """
-    Put a value at a path, making the dicts and lists on the way; lists are filled up with None.
-
-    Raises:
-        StateError: something that is no container, or not the kind the path needs, is in the way.
-
-    """
-    if not path:
-        raise StateError("there is no place without a path: expected at least one key")
-    container: Any = root_dict
-    for depth, (key, following) in enumerate(itertools.pairwise(path)):
-        _make_room(container, path, depth)
-        child = container.get(key) if isinstance(container, Mapping) else container[key]
-        present = child is not None or (isinstance(container, Mapping) and key in container)
-        if not present:
-            child = [] if isinstance(following, int) else {}
-            container[key] = child
-        container = child
-    _make_room(container, path, len(path) - 1)
-    container[path[-1]] = value
-
-
-def get_element(root_dict: Mapping[str, Any], path: OBJ_PATH, default_value: T | None = None) -> T | None:
-    """Return the value at a path, or `default_value` where there is none; an index past a list's end is none."""
-    value: Any = root_dict
-    for part in path:
-        if isinstance(part, int):
-            if not isinstance(value, list) or not -len(value) <= part < len(value):
-                return default_value
-        elif not isinstance(value, Mapping) or part not in value:
-            return default_value
-        value = value[part]
-    return value  # type: ignore[no-any-return]  # the caller says what it expects there
-
-
-def print_tensor(path: OBJ_PATH, value: Any, print_fun: Callable[[str], None] = print) -> None:
-    """Print what kind of value stands at a path, and its size; a visitor for `traverse_state_dict`."""
-    _print_nested(value, str(path), print_fun)
-
-
-def _walk(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any], bool]) -> None:
-    if not opens(value):
-        visitor(path, value)
-    elif isinstance(value, Mapping):
-        for key, child in value.items():
-            _walk((*path, str(key)), child, visitor, opens)
-    else:
-        for index, child in enumerate(value):
-            _walk((*path, index), child, visitor, opens)
 
 
 def _flatten(
@@ -443,20 +423,74 @@ def _flatten(
     return flat, mapping
 
 
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
+    """
+    Return the nested state dict, given the values by flat name and the path of each name.
+
+    Raises:
+        KeyError: A name has no path.
+        StateError: Two paths contradict each other.
+
+    """
+    nested: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        set_element(nested, mapping[key], value)
+    return nested
+
+
+def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
+    """
+    Set the value at a path, creating the dicts and lists on the way; lists are padded with None.
+
+    Raises:
+        StateError: The path leads through a value that is not the container it needs.
+
+    """
+    if not path:
+        raise StateError("cannot set an element at an empty path: expected at least one key")
+    container: Any = root_dict
+    for depth, (key, following) in enumerate(itertools.pairwise(path)):
+        _make_room(container, path, depth)
+        child = container.get(key) if isinstance(container, Mapping) else container[key]
+        if child is None and not (isinstance(container, Mapping) and key in container):
+            child = container[key] = [] if isinstance(following, int) else {}
+        container = child
+    _make_room(container, path, len(path) - 1)
+    container[path[-1]] = value
+
+
+def get_element(root_dict: Mapping[str, Any], path: OBJ_PATH, default_value: T | None = None) -> T | None:
+    """Return the value at a path, or `default_value` if there is none; an index past a list's end is none."""
+    value: Any = root_dict
+    for part in path:
+        if isinstance(part, int):
+            if not isinstance(value, list) or not -len(value) <= part < len(value):
+                return default_value
+        elif not isinstance(value, Mapping) or part not in value:
+            return default_value
+        value = value[part]
+    return value  # type: ignore[no-any-return]  # the caller says what it expects there
+
+
 def _make_room(container: Any, path: OBJ_PATH, depth: int) -> None:
-    """Make sure that a value can be put at `path[depth]` of the container reached by then."""
+    """Make sure that `path[depth]` can be assigned in `container`."""
     key = path[depth]
     if isinstance(key, int) and isinstance(container, list):
         container.extend([None] * (key + 1 - len(container)))
     elif not isinstance(container, Mapping):
         raise StateError(
-            f"{path[:depth]} holds a {type(container).__qualname__}, so that nothing can be put at {path}",
+            f"{path[:depth]} holds a {type(container).__qualname__}, so nothing can be put at {path}",
             hint="the paths of a flat state dict must not lead through its values",
         )
 
 
+def print_tensor(path: OBJ_PATH, value: Any, print_fun: Callable[[str], None] = print) -> None:
+    """Print the kind and size of the value at a path; a visitor for `traverse_state_dict`."""
+    _print_nested(value, str(path), print_fun)
+
+
 def _print_nested(value: Any, prefix: str = "", print_fun: Callable[[str], None] = print) -> None:
-    """Print what kind of value this is, and its size; of a sharded one also each part that is here."""
+    """Print the kind and size of a value, and of each local part of a sharded one."""
     if is_sharded_tensor(value):
         print_fun(f"{prefix} ShardedTensor size: {value.size()}")
         for shard in value.local_shards():
@@ -470,102 +504,87 @@ def _print_nested(value: Any, prefix: str = "", print_fun: Callable[[str], None]
         print_fun(f"{prefix} Type: {type(value)}")
 
 
-# ShardedTensors inside ShardedTensors, as FSDP over tensor parallelism makes them, turned into flat ones.
-#
-# Nothing is copied or communicated: the flat tensor is over the innermost memory, at its offsets in the whole tensor.
-
-
 def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return the state dict with each ShardedTensor whose local shard is a ShardedTensor as one flat ShardedTensor.
 
-    Everything else passes through, in new dicts and lists. That includes a ShardedTensor of which this rank has no
-    shard, which torch drops with its key, and empty dicts, which torch drops too.
+    FSDP over tensor parallelism makes such nested tensors. Nothing is copied or communicated: the flat tensor uses the
+    innermost memory, at its offsets in the whole tensor. Everything else passes through, in new dicts and lists,
+    including empty dicts and ShardedTensors without a local shard, which torch drops.
 
-    A flat ShardedTensor is right about the local shard and its place, which is all that saving and loading need. It
-    knows other ranks' shards only as far as this rank's own nesting tells, so it cannot be gathered or computed with.
+    A flat ShardedTensor has the right local shard and offsets, which is all that saving and loading need. It knows
+    other ranks' shards only as far as this rank's own nesting shows, so it cannot be gathered or computed with.
 
     Raises:
-        InvalidShards: (a ValueError) a nested tensor cannot be flattened; says which and why.
+        InvalidShards: (a ValueError) A nested tensor cannot be flattened; the message says which and why.
 
     """
-    return {key: _flattened(value, (key,)) for key, value in state_dict.items()}
+
+    def change(path: TreePath, value: Any) -> Any:
+        if is_sharded_tensor(value) and any(is_sharded_tensor(shard.tensor) for shard in value.local_shards()):
+            return _flat_sharded_tensor(value, path_name(path))
+        return value
+
+    flat: dict[str, Any] = map_leaves(state_dict, change, lambda value: isinstance(value, (Mapping, list)))
+    return flat
 
 
-def _flattened(value: Any, path: TreePath) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _flattened(child, (*path, key)) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_flattened(child, (*path, index)) for index, child in enumerate(value)]
-    if is_sharded_tensor(value) and any(is_sharded_tensor(shard.tensor) for shard in value.local_shards()):
-        return _flat(value, path)
-    return value
-
-
-def _flat(outer: Any, path: TreePath) -> Any:
+def _flat_sharded_tensor(outer: Any, name: str) -> Any:
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
     from torch.distributed._shard.metadata import ShardMetadata  # noqa: PLC0415
     from torch.distributed._shard.sharded_tensor.shard import Shard  # noqa: PLC0415
 
-    outer_shard, inner_shard = _only_shards(outer, path)
+    outer_shard, inner_shard = _only_shards(outer, name)
     outer_at = outer_shard.metadata.shard_offsets
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), inner_shard.tensor.device
 
-    def moved(inner: Any, placement: str) -> ShardMetadata:
-        offsets = [a + b for a, b in zip(outer_at, inner.shard_offsets, strict=True)]
-        return ShardMetadata(shard_offsets=offsets, shard_sizes=list(inner.shard_sizes), placement=placement)
+    def moved(shard: Any, placement: str, base: Any) -> ShardMetadata:
+        offsets = [a + b for a, b in zip(base, shard.shard_offsets, strict=True)]
+        return ShardMetadata(shard_offsets=offsets, shard_sizes=list(shard.shard_sizes), placement=placement)
 
-    device = inner_shard.tensor.device
-    mine = moved(inner_shard.metadata, f"rank:{rank}/{device}")
-    # Who holds the rest is not known here; all that torch asks is that it be another rank.
+    mine = moved(inner_shard.metadata, f"rank:{rank}/{device}", outer_at)
+    # The owners of the other shards are unknown here; torch only requires that they are on another rank.
     elsewhere = f"rank:{0 if rank else 1}/{device.type if device.type == 'cpu' else f'{device.type}:0'}"
     metadata = copy.deepcopy(outer.metadata())
     metadata.tensor_properties.requires_grad = inner_shard.tensor.requires_grad
     metadata.shards_metadata = [
-        *(
-            ShardMetadata(
-                shard_offsets=list(each.shard_offsets), shard_sizes=list(each.shard_sizes), placement=elsewhere
-            )
-            for each in outer.metadata().shards_metadata
-            if list(each.shard_offsets) != list(outer_at)
-        ),
-        *(
-            moved(each, elsewhere)
-            for each in outer_shard.tensor.metadata().shards_metadata
-            if list(each.shard_offsets) != list(inner_shard.metadata.shard_offsets)
-        ),
-        mine,
+        moved(each, elsewhere, base)
+        for tensor, local, base in (
+            (outer, outer_shard, [0] * len(outer_at)),
+            (outer_shard.tensor, inner_shard, outer_at),
+        )
+        for each in tensor.metadata().shards_metadata
+        if list(each.shard_offsets) != list(local.metadata.shard_offsets)
     ]
+    metadata.shards_metadata.append(mine)
     return type(outer)._init_from_local_shards_and_global_metadata(
         local_shards=[Shard(tensor=inner_shard.tensor, metadata=mine)], sharded_tensor_metadata=metadata
     )
 
 
-def _only_shards(outer: Any, path: TreePath) -> tuple[Any, Any]:
-    """Return the one outer and the one inner shard of this rank; raise where there are more, or they do not match."""
-    name = path_name(path)
-    outer_shards = outer.local_shards()
-    if len(outer_shards) != 1:
-        raise InvalidShards(
-            f"{name!r} has {len(outer_shards)} local shards, some of them ShardedTensors: only one can be flattened",
-            hint="give each rank one shard of the outer tensor",
-            key=name,
-        )
-    inner = outer_shards[0].tensor
-    inner_shards = inner.local_shards()
-    if len(inner_shards) != 1:
-        raise InvalidShards(
-            f"{name!r}: the ShardedTensor inside has {len(inner_shards)} local shards, expected one",
-            hint="give each rank one shard of the inner tensor",
-            key=name,
-        )
-    if is_sharded_tensor(inner_shards[0].tensor):
+def _only_shards(outer: Any, name: str) -> tuple[Any, Any]:
+    """Return this rank's one outer and one inner shard; raise if there are more, or they do not match."""
+
+    def only_shard(tensor: Any, which: str) -> Any:
+        shards = tensor.local_shards()
+        if len(shards) != 1:
+            raise InvalidShards(
+                f"{name!r}: the {which} ShardedTensor has {len(shards)} local shards, expected one",
+                hint=f"give each rank one shard of the {which} tensor",
+                key=name,
+            )
+        return shards[0]
+
+    outer_shard = only_shard(outer, "outer")
+    inner = outer_shard.tensor
+    inner_shard = only_shard(inner, "inner")
+    if is_sharded_tensor(inner_shard.tensor):
         raise InvalidShards(f"{name!r} is sharded in more than two ways, one inside the other", key=name)
-    inner_size, room = tuple(inner.size()), tuple(outer_shards[0].metadata.shard_sizes)
+    inner_size, room = tuple(inner.size()), tuple(outer_shard.metadata.shard_sizes)
     if inner_size != room:
         raise InvalidShards(
-            f"{name!r}: the ShardedTensor inside has size {inner_size}, the shard it stands for {room}",
+            f"{name!r}: the inner ShardedTensor has size {inner_size}, the outer shard has {room}",
             hint="the inner tensor must be the whole of the outer shard",
             key=name,
         )
-    return outer_shards[0], inner_shards[0]
+    return outer_shard, inner_shard

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from shardkeep.errors import BadOptions, BadState, CheckpointError, KeyCollision
 from shardkeep.format.pickles import collector_paused
 from shardkeep.state import fsdp1
-from shardkeep.state.collectives import gather_state_dict
-from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.leaves import is_dtensor
 from shardkeep.state.names import (
     FLAT_PARAM,

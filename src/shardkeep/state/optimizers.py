@@ -23,7 +23,8 @@ from torch.optim import optimizer as torch_optimizers
 
 from shardkeep.errors import BadOptions, BadState, MissingKey, StateError, StateMismatch, UnsupportedValue
 from shardkeep.format.tree import part_name
-from shardkeep.state.distribute import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.flatten import is_per_rank_name
 from shardkeep.state.leaves import is_dtensor
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS, STATE, StateDictInfo
 from shardkeep.state.names import parameter_names
@@ -35,7 +36,6 @@ from shardkeep.state.stored import (
     StoredState,
     allocate_leaf,
     build_containers,
-    is_per_rank_name,
 )
 
 TreePath = tuple[Any, ...]

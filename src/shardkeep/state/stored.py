@@ -25,7 +25,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.tree import Container, Node, Part, decode_tree, join, part_name
 from shardkeep.format.values import decode_value, encode_value
-from shardkeep.state.flatten import flatten
+from shardkeep.state.flatten import flatten, is_per_rank_name
 from shardkeep.state.leaves import (
     EveryRank,
     PerRank,
@@ -40,11 +40,6 @@ Selected = Callable[[str], bool]
 """Tells the names that are to be loaded."""
 PathStep = tuple[str, Part]
 """A kind of container, and the key in it."""
-
-
-def is_per_rank_name(name: str, rank: int) -> bool:
-    """Say whether a flat name stands for something inside a `PerRank` of this rank."""
-    return part_name("ranks", rank) in name.split(".")
 
 
 class _Unfilled:

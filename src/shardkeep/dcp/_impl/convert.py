@@ -83,8 +83,7 @@ from shardkeep.layouts.torch_values import (
 )
 from shardkeep.options import Options
 from shardkeep.state import collectives as stream
-from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches
-from shardkeep.state.distribute import plain_source
+from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import BlobReader
 from shardkeep.storage.file_systems import BlobInput
