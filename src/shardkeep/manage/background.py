@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from shardkeep.engine.queue import SaveHandle
 
+BackgroundTask = SaveHandle[Any] | Future[Any]
+"""A save, or a replication round."""
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
@@ -58,16 +60,6 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised by the future
             future.set_exception(error)
         del task, future, work, arguments  # do not keep them alive until the next task arrives
-
-
-class BackgroundTask(Protocol):
-    """A save or a replication round that runs in the background."""
-
-    def done(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-
-    def exception(self) -> BaseException | None:
-        """Wait for its end, and return its error, if any."""
 
 
 class PendingTasks:

@@ -81,14 +81,7 @@ class StepDecisions:
         self._visit(lambda mailbox: _put_requests(mailbox, kinds), doing="send a request to rank 0")
 
     def decision(self, step: int, decide: Decide, kinds: Collection[str]) -> Decision:
-        """
-        Make the decision for a step on rank 0, or wait for it on other ranks.
-
-        Raises:
-            RanksSilent: rank 0 does not answer, or the key-value store cannot be reached.
-            RanksDisagree: rank 0 is at another step.
-
-        """
+        """Make the decision for a step on rank 0, or wait for it on other ranks."""
         made = self._lead(decide, kinds) if self._world.rank == 0 else self._follow(step)
         self._number += 1
         self._calls_left = self._calls_since = made.again
@@ -176,17 +169,9 @@ class RankContext:
         exchanges: bool,
         arguments: list[Any],
     ) -> None:
-        """
-        Args:
-            url: the root, in messages.
-            clock: clocks and intervals.
-            group: the ranks.
-            timeout_s: how long they wait for each other.
-            exchanges: whether ranks exchange decisions: not needed where only step numbers decide.
-            arguments: arguments of the Checkpointer that must be the same on all ranks.
-
-        """
+        """`url` is the root, in messages; `arguments` are those of the Checkpointer that must be the same on all ranks."""
         self.exchanges = exchanges
+        """Whether ranks exchange decisions: not needed where only step numbers decide."""
         self._url = url
         self._clock = clock
         self._group = group
@@ -205,13 +190,7 @@ class RankContext:
 
     @property
     def decisions(self) -> StepDecisions:
-        """
-        The decisions of the ranks; first used by all ranks at the same time.
-
-        Raises:
-            RanksDisagree: their Checkpointers were made with different arguments.
-
-        """
+        """The decisions of the ranks; first used by all ranks at the same time, which compares their arguments."""
         if self._decisions is None:
             clock, session = self._clock, ""
             if not self.world.solo:

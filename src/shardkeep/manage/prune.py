@@ -89,17 +89,10 @@ class Pruner:
         resumed: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """
-        Begin nothing yet.
+        Begin nothing yet. Nothing is deleted unless `lease` is held.
 
-        Args:
-            catalog: the checkpoints of the root.
-            policy: what is kept.
-            lease: nothing is deleted unless it is held.
-            locks: checkpoints that are in use.
-            now: returns the time, with its time zone.
-            spared: returns the names that must not be deleted now, whatever the policy says.
-            resumed: returns whether an unfinished checkpoint will be continued, and must not be swept.
-
+        `spared` returns the names that must not be deleted now, whatever the policy says. `resumed` returns whether an
+        unfinished checkpoint will be continued, and must not be swept.
         """
         self.distrusted: set[str] = set()
         """Checkpoints that could not be restored: they do not count as kept, and are not deleted."""
@@ -114,9 +107,7 @@ class Pruner:
         self._known_empty: set[str] = set()
         """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
-        self._tasks: deque[Future[None]] = deque()
-        self._after_replication: list[Future[set[str]]] = []
-        """Separate, because no save waits for these."""
+        self._after_saves: deque[Future[None]] = deque()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -130,27 +121,28 @@ class Pruner:
 
     def after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
         """Prune in the background once a save has ended; `succeeded` waits for its end."""
-        self._tasks.append(self._thread.submit(self._after_save, name, succeeded))
+        self._after_saves.append(self._thread.submit(self._after_save, name, succeeded))
 
     def after_replication(self, name: str) -> None:
         """Delete, in the background, what had to stay until a checkpoint was copied; does nothing after `close`."""
         with self._lock:
             if not self._closed:
-                self._after_replication.append(self._thread.submit(self.prune, name))
+                self._thread.submit(self.prune, name)
 
     def wait(self) -> None:
         """Wait for everything that was begun."""
         self.catch_up(0)
         with self._lock:
-            others, self._after_replication = self._after_replication, []
-        futures.wait(others)
+            last = None if self._closed else self._thread.submit(int)
+        if last is not None:
+            last.result()
 
     def catch_up(self, but: int, within_s: float | None = None) -> None:
         """Wait for everything except what follows the last `but` saves, or until the time is up."""
-        tasks = list(self._tasks)
+        tasks = list(self._after_saves)
         late = futures.wait(tasks[: max(0, len(tasks) - but)], within_s).not_done
-        while self._tasks and self._tasks[0].done():
-            self._tasks.popleft().result()
+        while self._after_saves and self._after_saves[0].done():
+            self._after_saves.popleft().result()
         if late:
             log.warning("%s: old checkpoints are deleted more slowly than new ones are saved", self._root.url)
 

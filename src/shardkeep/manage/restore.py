@@ -125,19 +125,9 @@ def restore(
     """
     Restore the first candidate that can be loaded; called by all ranks. Return None if there is no candidate.
 
-    Args:
-        state: the state to fill.
-        world: the ranks.
-        what: what is wanted, in messages.
-        roots: the URLs of the roots, by tier.
-        choose: on rank 0: returns the candidates, in order.
-        open_store: returns the store of a candidate.
-        may_skip: skip damaged candidates; otherwise raise the damage of the last one.
-        **load_options: as for `load`.
-
-    Raises:
-        DamagedCheckpoint: there are candidates, and none can be loaded.
-
+    `what` names in messages what is wanted, and `roots` are the URLs of the roots, by tier. `choose` returns the candidates
+    in order, on rank 0. With `may_skip`, damaged candidates are skipped, and it is a `DamagedCheckpoint` if all are;
+    without it, the error of the last one is raised.
     """
     where = " and ".join(roots)
 

@@ -82,13 +82,7 @@ def find_timeline(
     entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
 ) -> Timeline:
     """
-    Determine the timeline of a job that is about to save its first step.
-
-    Args:
-        entries: what the roots have.
-        restored: the timeline and step that were restored.
-        step: the step to save.
-        roots: the URLs of the roots, by tier.
+    Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
 
     Raises:
         CheckpointExists: nothing was restored, and the root has this step or later ones.
@@ -160,21 +154,9 @@ class Saves:
         """
         Begin nothing yet.
 
-        Args:
-            roots: the near root, and perhaps a far one.
-            tiers: the same roots, with retries.
-            ranks: the ranks.
-            clock: clocks and intervals.
-            policy: what is kept in the near root.
-            terms: what is copied to the far root.
-            limits: how much of the machine copying uses.
-            retries: how often an operation of a store is repeated after a transient error.
-            takeover: take the root from another job.
-            max_in_flight: how many saves may be under way.
-            raises: whether errors of saves are raised by a later call.
-            how: arguments of all saves.
-            how_asynchronous: further arguments of asynchronous saves; None: saves are synchronous.
-
+        `roots` are the near root and perhaps a far one, and `tiers` the same with retries. `raises`: errors of saves are
+        raised by a later call. `how` has the arguments of all saves, `how_asynchronous` those of asynchronous ones; None:
+        saves are synchronous.
         """
         self._pending = PendingTasks(raises=raises)
         self._last: tuple[int, Saved | None] | None = None

@@ -92,15 +92,8 @@ def to_replicate(
     """
     Return the near checkpoints that belong in the far root and are not there, the newest first. A pure function.
 
-    Args:
-        near: the entries of the near root.
-        far: the entries of the far root.
-        policy: what the far root keeps: a checkpoint that it would delete at once is not copied.
-        now: the time, with its time zone.
-        every: only steps that are a multiple of it, and pinned ones.
-        left_out: saves that cannot be copied.
-        newest: the newest one as well, whatever its step.
-
+    A checkpoint that `policy` would delete from the far root at once is not copied. Others are if their step is a multiple
+    of `every`, if they are pinned, or with `newest` if they are the newest, unless they are `left_out`.
     """
     there = {entry.name: entry for entry in far}
     mine = [
@@ -276,13 +269,7 @@ class ReplicationCoordinator:
         self._near_pruner.distrusted.add(order.name)
 
     def commit(self, chosen: Chosen) -> None:
-        """
-        Make the copy a checkpoint, once all its files are there.
-
-        Raises:
-            CheckpointExists: another job has committed there meanwhile.
-
-        """
+        """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
         order = chosen.order
         record, place = order.decoded(), self._far.root.place(order.name)
         _require_files(place, record)

@@ -24,12 +24,12 @@ import xxhash
 
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import SaveHandle, lower_priority
-from shardkeep.engine.reader import read_sidecar
+from shardkeep.engine.reader import open_checked, read_sidecar
 from shardkeep.engine.report import SaveReport
 from shardkeep.engine.workers import FollowUpError, run_workers, window_for
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
-from shardkeep.format.data_file import count_blocks, read_block_digests
+from shardkeep.format.data_file import count_blocks
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.storage.base import BlobReader, BlobWriter, Store, innermost, preferred_requests
@@ -99,13 +99,7 @@ class DigestedRange(NamedTuple):
     digest: bytes
 
     def verify(self, data: memoryview, store: Store, reader: BlobReader, name: str) -> None:
-        """
-        Check what was read. If it is wrong it is read once more, and `data` is corrected if the second read is right.
-
-        Raises:
-            ChecksumMismatch: the second read is wrong, too.
-
-        """
+        """Check what was read. If it is wrong, read it once more: correct `data`, or raise `ChecksumMismatch`."""
         if digest(data) == self.digest:
             return
         if not reread(name, store, reader, self.start, data, lambda again: digest(again) == self.digest).fits:
@@ -163,13 +157,7 @@ def open_sized(store: Store, name: str, nbytes: int) -> BlobReader:
 
 
 def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests:
-    """
-    Find the digests of one of a record's files; reads only headers, tables and sidecars.
-
-    Raises:
-        DamagedCheckpoint: one of those is damaged itself.
-
-    """
+    """Find the digests of one of a record's files, in headers, tables and sidecars, which may be damaged themselves."""
     nbytes = record.at_rest[name]
     for entry in (record.index, *record.files):
         if name == entry.name and entry.chain is not None:
@@ -201,12 +189,9 @@ def _block_digests(store: Store, entry: FileEntry) -> list[DigestedRange]:
     """Return the digests of a plain data file, from its header or its sidecar."""
     count = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
     if entry.blocks is None:
-        with closing(open_sized(store, entry.name, entry.nbytes)) as reader:
-            header = bytearray(entry.header_nbytes)
-            reader.read_into(0, memoryview(header))
-            of_header = _digest_in(entry.checksum)
-            DigestedRange(0, len(header), of_header).verify(memoryview(header), store, reader, entry.name)
-        digests = read_block_digests(header, blocks=count, where=entry.name)
+        reader, digests = open_checked(store, entry)
+        reader.close()
+        of_header = _digest_in(entry.checksum)
     else:
         of_header, digests = read_sidecar(store, entry, count)
     ranges = [DigestedRange(0, entry.header_nbytes, of_header)]
@@ -233,16 +218,11 @@ class CopyLimits:
     budget_nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyReport:
-    """The result of copying."""
+class Copied(NamedTuple):
+    """What was copied, and not found in the target."""
 
     nbytes: int
-    """How many bytes were copied."""
-    found_nbytes: int
-    """How many bytes were in the target already, and are sound."""
     files: int
-    """How many files were copied."""
 
 
 def verifies_uploads(store: object) -> bool:
@@ -267,20 +247,12 @@ def copy_files(
     limits: CopyLimits,
     wanted: Callable[[], bool],
     pause: Callable[[], None] = lambda: None,
-) -> CopyReport:
+) -> Copied:
     """
     Copy files of a checkpoint, and make them durable; those that are in the target already are only checked.
 
-    On return all of them are sound in the target: they were read back there, or the service has verified them.
-
-    Args:
-        source: the store of the checkpoint.
-        target: the store to copy to; no other process writes there.
-        record: the commit record of the checkpoint.
-        names: which of its files to copy.
-        limits: threads and memory.
-        wanted: returns whether to go on; asked before each window.
-        pause: called before each window by the thread that copies it; may wait.
+    On return all of them are sound in the target: they were read back there, or the service has verified them. `wanted`
+    (whether to go on) and `pause` (which may wait) are called before each window, by the thread that copies it.
 
     Raises:
         DamagedCheckpoint: the source is not what was saved.
@@ -294,7 +266,6 @@ def copy_files(
         check.run(files, limits)
         return check.damaged
 
-    sizes = record.at_rest
     there = {info.name: info.nbytes for info in target.list()}
     files = [expected_digests(source, record, name) for name in names]
     present = [file for file in files if there.get(file.name) == file.nbytes]
@@ -312,8 +283,7 @@ def copy_files(
                 offset=why.details.get("offset"),
                 errno=errno.EIO,
             ) from why
-    found = sum(sizes[name] for name in sound)
-    return CopyReport(nbytes=sum(sizes[name] for name in names) - found, found_nbytes=found, files=len(rest))
+    return Copied(nbytes=sum(file.nbytes for file in rest), files=len(rest))
 
 
 class _OpenFile:
