@@ -26,7 +26,7 @@ help: ## Print this list
 	@echo "  ARGS=... is passed on: make test ARGS='-k reshard -x', make bench ARGS='--gb 0.2 --rounds 1'"
 
 demo: $(READY) ## Train on 4 ranks, kill the job, resume on 2; every tensor and loss is checked (about a minute)
-	$(PY) -m shardkeep.cli.main demo $(ARGS)
+	$(PY) examples/demo/demo.py $(ARGS)
 
 test: check ## Everything CI runs: the checks below, then every test
 	$(PY) -m pytest -p tests.slow_first --numprocesses 3 --dist loadfile --no-loadscope-reorder \

@@ -25,7 +25,7 @@ SLOW = (
     "test_bench.py",
     "faults/test_system_calls.py",
     "asynchronous/test_faults.py",
-    "cli/test_demo.py",
+    "docs/test_demo.py",
     "soak/test_soak.py",
     "object_store/test_process_s3.py",
     "reports/test_lines.py",

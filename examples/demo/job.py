@@ -1,8 +1,9 @@
 """
-A training job of the demo as the outside sees it: what it is told, the ranks as processes, and the events it reports.
+A training job of the demo, seen from outside: its parameters, its ranks as processes, and the events it reports.
 
-Knows nothing of torch, so that the command starts at once. Every process started here is ended here.
+Does not import torch. Every process that is started here is also ended here.
 """
+# ruff: noqa: INP001 - beside a script to read and run
 
 from __future__ import annotations
 
@@ -30,24 +31,24 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that a rank needs to know; travels as JSON."""
+    """The parameters of a job, passed to its ranks as JSON."""
 
     mesh: tuple[int, ...]
     """(shards) for FSDP2, (replicas, shards) for its hybrid form; their product is the number of ranks."""
     steps: int
     save_every: int = 0
-    """Save after every so many steps; 0: never."""
+    """Steps between saves; 0: never save."""
     checkpoints: str = ""
     """Directory of all checkpoints of the run."""
     digests: str = ""
-    """Directory where ranks note what they are about to save."""
+    """Directory where ranks write digests of what they are about to save."""
     resume: bool = False
     vocab: int = 2053
     width: int = 256
     blocks: int = 3
     context: int = 32
     batch: int = 8
-    """Rows in a global batch, whatever the number of ranks."""
+    """Rows in a global batch, for any number of ranks."""
 
     @property
     def ranks(self) -> int:
@@ -62,7 +63,7 @@ class DemoFailed(Exception):
 
 
 class Ranks:
-    """The running processes of one job. Leaving the `with` kills whatever is left of them."""
+    """The running processes of one job. Leaving the `with` block kills those that still run."""
 
     def __init__(self, job: Job, out: Path) -> None:
         out.mkdir(parents=True)
@@ -70,7 +71,7 @@ class Ranks:
         self._events = out / "events.jsonl"
         self._deadline = time.monotonic() + DEADLINE_S
         (out / "job.json").write_text(json.dumps(asdict(job)))
-        # Listening from here on, so that no one else takes the port before rank 0 is up.
+        # Listen before rank 0 starts, so that no other process takes the port.
         with socket.create_server(("127.0.0.1", 0)) as meeting_point:
             fd = meeting_point.fileno()
             self._processes = [self._start(rank, job.ranks, fd) for rank in range(job.ranks)]
@@ -82,8 +83,8 @@ class Ranks:
             "OMP_NUM_THREADS": "1",  # the same sums in the same order, and no crowding of the cores
         }
         with (self._out / f"rank-{rank}.log").open("wb") as log:
-            return subprocess.Popen(  # noqa: S603 - our own module, our own arguments
-                [sys.executable, "-m", "shardkeep.cli.demo_train", str(self._out), str(meeting_point_fd)],
+            return subprocess.Popen(  # noqa: S603 - our own script, our own arguments
+                [sys.executable, str(Path(__file__).with_name("train.py")), str(self._out), str(meeting_point_fd)],
                 env=os.environ | own,
                 pass_fds=[meeting_point_fd],
                 stdin=subprocess.DEVNULL,
@@ -110,7 +111,7 @@ class Ranks:
         self.wait_until(lambda: all(process.poll() == 0 for process in self._processes), pause_s=0.02)
 
     def wait_until(self, condition: Callable[[], object], *, pause_s: float) -> None:
-        """Look again and again, and give up when a rank fails or the deadline passes."""
+        """Poll a condition; raise if a rank fails or the deadline passes."""
         while not condition():
             for rank, process in enumerate(self._processes):
                 if process.poll():
@@ -140,7 +141,7 @@ class Ranks:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether something is committed there."""
+    """Return whether a committed checkpoint is at this path."""
     try:
         sk.open(str(path))
     except CheckpointNotFound:

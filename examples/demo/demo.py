@@ -1,15 +1,19 @@
 """
-`shardkeep demo`: train on several ranks with saves, kill the job in the middle of one, resume on fewer ranks.
+`make demo`: train on several ranks with saves, kill the job in the middle of a save, resume on fewer ranks.
 
-Three jobs run one after the other: a reference that nothing disturbs, one that is killed, and one that resumes what
-was killed on another mesh. Prints what was saved, killed, restored and compared, and fails if any of it is wrong.
+    python examples/demo/demo.py [--short] [--dir DIR]
+
+Three jobs run one after the other: a reference that runs undisturbed, one that is killed, and one that resumes the killed
+one on another mesh. The demo prints what was saved, killed, restored and compared, and fails if any of it is wrong.
 """
+# ruff: noqa: INP001, T201 - a script to read and run
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -17,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkeep.cli.demo_job import DemoFailed, Job, Ranks, is_checkpoint
+from job import DemoFailed, Job, Ranks, is_checkpoint
 
 TOLERANCE = 1e-5
-"""Relative, between losses of different numbers of ranks, which add the same gradients in another order."""
+"""Relative difference of losses on different numbers of ranks, which add the same gradients in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Plan:
     first: Job
     resumed_mesh: tuple[int, ...]
     kill_at: int
-    """Step whose save is cut short; its successors are tried where that one got away."""
+    """Step whose save is interrupted; if it finishes too early, the next save is tried."""
 
 
 FULL = Plan(first=Job(mesh=(4,), steps=12, save_every=3), resumed_mesh=(1, 2), kill_at=9)
@@ -43,12 +47,12 @@ SHORT = Plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Killed:
-    """What the killed job left behind."""
+    """What the killed job left on the disk."""
 
     losses: dict[int, float]
     last_saved: int
     leftover: str
-    """Directory of the save that was cut short."""
+    """Directory of the interrupted save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +61,19 @@ class Check:
     ok: bool
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's arguments."""
+def main() -> int:
+    """Run the three jobs and print the verdict; 0 if every check holds."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].strip())
     parser.add_argument("--short", action="store_true", help="2 ranks resumed by 1, a smaller model, fewer steps")
-    parser.add_argument("--dir", help="work below this directory and leave everything there")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the three jobs and print the verdict; 0 where every check held."""
+    parser.add_argument("--dir", help="work below this directory and keep everything there")
+    args = parser.parse_args()
     plan = SHORT if args.short else FULL
     began = time.monotonic()
     if args.dir:
         os.makedirs(args.dir, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="shardkeep-demo-", dir=args.dir))
     try:
-        checks = _tell(plan, root)
+        checks = _run(plan, root)
     except DemoFailed as failure:
         print(f"\nFAILED: {failure}")
         return 1
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def _tell(plan: Plan, root: Path) -> list[Check]:
+def _run(plan: Plan, root: Path) -> list[Check]:
     first = plan.first
     print(f"A transformer under FSDP2 and AdamW on CPU ranks over gloo, in {root}\n")
     print(f"1. {first.ranks} ranks train {first.steps} steps undisturbed, for reference", flush=True)
@@ -114,7 +116,7 @@ def _reference(job: Job, root: Path) -> dict[int, float]:
 
 
 def _killed(plan: Plan, root: Path) -> Killed:
-    """Run until a save is under way, and kill every rank in the middle of it."""
+    """Run until a save is in progress, and kill every rank in the middle of it."""
     job = _saving(plan.first, root)
     (root / "digests").mkdir()
     with Ranks(job, root / "killed") as ranks:
@@ -132,7 +134,7 @@ def _killed(plan: Plan, root: Path) -> Killed:
 
 
 def _stop_in_a_save(ranks: Ranks, job: Job, first_step: int) -> tuple[int, Path]:
-    """Stop the last rank as soon as a save has written something, and let the others write their part of it."""
+    """Stop the last rank as soon as a save has written something, and let the others write their part."""
     last = job.ranks - 1
     for step in range(first_step, job.steps + 1, job.save_every):
         path = Path(job.checkpoints, f"step-{step:06d}")
@@ -141,7 +143,7 @@ def _stop_in_a_save(ranks: Ranks, job: Job, first_step: int) -> tuple[int, Path]
         _settle(path)
         if not is_checkpoint(path):
             return step, path
-        ranks.thaw(last)  # it had done its part already, and the save was committed: take the next one
+        ranks.thaw(last)  # it had finished its part, and the save was committed: try the next one
     raise DemoFailed("every save was over before a rank could be stopped in it")
 
 
@@ -152,12 +154,12 @@ def _saving(job: Job, root: Path) -> Job:
 def _nbytes(path: Path) -> int:
     try:
         return sum(entry.stat().st_size for entry in os.scandir(path))
-    except FileNotFoundError:  # not begun, or a file was renamed as we looked
+    except FileNotFoundError:  # not started, or a file was renamed meanwhile
         return 0
 
 
 def _settle(path: Path) -> None:
-    """Wait until nothing was added for a while: the ranks that still run have done their part."""
+    """Wait until nothing is added for a while, because the running ranks have done their part."""
     before, since = -1, time.monotonic()
     while time.monotonic() - since < 0.3:
         if (now := _nbytes(path)) != before:
@@ -192,7 +194,7 @@ def _print_losses(reference: dict[int, float], killed: Killed, resumed: dict[int
 def checks_of(
     reference: dict[int, float], killed: Killed, restored: dict[str, Any], resumed: dict[int, float]
 ) -> list[Check]:
-    """Judge what was seen, one line a promise."""
+    """Check the results, one line per promise."""
     differing = restored["differing"]
     worst = max(abs(resumed[step] - reference[step]) / reference[step] for step in resumed)
     return [
@@ -215,3 +217,7 @@ def checks_of(
             ok=worst <= TOLERANCE and max(resumed) == max(reference),
         ),
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,10 @@
 """
-One rank of the demo's training job: a small transformer under FSDP2 and AdamW, saving while it goes on.
+One rank of the demo's training job: a small transformer with FSDP2 and AdamW that saves asynchronously.
 
-The data of a step depends on the step and the row alone, so any number of ranks sees the same global batch. Before
-each save every rank notes the digest of each full tensor, and after a restore it compares: bit for bit.
+The data of a step depends only on the step and the row, so any number of ranks sees the same global batch. Before each
+save every rank records the digest of each full tensor, and after a restore it compares them bit for bit.
 """
+# ruff: noqa: INP001 - beside a script to read and run
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from job import Job, is_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import shardkeep as sk
-from shardkeep.cli.demo_job import Job, is_checkpoint
 from shardkeep.errors import CheckpointNotFound
 
 CLOCK = 61
@@ -66,7 +67,7 @@ class Transformer(nn.Module):
 
 
 def build(job: Job, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the same model on every rank, then keep only this rank's shards of it."""
+    """Build the same model on every rank, then keep only this rank's shards of it."""
     torch.manual_seed(0)
     model = Transformer(job)
     for block in model.blocks:
@@ -76,7 +77,7 @@ def build(job: Job, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def rows_of_step(job: Job, step: int, rank: int) -> Tensor:
-    """Make this rank's rows of the global batch: counting in strides round a small clock, drawn from step and row."""
+    """Return this rank's rows of the global batch: counting in strides modulo a small number, seeded by step and row."""
     mine = range(rank * job.batch // job.ranks, (rank + 1) * job.batch // job.ranks)
     rows = []
     for row in mine:
@@ -94,19 +95,19 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call] # torch leaves it unannotated
     optimizer.step()
-    torch.rand(1)  # as dropout would: the generator of this rank moves on
+    torch.rand(1)  # advances the generator of this rank, as dropout would
     total = loss.detach().double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Gather what a checkpoint holds."""
+    """Return the state to save."""
     return {"model": model, "optim": optimizer, "rng": sk.RNG(), "step": step}
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Take the same apart without shardkeep: what is compared must not come from what is shown."""
+    """Return the same state without shardkeep, because the comparison must not rely on what it checks."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {names[parameter]: values for parameter, values in optimizer.state.items()}
     groups = [
@@ -127,7 +128,7 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(state: dict[str, Any]) -> dict[str, str]:
-    """Digest every leaf; of a sharded tensor, all of it. Every rank must call this."""
+    """Hash every leaf, and sharded tensors as a whole. Every rank must call this."""
     found = {}
     for path, leaf in leaves(state):
         if isinstance(leaf, Tensor):
@@ -141,7 +142,7 @@ def digests(state: dict[str, Any]) -> dict[str, str]:
 
 
 def newest_checkpoint(root: str) -> tuple[str, list[str]]:
-    """Find the newest committed checkpoint, and the newer directories that are none."""
+    """Find the newest committed checkpoint, and the newer directories that have none."""
     skipped: list[str] = []
     for path in sorted(Path(root).glob("step-*"), reverse=True):
         if is_checkpoint(path):
@@ -151,13 +152,13 @@ def newest_checkpoint(root: str) -> tuple[str, list[str]]:
 
 
 class Reporter:
-    """Appends what happened to a file that the command reads; rank 0 alone writes."""
+    """Appends events to a file that the demo reads; only rank 0 writes."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
         self._silent = rank != 0
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def report(self, kind: str, **facts: Any) -> None:
         if not self._silent:
             with self._path.open("a") as file:
                 file.write(json.dumps({"kind": kind, **facts}) + "\n")
@@ -174,7 +175,7 @@ def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimiz
     differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (differing, report.bytes_read, report.seconds))
-    reporter.tell(
+    reporter.report(
         "resumed",
         step=step,
         path=path,
@@ -188,7 +189,7 @@ def resume(job: Job, rank: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 class Saves:
-    """The saves of a job, each of which goes on while the next steps are made."""
+    """The asynchronous saves of a job, at most one at a time."""
 
     def __init__(self, job: Job, rank: int, reporter: Reporter) -> None:
         self._job = job
@@ -197,27 +198,27 @@ class Saves:
         self._under_way: tuple[int, str, sk.SaveHandle[sk.SaveReport]] | None = None
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Note the digests of what is about to be saved, then begin to save it."""
+        """Record the digests of the state, then start to save it."""
         self.finish()
         path = f"{self._job.checkpoints}/step-{step:06d}"
         noted = Path(self._job.digests, f"{step}-{self._rank}.json")
         noted.write_text(json.dumps(digests(contents(model, optimizer, step))))
-        self._reporter.tell("saving", step=step, path=path)
-        handle = sk.async_save(state_of(model, optimizer, step), path, step=step, meta={"by": "shardkeep demo"})
+        self._reporter.report("saving", step=step, path=path)
+        handle = sk.async_save(state_of(model, optimizer, step), path, step=step, meta={"by": "the demo"})
         self._under_way = step, path, handle
 
     def finish(self) -> None:
-        """Wait for the last one, and tell of it."""
+        """Wait for the last save and report it."""
         if self._under_way is not None:
             step, path, handle = self._under_way
             report = handle.result()
             facts = {"bytes": report.bytes_total, "seconds": report.seconds, "blocked": report.blocked_s}
-            self._reporter.tell("saved", step=step, path=path, **facts)
+            self._reporter.report("saved", step=step, path=path, **facts)
             self._under_way = None
 
 
 def meet(job: Job, rank: int, meeting_point: socket.socket) -> None:
-    """Make the process group, over a socket that was listening before any rank was started."""
+    """Create the process group over a socket that was opened before any rank started."""
     host, port = meeting_point.getsockname()
     first = rank == 0
     listen_fd = meeting_point.detach() if first else None
@@ -228,9 +229,9 @@ def meet(job: Job, rank: int, meeting_point: socket.socket) -> None:
 
 
 def main(out: str, meeting_point_fd: int) -> None:
-    """Train as `job.json` in `out` says."""
-    told = json.loads(Path(out, "job.json").read_text())
-    job = Job(**(told | {"mesh": tuple(told["mesh"])}))
+    """Run the job in `out/job.json`."""
+    job_json = json.loads(Path(out, "job.json").read_text())
+    job = Job(**(job_json | {"mesh": tuple(job_json["mesh"])}))
     rank = int(os.environ["RANK"])
     reporter = Reporter(Path(out, "events.jsonl"), rank)
     meet(job, rank, socket.socket(fileno=meeting_point_fd))
@@ -240,7 +241,7 @@ def main(out: str, meeting_point_fd: int) -> None:
     begin = resume(job, rank, model, optimizer, reporter) if job.resume else 0
     saves = Saves(job, rank, reporter)
     for step in range(begin + 1, job.steps + 1):
-        reporter.tell("step", step=step, loss=train_step(model, optimizer, rows_of_step(job, step, rank)))
+        reporter.report("step", step=step, loss=train_step(model, optimizer, rows_of_step(job, step, rank)))
         if job.save_every and step % job.save_every == 0:
             saves.begin(model, optimizer, step)
     saves.finish()
@@ -249,5 +250,5 @@ def main(out: str, meeting_point_fd: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-    # Torch's threads now and then abort the process while Python takes itself apart; everything is written by now.
+    # Torch's threads sometimes abort the process while Python shuts down; everything is written by now.
     os._exit(0)
