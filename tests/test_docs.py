@@ -117,7 +117,7 @@ def test_the_site_builds(tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
-        "saving", "loading", "opening", "events", "exchange.converting", "exchange.exporting", "manage.catalog",
+        "saving", "loading", "opening", "events", "conversion.api", "manage.catalog",
         "manage.checkpointer", "manage.retention", "reports.progress", "reports.trace",
     ],
 )  # fmt: skip

@@ -57,7 +57,7 @@ def test_a_contender_that_reads_something_else_is_not_measured(tmp_path):
             self.state["model"]["layer0.weight"][3] += 1
 
     assert len(measure(RawDisk(1 << 24, 2), str(tmp_path), 2)[0]) == 2
-    with pytest.raises(SystemExit, match="not what was written"):
+    with pytest.raises(SystemExit, match="not the one that was written"):
         measure(Wrong(1 << 20), str(tmp_path), 1)
 
 

@@ -81,7 +81,7 @@ def test_what_is_no_size_is_refused(text):
     """
     Anything else is refused with an example.
     """
-    with pytest.raises(UsageError, match="no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli import main as frame
-from shardkeep.cli.main import COMMANDS
+from shardkeep.cli.main import SUMMARIES
 from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten_middle
 
 SHARDKEEP = [sys.executable, "-m", "shardkeep"]
@@ -27,27 +27,27 @@ def test_alone_it_names_every_command(shardkeep):
     """
     answer = shardkeep()
     assert answer.code == 0
-    assert all(name in answer.out for name in COMMANDS)
+    assert all(name in answer.out for name in SUMMARIES)
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(SUMMARIES))
 def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
     """
-    `--help` of each command ends well, fits 80 columns with its examples and, but for the demo, has some.
+    `--help` of each command succeeds, fits 80 columns and has examples.
     """
     monkeypatch.setenv("COLUMNS", "80")
     answer = shardkeep(name, "--help")
     assert answer.code == 0
     assert "--json" in answer.out
-    assert name == "demo" or f"shardkeep {name}" in answer.out.partition("examples:")[2]
+    assert f"shardkeep {name}" in answer.out.partition("examples:")[2]
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
 def example_lines():
     """The example lines of all commands that can be run here: not those of shells, nor what takes minutes."""
-    for name in COMMANDS:
-        for line in getattr(frame.load_command(name), "EXAMPLES", "").splitlines():
+    for name in SUMMARIES:
+        for line in frame.load_command(name).examples.splitlines():
             words = shlex.split(line.strip().partition("   ")[0])
             if words[:1] == ["shardkeep"] and name not in {"bench", "completion"} and "|" not in words:
                 yield pytest.param(words[1:], id=" ".join(words[1:]))
@@ -230,7 +230,7 @@ def test_a_bar_is_drawn_for_who_waits(checkpoint):
     """
     Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout.
     """
-    impatient = "import sys, shardkeep.cli.output as p; p._PATIENCE_S = 0; from shardkeep.cli.main import main; "
+    impatient = "import sys, shardkeep.cli.output as p; p._SHOW_AFTER_S = 0; from shardkeep.cli.main import main; "
     command = [sys.executable, "-c", impatient + "sys.exit(main())"]
     code, seen = in_terminal(["verify", checkpoint, "--deep"], {}, command)
     assert code == 0
@@ -296,6 +296,6 @@ def test_tables_leave_out_what_is_empty(capsys):
     """
     table = Table(("key", "note", "size"), right="size")
     table.add("a", "", "1")
-    table.add("bb", "", "100", below="remark")
+    table.add("bb", "", "100", note="remark")
     table.print()
     assert capsys.readouterr().out == "key  size\na       1\nbb    100\n  remark\n"

@@ -147,7 +147,7 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     """
     assert "did you mean step-30" in shardkeep("ls", run_dir / "step-3O").err
     assert "did you mean model.head.weight" in shardkeep("ls", run_dir / "step-30", "model.haed.weight").err
-    assert "the latest of its checkpoints is" in shardkeep("cat", run_dir).err
+    assert "its latest checkpoint is" in shardkeep("cat", run_dir).err
     (tmp_path / "empty").mkdir()
     answer = shardkeep("ls", tmp_path / "empty", "--json")
     assert (answer.code, answer.json["checkpoints"]) == (0, [])
@@ -243,7 +243,7 @@ def test_a_run_is_no_checkpoint(shardkeep, run_dir):
     cat, and sk.open, of a run say what it is, and name a checkpoint of it; of a checkpoint's own file, its directory.
     """
     answer = shardkeep("cat", run_dir)
-    assert (answer.code, f"it is a run: the latest of its checkpoints is {run_dir}/step-30" in answer.err) == (2, True)
+    assert (answer.code, f"it is a run; its latest checkpoint is {run_dir}/step-30" in answer.err) == (2, True)
     for where, hint in ((run_dir, "step-30"), (run_dir / "step-10" / "shardkeep.json", "directory: ")):
         with pytest.raises(sk.CheckpointNotFound) as raised:
             sk.open(where)

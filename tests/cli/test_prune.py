@@ -62,8 +62,8 @@ def test_rules(shardkeep, run_dir, rules, kept):
         (["--keep-best", "loss:x"], "METRIC:K"),
         (["--keep-best", "loss:1:up"], "METRIC:K"),
         (["--keep-hours", "nan"], "more than 0"),
-        (["--keep-last", "1"], "nobody to ask"),
-        (["--keep-last", "1", "--json"], "nobody to ask"),
+        (["--keep-last", "1"], "no terminal to ask"),
+        (["--keep-last", "1", "--json"], "no terminal to ask"),
     ],
 )
 def test_refusals(shardkeep, run_dir, words, said):
@@ -178,7 +178,7 @@ def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monk
     with holding_claim(save_id):
         answer = shardkeep("prune", run_dir, "--keep-last", "1")
     assert (answer.code, steps(run_dir)) == (2, [10, 30])
-    assert "somebody is saving there" in answer.err
+    assert "being written by process" in answer.err
 
 
 def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
@@ -249,7 +249,7 @@ def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
     answer = shardkeep("prune", run_dir, "--keep-last", "1")
     assert answer.code == 2
     assert steps(run_dir) == [10, 30]
-    assert "meanwhile" in answer.err
+    assert "since" in answer.err
 
 
 def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
@@ -288,7 +288,7 @@ def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
     (run_dir / "step-40" / "shardkeep.json").unlink()
     (run_dir / "step-40" / "shardkeep.removing").touch()
     answer = shardkeep("prune", run_dir, "--keep-last", "9", "--yes", "--json")
-    assert answer.json["swept"][0]["why"] == "its removal was cut short"
+    assert answer.json["swept"][0]["why"] == "its deletion was interrupted"
     assert steps(run_dir) == [10, 20, 30]
 
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_is_no_run(shardkeep, run_dir):
     """
     for words in (["prune", run_dir / "step-30", "--keep-last", "1"], ["latest", run_dir / "step-30"]):
         answer = shardkeep(*words)
-        assert (answer.code, "is a checkpoint, and no run" in answer.err, f"{run_dir}\n" in answer.err) == (
+        assert (answer.code, "is a checkpoint, not a run" in answer.err, f"{run_dir}\n" in answer.err) == (
             2,
             True,
             True,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep.cli import tensors as statistics
-from shardkeep.cli.output import UsageError
-from shardkeep.cli.show import bar_text, parse_slice
+from shardkeep.cli.output import UsageError, format_bar
+from shardkeep.cli.show import parse_slice
 from shardkeep.cli.tensors import iter_blocks
 from tests.cli.conftest import state_of
 from tests.engine.samples import all_dtypes, random_tensor
@@ -168,7 +168,7 @@ def test_a_key_that_is_not_there(shardkeep, checkpoint):
     assert "did you mean model.embed.weight" in shardkeep("show", checkpoint, "model.embd.weight").err
     answer = shardkeep("show", checkpoint, "model.layers")
     assert answer.code == 2
-    assert "3 keys lie below it" in answer.err
+    assert "a prefix of 3 keys" in answer.err
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.tensor(2.5), torch.full((3,), math.nan)], ids=repr)
@@ -215,4 +215,4 @@ def test_bars_show_what_is_not_nothing():
     """
     A bar is as long as its share, in eighths, and the smallest share is visible.
     """
-    assert [bar_text(share, 4) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "██", "████"]
+    assert [format_bar(share, 4) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "██", "████"]

@@ -179,5 +179,5 @@ def test_a_quick_look_says_what_it_looked_at(shardkeep, checkpoint):
     """
     Without --deep nobody is told more than sizes and headers can tell.
     """
-    assert "no damage found by sizes and headers; --deep reads every byte" in shardkeep("verify", checkpoint).out
+    assert "no damage found in sizes and headers; --deep reads every byte" in shardkeep("verify", checkpoint).out
     assert "--deep" not in shardkeep("verify", checkpoint, "--deep").out

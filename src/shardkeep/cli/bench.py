@@ -1,8 +1,15 @@
 """
-`shardkeep bench`: how fast checkpoints are saved and loaded here, next to what the disk or the store can do and to torch.
+`shardkeep bench`: how fast checkpoints are saved and loaded here, compared with the raw disk or store and with torch.
 
-Each contender runs in a process of its own (`cli.bench_job`), one after the other, in a new place below the one that was
-asked for. That is removed at the end, whatever the end is.
+Each contender runs in a process of its own, one after the other, in a new directory below the given path that is deleted
+at the end, also after a failure. The process runs this module:
+
+    python -m shardkeep.cli.bench CONTENDER PATH BYTES ROUNDS THREADS
+
+CONTENDER is `raw` (large writes and reads of several files that bypass the page cache), `plain` (puts and gets of a store,
+as many at once as a save makes), `shardkeep`, or a module with torch's `save` and `load`. It writes and reads the same
+state several times and prints the seconds as JSON. Before every read, files of a disk are dropped from the page cache.
+After it, the state is compared with what was written.
 """
 
 from __future__ import annotations
@@ -19,12 +26,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import median
 from typing import Any, Protocol
 
+from shardkeep.cli import Command
 from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
@@ -32,19 +40,12 @@ from shardkeep.storage.base import Root, Store, preferred_requests
 from shardkeep.storage.local import LocalRoot
 from shardkeep.storage.memory import MemoryRoot
 from shardkeep.storage.resolve import open_root, open_store
-from shardkeep.storage.uploads import sweep
 
-EXAMPLES = """
-  shardkeep bench /scratch
-  shardkeep bench s3://bucket/scratch --gb 1
-  shardkeep bench /scratch --gb 16 --rounds 5
-  shardkeep bench /scratch --no-torch --json
-"""
 _TORCH = "torch.distributed.checkpoint"
 _SPARE_NBYTES = 256 << 20
-"""Left free on the disk."""
+"""Space to leave free on the disk."""
 _ARRIVES_S = 1.0
-"""After that, what a process that was killed had sent to a service is there, and can be removed."""
+"""How long requests of a killed process may take to reach the service. What arrives later would not be deleted."""
 
 
 class ContenderFailed(CheckpointError, RuntimeError):
@@ -53,7 +54,7 @@ class ContenderFailed(CheckpointError, RuntimeError):
 
 @dataclass(frozen=True)
 class Result:
-    """What one contender did."""
+    """The measurements of one contender."""
 
     name: str
     nbytes: int
@@ -62,29 +63,25 @@ class Result:
 
     @property
     def write_gb_per_s(self) -> float:
-        """The median of all rounds."""
+        """Median of all rounds."""
         return self.nbytes / median(self.write_s) / 1e9
 
     @property
     def read_gb_per_s(self) -> float:
-        """The median of all rounds."""
+        """Median of all rounds."""
         return self.nbytes / median(self.read_s) / 1e9
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument(
-        "path", metavar="PATH", help="a directory on the disk to measure, or the URL of a place in a store"
-    )
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a directory on the disk to measure, or a URL in a store")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each contender (default: 3)")
     parser.add_argument(
-        "--torch", action=argparse.BooleanOptionalAction, default=True, help="measure torch's DCP, too (default)"
+        "--torch", action=argparse.BooleanOptionalAction, default=True, help="also measure torch's DCP (default)"
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table."""
+def _run(args: argparse.Namespace) -> int:
     nbytes = int(args.gb * 1e9)
     if nbytes < 1 << 24 or args.rounds < 1:
         raise UsageError(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
@@ -93,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     _check_memory(nbytes)
     _check_place(args.path, root, nbytes)
     if args.torch and not on_disk and not args.json:
-        echo_err("torch DCP is left out: it is measured on disks", "dim")
+        echo_err("torch DCP is left out: it is only measured on disks", "dim")
     names = ["raw" if on_disk else "plain", "shardkeep", *([_TORCH] if args.torch and on_disk else [])]
     results: list[Result] = []
     with _scratch_place(root, root.url if on_disk else args.path) as where:
@@ -106,30 +103,30 @@ def run(args: argparse.Namespace) -> int:
                 if name != _TORCH:
                     raise
                 echo_err(str(exc), "yellow")
-    shown = os.path.abspath(root.url) if on_disk else root.url
+    url = os.path.abspath(root.url) if on_disk else root.url
     if args.json:
-        print_json(_document(shown, args, results))
+        print_json(_results_json(url, args, results))
     else:
-        _print(shown, args, nbytes, results)
+        _print(url, args, nbytes, results)
     return 0
 
 
 def _check_place(where: str, root: Root, nbytes: int) -> None:
     if isinstance(root, MemoryRoot):
         raise UsageError(
-            f"{where}: what is in memory:// belongs to one process, and each contender is a process of its own",
-            hint="measure a disk that is in memory: /dev/shm",
+            f"{where}: memory:// belongs to one process, and each contender is a process of its own",
+            hint="measure a disk in memory: /dev/shm",
         )
     if not isinstance(root, LocalRoot):
-        next(root.places(), None)  # a bucket that is not there, or keys that are not good, are told of here
+        next(root.places(), None)  # reports a missing bucket or wrong credentials before anything is measured
         return
     if not os.path.isdir(root.url):
-        raise UsageError(f"{where} is no directory", hint="give a directory on the disk to measure, or a URL")
+        raise UsageError(f"{where} is not a directory", hint="give a directory on the disk to measure, or a URL")
     free = shutil.disk_usage(root.url).free
     if free < nbytes + _SPARE_NBYTES:
         raise UsageError(
-            f"{where}: {format_size(free)} are free, and {format_size(nbytes + _SPARE_NBYTES)} are needed",
-            hint="measure less: --gb",
+            f"{where}: {format_size(free)} are free, but {format_size(nbytes + _SPARE_NBYTES)} are needed",
+            hint="choose a smaller --gb",
         )
 
 
@@ -137,8 +134,8 @@ def _check_memory(nbytes: int) -> None:
     memory = _free_memory()
     if memory is not None and memory < nbytes * 1.2 + 1e9:
         raise UsageError(
-            f"a state of {format_size(nbytes)} does not fit the {format_size(memory)} of memory that are free",
-            hint="measure less: --gb",
+            f"a state of {format_size(nbytes)} does not fit into the {format_size(memory)} of free memory",
+            hint="choose a smaller --gb",
         )
 
 
@@ -153,7 +150,7 @@ def _free_memory() -> int | None:
 
 @contextmanager
 def _scratch_place(root: Root, url: str) -> Iterator[str]:
-    """Name a new place in one that has a URL, and remove it, also when the command is interrupted or told to end."""
+    """Name a new directory below a URL, and delete it at the end, also after Ctrl-C or SIGTERM."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -165,14 +162,12 @@ def _scratch_place(root: Root, url: str) -> Iterator[str]:
     except BaseException:
         if not isinstance(root, LocalRoot):
             time.sleep(_ARRIVES_S)
-            with suppress(CheckpointError):  # it is logged
-                sweep(root.place(name), lambda _: True)
         raise
     finally:
         try:
             root.remove(name)
         except CheckpointError as exc:
-            echo_err(f"{root.url}/{name} could not be removed: {exc}", "yellow")
+            echo_err(f"{root.url}/{name} could not be deleted: {exc}", "yellow")
         signal.signal(signal.SIGTERM, before)
 
 
@@ -187,17 +182,17 @@ def _measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
         job.wait()
         raise
     if job.returncode:
-        last = err.strip().splitlines()[-1:] or [f"it ended with {job.returncode}"]
+        last = err.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
         raise ContenderFailed(f"{_title(name)} could not be measured: {last[0]}")
     found = json.loads(out.strip().splitlines()[-1])
     return Result(name, found["nbytes"], found["write_s"], found["read_s"])
 
 
 def _title(name: str) -> str:
-    return {"raw": "the disk alone", "plain": "plain put and get", _TORCH: "torch DCP"}.get(name, name)
+    return {"raw": "raw disk", "plain": "plain put and get", _TORCH: "torch DCP"}.get(name, name)
 
 
-def _document(where: str, args: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
+def _results_json(where: str, args: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
     return {
         "path": where,
         "gb": args.gb,
@@ -237,19 +232,7 @@ def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Resu
         echo(f"\n{styled(f'shardkeep saves {write:.1f}x and loads {read:.1f}x as fast as torch DCP here', 'bold')}")
 
 
-# One contender of `shardkeep bench`, in a process of its own: writes and reads the same state some times, and says
-# how
-# long that took, as JSON on stdout.
-#
-#     python -m shardkeep.cli.bench CONTENDER PLACE BYTES ROUNDS THREADS
-#
-# A contender is `raw` (the disk alone: large writes and reads past the page cache, on several files at once), `plain`
-# (a
-# store alone: puts and gets, as many at once as a save has under way), `shardkeep`, or the name of a module that has
-# `save`
-# and `load` as torch's distributed checkpoint has. Before every read files of a disk are taken out of the page cache,
-# and
-# after it the state is compared with what was written.
+# -- one contender, in its own process
 
 _PIECE_NBYTES = 64 << 20
 _REQUEST_NBYTES = 8 << 20
@@ -257,23 +240,23 @@ _MOST_FILES = 4
 
 
 class Contender(Protocol):
-    """Something that is measured."""
+    """Something to measure."""
 
     def write(self, path: str) -> None:
-        """Write all of it, durable on return."""
+        """Write everything, durable on return."""
 
     def read(self, path: str) -> None:
-        """Read all of it."""
+        """Read everything."""
 
     def digest(self) -> int:
-        """Tell what is in memory from anything else."""
+        """Return a hash of the state in memory."""
 
     def forget(self) -> None:
-        """Change what is in memory, so that only a read brings it back."""
+        """Clear the state in memory, so that only a read restores it."""
 
 
 class RawDisk:
-    """The disk alone."""
+    """The disk without a checkpoint library."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         self._files = max(1, min(_MOST_FILES, threads, nbytes // _REQUEST_NBYTES))
@@ -284,54 +267,45 @@ class RawDisk:
 
     @property
     def nbytes(self) -> int:
-        """What is written: a little less than was asked for, in whole requests."""
+        """Bytes that are written: the requested size, rounded down to whole requests."""
         return self._nbytes * self._files
 
     def write(self, path: str) -> None:
         os.makedirs(path)
-        self._each(lambda file, buffer: self._write_file(os.path.join(path, file), buffer))
+        self._each(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
 
     def read(self, path: str) -> None:
-        self._each(lambda file, buffer: self._read_file(os.path.join(path, file), buffer))
+        self._each(path, os.O_RDONLY, lambda fd, into, at: os.preadv(fd, [into], at))
 
     def digest(self) -> int:
         return 0
 
     def forget(self) -> None:
-        """Nothing is kept but a buffer."""
+        """There is no state."""
 
-    def _each(self, work: Callable[[str, mmap.mmap], None]) -> None:
+    def _each(self, path: str, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
         with ThreadPoolExecutor(self._files) as pool:
-            for done in [pool.submit(work, f"raw-{i}", buffer) for i, buffer in enumerate(self._buffers)]:
-                done.result()
+            files = [os.path.join(path, f"raw-{i}") for i in range(self._files)]
+            list(pool.map(lambda file, buffer: self._transfer(file, flags, move, buffer), files, self._buffers))
 
-    def _write_file(self, path: str, buffer: mmap.mmap) -> None:
-        fd = _open(path, os.O_WRONLY | os.O_CREAT)
+    def _transfer(self, path: str, flags: int, move: Callable[[int, memoryview, int], int], buffer: mmap.mmap) -> None:
+        fd = _open(path, flags)
         try:
             for at in range(0, self._nbytes, _REQUEST_NBYTES):
                 done = 0
                 while done < _REQUEST_NBYTES:
-                    done += os.pwrite(fd, memoryview(buffer)[done:], at + done)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def _read_file(self, path: str, buffer: mmap.mmap) -> None:
-        fd = _open(path, os.O_RDONLY)
-        try:
-            for at in range(0, self._nbytes, _REQUEST_NBYTES):
-                done = 0
-                while done < _REQUEST_NBYTES:
-                    got = os.preadv(fd, [memoryview(buffer)[done:]], at + done)
-                    if not got:
+                    moved = move(fd, memoryview(buffer)[done:], at + done)
+                    if not moved:
                         raise OSError(f"{path} ends at {at + done}")
-                    done += got
+                    done += moved
+            if flags & os.O_WRONLY:
+                os.fsync(fd)
         finally:
             os.close(fd)
 
 
 def _open(path: str, flags: int) -> int:
-    """Open a file past the page cache where that is possible."""
+    """Open a file, bypassing the page cache if the file system supports it."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return os.open(path, flags | direct, 0o644)
@@ -340,7 +314,7 @@ def _open(path: str, flags: int) -> int:
 
 
 class PlainStore:
-    """A store alone."""
+    """The store without a checkpoint library."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         self._threads = threads
@@ -349,7 +323,7 @@ class PlainStore:
 
     @property
     def nbytes(self) -> int:
-        """What is written: a little less than was asked for, in whole requests."""
+        """Bytes that are written: the requested size, rounded down to whole requests."""
         return len(self._names) * _REQUEST_NBYTES
 
     def write(self, path: str) -> None:
@@ -362,20 +336,19 @@ class PlainStore:
         return 0
 
     def forget(self) -> None:
-        """Nothing is kept but what is put."""
+        """There is no state."""
 
     def _each(self, path: str, work: Callable[[Store, str], object]) -> None:
         store = open_store(path, direct=False)
         with ThreadPoolExecutor(preferred_requests(store, self._threads)) as pool:
-            for done in [pool.submit(work, store, name) for name in self._names]:
-                done.result()
+            list(pool.map(lambda name: work(store, name), self._names))
 
 
 class StateContender:
-    """A state that is saved and loaded."""
+    """A state to save and load."""
 
     def __init__(self, nbytes: int) -> None:
-        import numpy as np  # noqa: PLC0415 - the disk alone needs none
+        import numpy as np  # noqa: PLC0415 - the raw contenders do not need torch and numpy
         import torch  # noqa: PLC0415
 
         random = np.random.default_rng(0)
@@ -431,7 +404,7 @@ class DcpContender(StateContender):
 
 
 def drop_cached(path: str) -> None:
-    """Take the files below a path out of the page cache; without that, a read measures memory."""
+    """Drop the files below a path from the page cache; otherwise a read would measure memory."""
     if not hasattr(os, "posix_fadvise"):
         return
     for folder, _, names in os.walk(path):
@@ -454,13 +427,13 @@ def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float],
         began = time.perf_counter()
         contender.write(path)
         written.append(time.perf_counter() - began)
-        drop_cached(path)  # a URL is no path: nothing is found there
+        drop_cached(path)  # does nothing for a URL
         contender.forget()
         began = time.perf_counter()
         contender.read(path)
         read.append(time.perf_counter() - began)
         if contender.digest() != before:
-            raise SystemExit("what was read is not what was written")
+            raise SystemExit("the state that was read is not the one that was written")
         root.remove(f"round-{number}")
     return written, read
 
@@ -474,17 +447,30 @@ def _contender(name: str, nbytes: int, threads: int) -> RawDisk | PlainStore | S
 def main(argv: list[str]) -> int:
     """Measure one contender."""
     name, where, nbytes, rounds, threads = argv[0], argv[1], int(argv[2]), int(argv[3]), int(argv[4])
-    # What is done once a process, imports above all, is not what is measured.
+    # A small round first, so that imports and other costs per process are not measured.
     try:
         measure(_contender(name, 1 << 20, threads), where, 1)
         contender = _contender(name, nbytes, threads)
         written, read = measure(contender, where, rounds)
     except CheckpointError as exc:
-        print(" ".join(exc.message.split()), file=sys.stderr)  # whose last line is shown
+        print(" ".join(exc.message.split()), file=sys.stderr)  # the parent shows the last line
         return 2
     print(json.dumps({"nbytes": contender.nbytes, "write_s": written, "read_s": read}))
     return 0
 
+
+COMMANDS = {
+    "bench": Command(
+        _configure,
+        _run,
+        examples="""
+  shardkeep bench /scratch
+  shardkeep bench s3://bucket/scratch --gb 1
+  shardkeep bench /scratch --gb 16 --rounds 5
+  shardkeep bench /scratch --no-torch --json
+""",
+    )
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,18 +1,29 @@
 """
-What is in a checkpoint, item by item, whatever its layout: read from the index, without a byte of tensor data.
+The items of a checkpoint of any layout, read from its index without torch and without reading tensor data.
 
-No torch here. A checkpoint of a million keys costs its index and one small object a key, while it is listed.
+Listing a checkpoint of a million keys takes the memory of its index and one small object per key.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from shardkeep.cli.output import UsageError, did_you_mean, format_count, format_duration, format_shape, format_size
+from shardkeep.cli.output import (
+    UsageError,
+    did_you_mean,
+    echo,
+    format_count,
+    format_duration,
+    format_shape,
+    format_size,
+    printable,
+    shorten_middle,
+    terminal_width,
+)
 from shardkeep.errors import CheckpointError
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import Box
@@ -28,7 +39,7 @@ class Chunk(NamedTuple):
     box: Box
     file: str
     offset: int
-    """Where in the file its bytes begin; of a torch archive, where the archive begins."""
+    """Where its bytes begin in the file; in torch's layout, where its archive begins."""
     nbytes: int
 
 
@@ -39,15 +50,13 @@ class Item:
     key: str
     row: int
     dtype: str
-    """A torch name; "value" for what is no tensor."""
+    """A torch dtype name; "value" if it is not a tensor."""
     shape: tuple[int, ...] = ()
     nbytes: int = 0
-    """Bytes of the tensor, also where it shares them with another."""
+    """Size of the tensor, even if it shares its bytes with another."""
     chunks: int = 0
     tied_to: str = ""
     """Key of the tensor whose bytes it shares."""
-    group: str = ""
-    """What its file is called after, which is the top-level key at the time of the save."""
 
     @property
     def is_tensor(self) -> bool:
@@ -55,17 +64,17 @@ class Item:
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes that are there because of this key."""
+        """Bytes stored for this key and no other."""
         return 0 if self.tied_to else self.nbytes
 
     @property
     def what(self) -> str:
-        """Say what it is: bfloat16 [4096, 1024]."""
+        """Dtype and shape: bfloat16 [4096, 1024]."""
         return f"{self.dtype} {format_shape(self.shape)}" if self.is_tensor else VALUE
 
 
 def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
-    """Go through the items of a checkpoint, sorted by key."""
+    """Yield the items of a checkpoint, sorted by key."""
     tensors, values = checkpoint.index.keys.all(), checkpoint.index.value_keys.all()
     make = _tensor_maker(checkpoint, tensors)
     both = [(raw, row, True) for row, raw in enumerate(tensors)] + [(raw, row, False) for row, raw in enumerate(values)]
@@ -77,7 +86,7 @@ def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = No
 
 
 def _value_nbytes(checkpoint: Checkpoint, row: int) -> int:
-    """Return what a value takes in the index; 0 where values lie elsewhere, as in torch's layout."""
+    """Return the size of a value in the index; 0 for torch's layout, which stores values elsewhere."""
     ends = checkpoint.index.value_data.ends
     return int(ends[row]) - (int(ends[row - 1]) if row else 0)
 
@@ -88,8 +97,7 @@ def _tensor_maker(checkpoint: Checkpoint, keys: list[bytes]) -> Callable[[str, i
     codes, ndims, shapes, owners = (
         column.tolist() for column in (columns.dtype, columns.ndim, columns.shape, columns.alias)
     )
-    ends, files = [*index.chunk_ends.tolist(), 0], index.chunks.file
-    names = [file.name for file in checkpoint.record.files]
+    ends = [*index.chunk_ends.tolist(), 0]
 
     def make(key: str, row: int) -> Item:
         dtype = dtypes.by_code(codes[row])
@@ -104,14 +112,13 @@ def _tensor_maker(checkpoint: Checkpoint, keys: list[bytes]) -> Callable[[str, i
             nbytes=math.prod(shape) * dtype.itemsize,
             chunks=ends[owner] - first,
             tied_to="" if owner == row else keys[owner].decode(),
-            group=names[int(files[first])].split("-", 1)[0] if ends[owner] > first else "",
         )
 
     return make
 
 
 def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
-    """Return where a tensor is stored."""
+    """Return where the parts of a tensor are stored."""
     if not item.is_tensor:
         return []
     index, record = checkpoint.index, checkpoint.record
@@ -131,7 +138,7 @@ def find_item(checkpoint: Checkpoint, key: str) -> Item:
     Return the item of a key.
 
     Raises:
-        NotUsable: there is none; says which are spelt alike, or lie below it.
+        UsageError: there is none; the hint names keys that are spelt alike or lie below it.
 
     """
     if key in checkpoint:
@@ -144,13 +151,13 @@ def find_item(checkpoint: Checkpoint, key: str) -> Item:
     below = [name for name in checkpoint if name.startswith(f"{key}.")]
     if below:
         some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-        raise UsageError(f"{key!r} is no key, but {format_count(len(below), 'key lies', 'keys lie')} below it: {some}")
+        raise UsageError(f"{key!r} is not a key, but a prefix of {format_count(len(below), 'key')}: {some}")
     hint = did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
     raise UsageError(f"the checkpoint has no key {key!r}", hint=hint)
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
-    """Return a plain value, or why it cannot be shown."""
+    """Return a plain value and "", or None and the reason why it cannot be read."""
     try:
         return checkpoint[key], ""
     except CheckpointError as exc:
@@ -158,16 +165,16 @@ def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
 
 
 def key_filter(patterns: list[str], prefix: str | None) -> Callable[[str], bool] | None:
-    """Make the test of `PATTERN …` and `--prefix`; None where all keys are wanted."""
+    """Return the filter for `PATTERN …` and `--prefix`; None if all keys pass."""
     if not patterns and prefix is None:
         return None
     fits = matcher(patterns or None)
-    begin = prefix or ""
-    return lambda key: fits(key) and (key == begin or key.startswith(begin if begin[-1:] in {"", "."} else begin + "."))
+    start = prefix or ""
+    return lambda key: fits(key) and (key == start or key.startswith(start if start[-1:] in {"", "."} else start + "."))
 
 
 def age_s(saved_at: str) -> float | None:
-    """Return how long ago that was; None where it does not say."""
+    """Return the seconds since a time in ISO format; None if it has no valid time or no time zone."""
     try:
         when = datetime.fromisoformat(saved_at)
     except ValueError:
@@ -178,7 +185,7 @@ def age_s(saved_at: str) -> float | None:
 
 
 def summarize(checkpoint: Checkpoint) -> str:
-    """Say in a line or two what a checkpoint is."""
+    """Describe a checkpoint in two lines."""
     record, totals = checkpoint.record, checkpoint.record.totals
     age = age_s(record.saved_at)
     written = f"saved {format_duration(age)} ago by" if age is not None else "saved by"
@@ -193,7 +200,7 @@ def summarize(checkpoint: Checkpoint) -> str:
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint is, for programs."""
+    """Describe a checkpoint as JSON."""
     record, totals = checkpoint.record, checkpoint.record.totals
     return {
         "format": record.format,
@@ -212,7 +219,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, Any]:
-    """Return what a key is, for programs."""
+    """Describe an item as JSON."""
     if not item.is_tensor:
         return {"key": item.key, "kind": VALUE, "nbytes": item.nbytes}
     found: dict[str, Any] = {
@@ -235,3 +242,13 @@ def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, 
             for chunk in stored_chunks(checkpoint, item)
         ]
     return found
+
+
+def print_chunks(chunks: Sequence[Chunk]) -> None:
+    """Print box, size and location of each chunk; on a terminal, names of files are shortened to fit."""
+    widest = max((len(str(chunk.box)) for chunk in chunks), default=0)
+    room = terminal_width()
+    for chunk in chunks:
+        line, place = f"  {str(chunk.box).ljust(widest)}  {format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
+        name = printable(chunk.file)
+        echo(line + (name if room is None else shorten_middle(name, max(12, room - len(line) - len(place)))) + place)

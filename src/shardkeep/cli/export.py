@@ -1,14 +1,15 @@
-"""`shardkeep export`: the weights of a checkpoint for Hugging Face, or as one file for `torch.load`."""
+"""`shardkeep export` and `convert`: write weights for Hugging Face or torch.load, or a checkpoint in another layout."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
+from shardkeep.cli import Command
 from shardkeep.cli.output import (
     ReadProgress,
     UsageError,
@@ -16,48 +17,42 @@ from shardkeep.cli.output import (
     echo_err,
     format_count,
     format_size,
+    format_speed,
     print_json,
     printable,
     styled,
 )
 from shardkeep.cli.runs import path_hints
 
-EXAMPLES = """
-  shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
-  shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
-  shardkeep export runs/a/step-500 out/model.pt --format torch
-"""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_MOST_SHOWN = 4
+_MAX_NAMED = 4
 _MIN_TIMED_S = 0.5
-"""What takes less says nothing about the speed of a disk."""
+"""Throughput is not shown for copies that take less."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+def _configure_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
     parser.add_argument("to", metavar="TO", help="a directory (hf), or a file (torch)")
     parser.add_argument("--format", choices=("hf", "torch", "native"), default="hf", help="what to write (default: hf)")
-    parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: what floating point weights become")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="how large a file may be (default: 5GB)")
+    parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: convert floating point weights")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="greatest size of a file (default: 5GB)")
     parser.add_argument("--include", metavar="GLOB", action="append", help="only these names (may be repeated)")
     parser.add_argument("--exclude", metavar="GLOB", action="append", help="not these names (may be repeated)")
     parser.add_argument(
         "--rename", metavar="s/RE/TEXT/", action="append", help="change names by a regular expression (may be repeated)"
     )
-    parser.add_argument("--prefix", metavar="TEXT", help="only names that begin so, without it (default: model.)")
+    parser.add_argument("--prefix", metavar="TEXT", help="only names with this prefix, without it (default: model.)")
     parser.add_argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there")
-    parser.add_argument("--codecs", metavar="NAMES", help="for native: what files go through, such as float,aes")
+    parser.add_argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at TO")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write it, and say what was written."""
-    from shardkeep.conversion.api import export  # noqa: PLC0415 - it imports torch, which --help need not wait for
+def _run_export(args: argparse.Namespace) -> int:
+    from shardkeep.conversion.api import export  # noqa: PLC0415 - imports torch, which --help does not need
 
     renames = [parse_rename(text) for text in args.rename or ()]
     size = parse_size(args.shard_size)
-    with ExitStack() as stack, quiet_log(), path_hints(args.checkpoint):
+    with _transfer("export", args.checkpoint) as progress:
         report = export(
             args.checkpoint,
             args.to,
@@ -71,96 +66,144 @@ def run(args: argparse.Namespace) -> int:
             config=args.config,
             codecs=parse_codecs(args.codecs),
             overwrite=args.overwrite,
-            progress=TransferProgress(stack, "export"),
+            progress=progress,
         )
     if args.json:
         print_json({**asdict(report), "gb_per_s": report.gb_per_s})
         return 0
     what = f"{format_count(report.tensors, 'tensor')}, {format_size(report.bytes_written)}"
-    files = format_count(len(report.files), "file")
-    echo(f"{styled('wrote', 'green')} {printable(report.to)}: {what} in {files}")
-    echo(checked_text(report.seconds, report.gb_per_s))
-    for name, owner in list(report.ties.items())[:_MOST_SHOWN]:
-        echo(
-            f"  {printable(name)} is tied to {printable(owner)}"
-            + (" and not stored twice" if args.format == "hf" else "")
-        )
+    _print_written(report.to, f"{what} in {format_count(len(report.files), 'file')}", report.seconds, report.gb_per_s)
+    for name, owner in list(report.ties.items())[:_MAX_NAMED]:
+        echo(f"  {printable(name)} is tied to {printable(owner)}" + (" and stored once" if args.format == "hf" else ""))
     if report.decrypted:
-        warn_decrypted(can_be=args.format == "native")
+        _warn_decrypted(can_encrypt=args.format == "native")
     if report.left_out:
-        echo_err(f"left out, as safetensors files hold tensors only: {_some(report.left_out)}", "yellow")
+        echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
     if report.infinite:
         wider = "fp32" if args.dtype in {"bf16", "bfloat16"} else "fp64" if "32" in args.dtype else "bf16"
         echo_err(
-            f"numbers too large for {args.dtype} are infinite now in {_some(report.infinite)}; try --dtype {wider}",
+            f"numbers too large for {args.dtype} became infinite in {_some(report.infinite)}; try --dtype {wider}",
             "yellow",
         )
     return 0
 
 
-def checked_text(seconds: float, gb_per_s: float) -> str:
-    """Say that all was read back, and how fast all this was if it took long enough to tell."""
-    speed = f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= _MIN_TIMED_S else ""
-    return f"  written, read back and found equal{speed}"
+def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
+    parser.add_argument("to_path", metavar="TO", help="a directory")
+    parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
+    parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
+    parser.add_argument("--codecs", metavar="NAMES", help="for native and dcp: codecs for the data, such as float,aes")
+    parser.add_argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
 
 
-def warn_decrypted(*, can_be: bool) -> None:
-    """Say that a copy is not encrypted as its source is, and how it can be, if at all."""
-    echo_err(f"the source is encrypted, this copy is not{'; --codecs aes encrypts it' if can_be else ''}", "yellow")
+def _run_convert(args: argparse.Namespace) -> int:
+    from shardkeep.conversion.api import convert  # noqa: PLC0415 - imports torch, which --help does not need
+
+    size = parse_size(args.shard_size)
+    with _transfer("convert", args.checkpoint) as progress:
+        report = convert(
+            args.checkpoint,
+            args.to_path,
+            args.to,
+            drop=args.drop,
+            max_shard_bytes=size,
+            codecs=parse_codecs(args.codecs),
+            overwrite=args.overwrite,
+            allow_pickle=args.allow_pickle,
+            progress=progress,
+        )
+    if args.json:
+        print_json({**asdict(report), "gb_per_s": report.gb_per_s})
+        return 0
+    what = f"{format_count(report.tensors, 'tensor')}, {format_count(report.values, 'value')}"
+    what += f", {format_size(report.bytes_written)} as {report.layout}"
+    _print_written(report.to, what, report.seconds, report.gb_per_s)
+    if report.decrypted:
+        _warn_decrypted(can_encrypt=args.to != "safetensors")
+    labels = [each for each in report.left_out if each in {"step", "meta"}]
+    if labels:
+        echo_err(f"torch's layout has no place for {' and '.join(labels)} of the commit record", "yellow")
+    if own := [each for each in report.left_out if each not in labels]:
+        names = printable(", ".join(own))
+        echo_err(
+            f"torch's layout cannot mark {names} as per-rank: a plain dict by rank, which PerRank cannot load", "yellow"
+        )
+    return 0
+
+
+# -- shared by both
 
 
 @contextmanager
-def quiet_log() -> Iterator[None]:
-    """Keep the library's log from saying what the command says itself."""
+def _transfer(what: str, source: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress and path hints, and silence the library's log, because the command prints the same."""
     log = logging.getLogger("shardkeep")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with ReadProgress(what, 0) as progress, path_hints(source):
+            yield progress.update
     finally:
         log.setLevel(before)
 
 
-class TransferProgress:
-    """Told of bytes done and to do; draws a bar until the stack ends, if somebody looks."""
+def _print_written(to: str, what: str, seconds: float, gb_per_s: float) -> None:
+    echo(f"{styled('wrote', 'green')} {printable(to)}: {what}")
+    echo(f"  written, read back and compared: equal{format_speed(seconds, gb_per_s, _MIN_TIMED_S)}")
 
-    def __init__(self, stack: ExitStack, what: str) -> None:
-        self._stack = stack
-        self._what = what
-        self._bar: ReadProgress | None = None
-        self._done = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = self._stack.enter_context(ReadProgress(self._what, total))
-        self._bar.add(done - self._done)
-        self._done = done
+def _warn_decrypted(*, can_encrypt: bool) -> None:
+    hint = "; --codecs aes encrypts it" if can_encrypt else ""
+    echo_err(f"the source is encrypted, this copy is not{hint}", "yellow")
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(map(printable, names[:_MAX_NAMED])) + rest
 
 
 def parse_size(text: str) -> float:
-    """Return the bytes that a text such as 5GB or 512MiB means."""
+    """Return the bytes of a size such as 5GB or 512MiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is no size", hint="write 500MB, 5GB or 2GiB")
+        raise UsageError(f"{text!r} is not a size", hint="write 500MB, 5GB or 2GiB")
     base = 1024 if found[3] else 1000
     return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
 
 
 def parse_codecs(text: str | None) -> list[str] | None:
-    """Return the codecs that a text such as float,zstd:3 names."""
+    """Return the codecs in a text such as float,zstd:3."""
     return [name for name in map(str.strip, text.split(",")) if name] if text else None
 
 
 def parse_rename(text: str) -> tuple[str, str]:
-    """Return the pair that `s/RE/TEXT/` means; any sign may stand for the slash."""
+    """Return the pair in `s/RE/TEXT/`; any punctuation may replace the slash."""
     parts = text[2:].split(text[1]) if len(text) > 3 and text[0] == "s" and not text[1].isalnum() else []
     if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
-        raise UsageError(
-            f"--rename {text!r} cannot be understood", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed"
-        )
+        raise UsageError(f"--rename {text!r} is invalid", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed")
     return parts[0], parts[1]
 
 
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(map(printable, names[:_MOST_SHOWN])) + rest
+COMMANDS = {
+    "export": Command(
+        _configure_export,
+        _run_export,
+        examples="""
+  shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
+  shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
+  shardkeep export runs/a/step-500 out/model.pt --format torch
+""",
+    ),
+    "convert": Command(
+        _configure_convert,
+        _run_convert,
+        examples="""
+  shardkeep convert dcp-checkpoint runs/a/step-500 --to native
+  shardkeep convert runs/a/step-500 out/for-torch --to dcp
+  shardkeep convert runs/a/step-500 out/model --to safetensors --drop optimizer
+""",
+    ),
+}

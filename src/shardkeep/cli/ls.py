@@ -1,4 +1,4 @@
-"""The keys of one checkpoint: as a table, with their chunks, or as a tree."""
+"""`shardkeep ls`, `latest` and `cat`: list a run or the keys of a checkpoint, find the latest one, print its record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+import msgspec
+
+from shardkeep.cli import Command
 from shardkeep.cli.contents import (
     Item,
     checkpoint_json,
@@ -15,6 +18,7 @@ from shardkeep.cli.contents import (
     iter_items,
     key_filter,
     plain_value,
+    print_chunks,
     stored_chunks,
     summarize,
 )
@@ -24,30 +28,127 @@ from shardkeep.cli.output import (
     UsageError,
     did_you_mean,
     echo,
+    echo_err,
     format_count,
     format_duration,
     format_shape,
     format_size,
+    is_terminal,
     print_json,
     printable,
+    printable_lines,
+    shorten,
     styled,
 )
-from shardkeep.cli.runs import Run, open_checkpoint_or_run
-from shardkeep.cli.show import print_chunks
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_run, path_hints, reject_checkpoint, suggest_path
+from shardkeep.cli.verify import check_checkpoint
+from shardkeep.engine.sources import find
 from shardkeep.format.record import FORMAT as NATIVE
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint
+from shardkeep.options import Options
+from shardkeep.storage.resolve import open_store
 
-_MOST_VALUE = 40
+_STYLES: dict[str, Style] = {"damaged": "red", "unfinished": "yellow"}
+_MAX_VALUE_WIDTH = 40
 
 
-def list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    """List what is in a checkpoint."""
+def _configure_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints")
+    parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
+    parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
+    parser.add_argument("-l", "--long", action="store_true", help="show where every chunk is stored")
+    parser.add_argument("--names", action="store_true", help="print only names, one per line, for scripts")
+    parser.add_argument("--tree", action="store_true", help="print a tree with sizes")
+    parser.add_argument("--depth", type=int, metavar="N", help="depth of the tree")
+    parser.add_argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"')
+
+
+def _run_ls(args: argparse.Namespace) -> int:
+    found = open_checkpoint_or_run(args.path, args.template)
+    return _list_run(found, args) if isinstance(found, Run) else _list_keys(found, args)
+
+
+# -- the checkpoints of a run
+
+
+def _list_run(run: Run, args: argparse.Namespace) -> int:
+    if args.pattern or args.prefix or args.tree or args.long:
+        raise UsageError(
+            f"{args.path} is a run, not a checkpoint: it has no keys",
+            hint=f"`shardkeep ls {args.path}` lists its checkpoints; choose one of them",
+        )
+    latest = next((entry for entry in run.entries if entry.committed), None)
+    if args.json:
+        listed = [entry_json(run, entry) | {"latest": entry is latest} for entry in run.entries]
+        document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
+        print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
+    elif args.names:
+        for entry in run.entries:
+            if entry.committed:
+                echo(printable(entry.name))
+    else:
+        _print_run(run.entries, latest)
+    return 0
+
+
+def _print_run(entries: list[Entry], latest: Entry | None) -> None:
+    table = Table(
+        ("name", "step", "status", "size", "age", "ranks", "format", "metrics", "marks"),
+        right="step size age ranks",
+        flexible="metrics",
+    )
+    for entry in entries:
+        marks = [word for word, holds in (("latest", entry is latest), ("pinned", entry.pinned)) if holds]
+        style = _STYLES.get(entry.status) or ("green" if entry is latest else None)
+        age = (datetime.now(timezone.utc) - entry.saved_at).total_seconds() if entry.saved_at else None
+        table.add(
+            printable(entry.name),
+            str(entry.step),
+            entry.status,
+            format_size(entry.nbytes) if entry.nbytes else "",
+            format_duration(age) if age is not None else "",
+            str(entry.record.world_size) if entry.record else "",
+            entry.layout if entry.layout not in {"native", None} else "",
+            "  ".join(f"{printable(name)} {value:.4g}" for name, value in entry.metrics.items()),
+            ", ".join(marks),
+            style=style,
+            note=printable(entry.reason),
+        )
+    table.print()
+    counts = [format_count(sum(entry.committed for entry in entries), "checkpoint")]
+    counts += [f"{count:,} {status}" for status in _STYLES if (count := sum(e.status == status for e in entries))]
+    echo(f"\n{styled(format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
+
+
+def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
+    """Describe a checkpoint of a run as JSON."""
+    return {
+        "name": entry.name,
+        "path": run.path_of(entry),
+        "step": entry.step,
+        "status": entry.status,
+        "reason": entry.reason or None,
+        "layout": entry.layout,
+        "saved_at": entry.saved_at.isoformat() if entry.saved_at else None,
+        "nbytes": entry.nbytes,
+        "world_size": entry.record.world_size if entry.record else None,
+        "metrics": dict(entry.metrics),
+        "meta": entry.record.meta if entry.record else None,
+        "pinned": entry.pinned,
+    }
+
+
+# -- the keys of a checkpoint
+
+
+def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     items = list(iter_items(checkpoint, key_filter(args.pattern, args.prefix)))
     if not items and (args.pattern or args.prefix):
         asked = args.prefix or args.pattern[0]
         hint = did_you_mean(asked, checkpoint, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
-        raise UsageError(f"no key fits {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
+        raise UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
     if args.json:
         found = [item_json(checkpoint, item, chunks=args.long) for item in items]
         print_json({"kind": "checkpoint", "path": args.path, **checkpoint_json(checkpoint), "items": found})
@@ -58,7 +159,7 @@ def list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         return 0
     echo(f"{styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
     if args.tree:
-        _print_tree(_grown(items), args.depth)
+        _print_tree(_build_tree(items), args.depth)
     elif args.long:
         _print_long(checkpoint, items)
     else:
@@ -67,7 +168,7 @@ def list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
 
 
 def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
-    table = Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", gives_way="key")
+    table = Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", flexible="key")
     for item in items:
         if item.is_tensor:
             size = "tied" if item.tied_to else format_size(item.nbytes)
@@ -78,12 +179,11 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
 
 
 def _value_text(checkpoint: Checkpoint, item: Item) -> str:
-    """Return a value in few letters; what lies in files of its own is not read for a list."""
+    """Return a value in a few characters; other layouts keep values in files, which a listing does not read."""
     if checkpoint.record.format != NATIVE:
         return ""
     value, why_not = plain_value(checkpoint, item.key)
-    text = f"({why_not})" if why_not else printable(repr(value))
-    return text if len(text) <= _MOST_VALUE else text[: _MOST_VALUE - 1] + "…"
+    return shorten(f"({why_not})" if why_not else printable(repr(value)), _MAX_VALUE_WIDTH)
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
@@ -105,7 +205,7 @@ class _Branch:
     below: dict[str, _Branch] = field(default_factory=dict)
 
 
-def _grown(items: Iterable[Item]) -> _Branch:
+def _build_tree(items: Iterable[Item]) -> _Branch:
     root = _Branch()
     for item in items:
         branch = root
@@ -123,132 +223,112 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
     stack: list[tuple[str, str, _Branch, int, bool]] = []
 
     def push(branch: _Branch, indent: str, level: int) -> None:
-        children = sorted(branch.below.items(), key=_in_order)
+        children = sorted(branch.below.items(), key=_natural_order)
         for at, (name, child) in reversed(list(enumerate(children))):
             stack.append((indent, name, child, level, at == len(children) - 1))
 
     push(root, "", 1)
-    while stack:  # not by recursion: a key may have thousands of dots
+    while stack:  # not recursive, because a key may have thousands of dots
         indent, name, branch, level, last = stack.pop()
-        while branch.leaf is None and len(branch.below) == 1:  # nothing to choose from: on one line
+        while branch.leaf is None and len(branch.below) == 1:  # a branch without alternatives shares the line
             [(more, branch)] = branch.below.items()
             name = f"{name}.{more}"
-        line = f"{indent}{'└─ ' if last else '├─ '}{printable(name)}"
-        if branch.leaf is not None:
-            echo(f"{line}  {styled(branch.leaf.what, 'dim')}")
-        else:
-            holds = f"{format_count(branch.keys, 'key')}, {format_size(branch.nbytes)}"
-            echo(f"{line}  {styled(holds, 'dim')}")
+        leaf = branch.leaf
+        text = leaf.what if leaf else f"{format_count(branch.keys, 'key')}, {format_size(branch.nbytes)}"
+        echo(f"{indent}{'└─ ' if last else '├─ '}{printable(name)}  {styled(text, 'dim')}")
         if depth is None or level < depth:
             push(branch, indent + ("   " if last else "│  "), level + 1)
 
 
-def _in_order(child: tuple[str, Any]) -> tuple[int, int, str]:
-    """Sort numbers as numbers: layer 10 comes after layer 9."""
+def _natural_order(child: tuple[str, Any]) -> tuple[int, int, str]:
+    """Sort numbers as numbers, so that layer 10 comes after layer 9."""
     name = child[0]
     return (0, int(name), name) if name.isascii() and name.isdigit() and len(name) < 19 else (1, 0, name)
 
 
-# The checkpoints of a run as a table: what is there, what is good, and why the rest is not.
-
-_STYLES: dict[str, Style] = {"damaged": "red", "unfinished": "yellow"}
-_MOST_METRICS = 24
+# -- latest
 
 
-def list_run(run: Run, args: argparse.Namespace) -> int:
-    """List the checkpoints of a run, the newest first."""
-    if args.pattern or args.prefix or args.tree or args.long:
-        raise UsageError(
-            f"{args.path} is a run, not a checkpoint: it has no keys",
-            hint=f"`shardkeep ls {args.path}` lists its checkpoints; name one of them",
-        )
-    entries = run.entries()
-    latest = next((entry for entry in entries if entry.committed), None)
+def _configure_latest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="the directory of a run's checkpoints")
+    parser.add_argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"')
+
+
+def _run_latest(args: argparse.Namespace) -> int:
+    """Print the path alone on stdout; if there is none, print nothing there and return 1."""
+    reject_checkpoint(args.root)
+    run = open_run(args.root, args.template)  # a directory that does not exist has no checkpoint yet
+    skipped: list[dict[str, str]] = []
+    latest: Entry | None = None
+    for entry in run.entries:
+        reason = entry.reason
+        if entry.committed:
+            reason = check_checkpoint(run.path_of(entry), deep=False).reason
+        if not reason:
+            latest = entry
+            break
+        skipped.append({"name": entry.name, "reason": reason})
+        echo_err(f"skipped {printable(entry.name)}: {printable(reason)}", "yellow")
     if args.json:
-        listed = [entry_json(run, entry) | {"latest": entry is latest} for entry in entries]
-        document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
-        print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
-        return 0
-    if args.names:
-        for entry in entries:
-            if entry.committed:
-                echo(printable(entry.name))
-        return 0
-    table = Table(
-        ("name", "step", "status", "size", "age", "ranks", "format", "metrics", "marks"),
-        right="step size age ranks",
-        gives_way="metrics",
-    )
-    for entry in entries:
-        marks = [word for word, is_so in (("latest", entry is latest), ("pinned", entry.pinned)) if is_so]
-        style = _STYLES.get(entry.status) or ("green" if entry is latest else None)
-        table.add(*_cells(entry), ", ".join(marks), style=style, below=printable(entry.reason))
-    table.print()
-    counts = [format_count(sum(entry.committed for entry in entries), "checkpoint")]
-    counts += [f"{many:,} {status}" for status in _STYLES if (many := sum(e.status == status for e in entries))]
-    echo(f"\n{styled(format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
+        print_json({"latest": entry_json(run, latest) if latest else None, "skipped": skipped})
+    elif latest:
+        echo(run.path_of(latest))
+    if latest is None:
+        echo_err(f"{args.root}: no checkpoint" + (" that can be loaded" if skipped else " below it yet"))
+        if not skipped and (hint := suggest_path(args.root)):
+            echo_err(f"  hint: {hint}")
+    return 0 if latest else 1
+
+
+# -- cat
+
+
+def _configure_cat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+
+
+def _run_cat(args: argparse.Namespace) -> int:
+    """Print the commit record as it is stored, or what shardkeep derives for a checkpoint of another format."""
+    store = open_store(args.checkpoint, direct=Options().direct_io)
+    with path_hints(args.checkpoint):
+        record = find(store).record
+    if record.format == NATIVE:
+        text = store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+    else:
+        text = msgspec.json.format(msgspec.json.encode(record), indent=2)
+    if args.json:
+        print_json(msgspec.json.decode(text))
+    else:
+        decoded = text.decode().rstrip()
+        echo(printable_lines(decoded) if is_terminal() else decoded)
     return 0
 
 
-def _cells(entry: Entry) -> tuple[str, ...]:
-    age = (datetime.now(timezone.utc) - entry.saved_at).total_seconds() if entry.saved_at else None
-    return (
-        printable(entry.name),
-        str(entry.step),
-        entry.status,
-        format_size(entry.nbytes) if entry.nbytes else "",
-        format_duration(age) if age is not None else "",
-        str(entry.record.world_size) if entry.record else "",
-        entry.layout if entry.layout not in {"native", None} else "",
-        _metrics_text(entry),
-    )
-
-
-def _metrics_text(entry: Entry) -> str:
-    return "  ".join(f"{printable(name)} {value:.4g}" for name, value in entry.metrics.items())
-
-
-def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
-    """Return a checkpoint of a run for programs."""
-    return {
-        "name": entry.name,
-        "path": run.path_of(entry),
-        "step": entry.step,
-        "status": entry.status,
-        "reason": entry.reason or None,
-        "layout": entry.layout,
-        "saved_at": entry.saved_at.isoformat() if entry.saved_at else None,
-        "nbytes": entry.nbytes,
-        "world_size": entry.record.world_size if entry.record else None,
-        "metrics": dict(entry.metrics),
-        "meta": entry.record.meta if entry.record else None,
-        "pinned": entry.pinned,
-    }
-
-
-# `shardkeep ls`: the checkpoints of a run, or the keys of one checkpoint.
-
-EXAMPLES = """
+COMMANDS = {
+    "ls": Command(
+        _configure_ls,
+        _run_ls,
+        examples="""
   shardkeep ls runs/a                              the checkpoints of a run
-  shardkeep ls runs/a/step-500                     what is in one
-  shardkeep ls runs/a/step-500 'model.*.weight'    keys that fit a glob
+  shardkeep ls runs/a/step-500                     the keys of one
+  shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
   shardkeep ls runs/a/step-500 --tree --depth 2
-"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints")
-    parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
-    parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
-    parser.add_argument("-l", "--long", action="store_true", help="say where every chunk is stored")
-    parser.add_argument("--names", action="store_true", help="names alone, one a line, for scripts")
-    parser.add_argument("--tree", action="store_true", help="as a tree, with sizes")
-    parser.add_argument("--depth", type=int, metavar="N", help="of the tree")
-    parser.add_argument("--template", metavar="NAME", help='what checkpoints of the run are called: "step-{step}"')
-
-
-def run(args: argparse.Namespace) -> int:
-    """List it."""
-    found = open_checkpoint_or_run(args.path, args.template)
-    return list_run(found, args) if isinstance(found, Run) else list_keys(found, args)
+""",
+    ),
+    "latest": Command(
+        _configure_latest,
+        _run_latest,
+        examples="""
+  shardkeep latest runs/a
+  python evaluate.py --from "$(shardkeep latest runs/a)"
+""",
+    ),
+    "cat": Command(
+        _configure_cat,
+        _run_cat,
+        examples="""
+  shardkeep cat runs/a/step-500
+  shardkeep cat runs/a/step-500 --json | jq .meta
+""",
+    ),
+}

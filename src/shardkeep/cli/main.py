@@ -1,12 +1,11 @@
 """
-The `shardkeep` command. Imports only the module of the subcommand that was asked for, so that commands which look at
-files start without torch.
+The `shardkeep` command. It imports only the module of the given subcommand, so that most commands start without torch.
 
-To add a command, write `cli/<name>.py` with `configure(parser)`, `run(args) -> exit code` and, for its help, `EXAMPLES`;
-and name it in `GROUPS`. `args.json` is set where one JSON document is wanted on stdout and nothing else there: give it to
-`output.print_json`. Raise an error of `shardkeep.errors` for what cannot be done; it becomes exit code 2.
+To add a command, write a module with a `Command` in its `COMMANDS`, and list it in `GROUPS`. If `args.json` is set, print
+one JSON document to stdout with `output.print_json` and nothing else. Raise an error of `shardkeep.errors` if the command
+cannot run; it becomes exit code 2.
 
-Exit codes: 0 all is well, 1 the command ran and found something wrong or different, 2 it could not run.
+Exit codes: 0 success, 1 the command ran and found something wrong or different, 2 it could not run.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 from shardkeep._version import __version__
+from shardkeep.cli import Command
 from shardkeep.cli.output import (
     UsageError,
     did_you_mean,
@@ -35,51 +34,40 @@ from shardkeep.errors import CheckpointError
 
 GROUPS = {
     "Look": {
-        "ls": "list the checkpoints of a run, or what is in one",
-        "show": "show a tensor: statistics, histogram, values, places",
-        "du": "show what takes the space, by prefix",
-        "diff": "compare two checkpoints: keys, shapes, values",
-        "cat": "print the commit record of a checkpoint",
+        "ls": ("ls", "list the checkpoints of a run, or the keys of one"),
+        "show": ("show", "show a tensor: statistics, histogram, values, chunks"),
+        "du": ("du", "show what takes the space, by prefix"),
+        "diff": ("diff", "compare two checkpoints: keys, shapes, values"),
+        "cat": ("ls", "print the commit record of a checkpoint"),
     },
     "Keep": {
-        "latest": "print the path of the latest good checkpoint of a run",
-        "verify": "check that checkpoints are what was saved",
-        "prune": "delete old checkpoints by rules",
-        "rotate": "wrap the keys of encrypted checkpoints by a new key",
+        "latest": ("ls", "print the path of the latest good checkpoint of a run"),
+        "verify": ("verify", "check that checkpoints are what was saved"),
+        "prune": ("prune", "delete old checkpoints by rules"),
+        "rotate": ("rotate", "wrap the keys of encrypted checkpoints with a new key"),
     },
     "Move": {
-        "export": "write a checkpoint for Hugging Face or torch.load",
-        "convert": "convert between shardkeep, torch DCP and safetensors",
+        "export": ("export", "write a checkpoint for Hugging Face or torch.load"),
+        "convert": ("export", "convert between shardkeep, torch DCP and safetensors"),
     },
     "Try": {
-        "bench": "measure a disk or a store against its own limit",
-        "demo": "train on several ranks, kill them, resume on fewer, compare",
-        "completion": "print the completion script for your shell",
+        "bench": ("bench", "measure a disk or a store against its own limit"),
+        "completion": ("completion", "print the completion script for your shell"),
     },
 }
-COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-_STORY_TELLERS = {"demo"}
-"""Commands that know nothing of `--json`: their text goes to stderr, and the document is how they ended."""
+"""Commands by group and name: the module that has the command, and its summary."""
+SUMMARIES = {name: summary for group in GROUPS.values() for name, (_, summary) in group.items()}
+_MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 
 
-class Command(Protocol):
-    """What a module of this folder offers."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's own arguments."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do the work and return the exit code."""
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong instead of ending the process, and guesses what was meant."""
+    """A parser that raises `UsageError` with a suggestion instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the words given."""
-        hint = f"`{self.prog} --help` says what it takes"
+        """Raise what is wrong with the arguments."""
+        hint = f"`{self.prog} --help` lists the arguments"
         missing = message.partition("arguments are required: ")[2].split(", ")
         if missing != [""]:
             message = f"needs {', '.join(self._without_optional(missing))}"
@@ -89,23 +77,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
 
     def _without_optional(self, missing: list[str]) -> list[str]:
-        """Leave out what may be given any number of times: argparse names it beside what it really misses."""
+        """Leave out arguments that may be given zero times, which argparse lists as missing too."""
         free = {action.metavar for action in self._actions if action.nargs == "*"}
         return [word for word in missing if word not in free]
 
 
 def load_command(name: str) -> Command:
-    """Import the module of a command."""
-    return cast("Command", import_module(f"shardkeep.cli.{name}"))
+    """Import the module of a command, and return the command."""
+    command: Command = import_module(f"shardkeep.cli.{_MODULES[name]}").COMMANDS[name]
+    return command
 
 
 def parser_of(name: str, command: Command) -> Parser:
-    """Make the parser of one command, its help and what every command takes included."""
-    examples = getattr(command, "EXAMPLES", "").strip("\n")
+    """Build the parser of one command, with its help and the arguments that all commands have."""
+    examples = command.examples.strip("\n")
     parser = Parser(
         prog=f"shardkeep {name}",
-        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
-        epilog=f"examples:\n{examples}" if examples else None,
+        description=f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}.",
+        epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -119,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
-        reconfigure(errors="backslashreplace")  # a terminal that has no such letter is no reason to fail
+        reconfigure(errors="backslashreplace")  # for terminals that lack a character
     try:
         code = _main(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        _let_go_of_stdout()
+        _discard_stdout()
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -140,9 +129,9 @@ def _main(words: list[str]) -> int:
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001 - 1 would tell a script that the command ran
+    except Exception as error:  # noqa: BLE001 - exit code 1 would mean that the command ran
         traceback.print_exc()
-        echo_err("shardkeep: this is a mistake in shardkeep; please report the lines above")
+        echo_err("shardkeep: this is a bug in shardkeep; please report the lines above")
         failed = {"kind": type(error).__name__, "message": str(error), "hint": "please report this"}
     if "--json" in words:
         print_json({"error": failed})
@@ -160,42 +149,37 @@ def _run(words: list[str]) -> int:
     if asked in {"-V", "--version"}:
         echo(f"shardkeep {__version__}")
         return 0
-    if asked not in COMMANDS:
-        every = f"`shardkeep` alone lists the commands; they are {', '.join(COMMANDS)}"
+    if asked not in SUMMARIES:
+        every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
         if asked.startswith("-"):
             raise UsageError(f"the command comes first, before {asked}", hint=every)
-        raise UsageError(f"there is no command {asked!r}", hint=did_you_mean(asked, COMMANDS, otherwise=every))
+        raise UsageError(f"there is no command {asked!r}", hint=did_you_mean(asked, SUMMARIES, otherwise=every))
     command = load_command(asked)
     try:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
     except SystemExit:  # after --help
         return 0
-    if args.json and asked in _STORY_TELLERS:
-        with redirect_stdout(sys.stderr):
-            code = command.run(args)
-        print_json({"passed": code == 0})
-        return code
     return command.run(args)
 
 
 def _overview() -> None:
     echo(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
     for title, commands in GROUPS.items():
-        for name, summary in commands.items():
+        for name, (_, summary) in commands.items():
             echo(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
-            title = ""  # noqa: PLW2901 - once a group
-    echo("\nshardkeep COMMAND --help   says more, with examples")
+            title = ""  # noqa: PLW2901 - print it once
+    echo("\nshardkeep COMMAND --help   prints its arguments and examples")
     echo("shardkeep COMMAND --json   prints one JSON document, for programs")
-    echo("\nexit codes: 0 all is well, 1 something is wrong or different, 2 could not run")
+    echo("\nexit codes: 0 success, 1 something is wrong or different, 2 could not run")
 
 
-def _let_go_of_stdout() -> None:
-    """Point stdout nowhere: whoever read it has gone, and Python would complain as it flushes at the end."""
+def _discard_stdout() -> None:
+    """Redirect stdout to nowhere: its reader is gone, and Python would report an error when it flushes at exit."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    except (OSError, ValueError):  # not a file, so there is nothing that would be flushed
+    except (OSError, ValueError):  # stdout is not a file, so nothing will be flushed
         return
 
 

@@ -1,4 +1,9 @@
-"""What a command line can get wrong, and guesses at what was meant."""
+"""
+What commands print: text, tables, sizes and ages for people, one JSON document for programs, errors with suggestions.
+
+Results go to stdout, notes and errors to stderr. Colours are used only on a terminal, and not if NO_COLOR is set. Names
+that come from a checkpoint are printed with control characters escaped, so that a hostile key cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +25,28 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from shardkeep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+    from rich.progress import Progress
     from typing_extensions import Self
 
-
+Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
+_CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_MIN_COLUMN_WIDTH = 12
+"""The least width of the column that a table shortens."""
 _MAX_CANDIDATES = 1000
+"""Names that `did_you_mean` compares by spelling, which is slow."""
+_SHOW_AFTER_S = 0.5
+"""Work that takes less gets no progress bar."""
 
 
 class UsageError(CheckpointError, ValueError):
-    """What was asked for cannot be done as it was asked."""
+    """The command cannot do what its arguments ask for."""
 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """
-    Return a hint that names what is spelt almost like a word, or `otherwise` where nothing is.
+    Return a hint that names the known words that are spelt like `word`, or `otherwise` if there is none.
 
-    Of many thousand names only those are looked at that have the most dotted parts in common with the word.
+    Of many names, only the thousand that share the most dotted parts with the word are compared.
     """
     names = list(known)
     if len(names) > _MAX_CANDIDATES:
@@ -47,34 +58,24 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str
     return f"did you mean {', '.join(close[:-1]) + ' or ' if close[:-1] else ''}{close[-1]}?"
 
 
-# How commands speak: tables, sizes and ages for people, one JSON document for programs.
-#
-# Text goes to stdout, remarks to stderr. Colours only on a terminal, and not where NO_COLOR is set. Names that come
-# from
-# a checkpoint are shown with control characters spelt out: a hostile key cannot steer the terminal.
-
-Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
-_CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_MIN_COLUMN_WIDTH = 12
-"""A column that gives way keeps this much."""
+# -- streams
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Say whether somebody looks at it: stdout, unless another stream is given."""
-    stream = stream or sys.stdout
-    return stream.isatty()
-
-
-def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
-    """Colour a text where that is welcome."""
-    if not text or not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+    """Return whether a stream, stdout by default, is a terminal."""
+    return (stream or sys.stdout).isatty()
 
 
 def terminal_width() -> int | None:
-    """Return how many letters a line may have; None where nobody looks, and lines are for programs such as grep."""
+    """Return the columns of the terminal; None if stdout is not one, because programs such as grep need whole lines."""
     return shutil.get_terminal_size().columns if is_terminal() else None
+
+
+def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
+    """Return a text in a colour if the stream is a terminal that wants colours."""
+    if not text or not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
 
 
 def echo(text: str = "") -> None:
@@ -83,12 +84,15 @@ def echo(text: str = "") -> None:
 
 
 def echo_err(text: str, style: Style | None = None) -> None:
-    """Print to stderr, where it is in no program's way."""
+    """Print to stderr, so that stdout holds only results."""
     print(styled(text, style, sys.stderr) if style else text, file=sys.stderr)
 
 
+# -- JSON
+
+
 def print_json(document: Any) -> None:
-    """Print the one document of `--json`: indented on a terminal, a line elsewhere; NaN and infinities as text."""
+    """Print the one document of `--json`, indented on a terminal. NaN and infinities become strings."""
     print(json.dumps(_finite(document), indent=2 if is_terminal() else None, allow_nan=False))
 
 
@@ -103,7 +107,7 @@ def _finite(value: Any) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON has it, or its repr where JSON has nothing like it."""
+    """Return a value as JSON types, or its repr if JSON has no such type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -113,18 +117,21 @@ def to_json(value: Any) -> Any:
     return repr(value)
 
 
+# -- text
+
+
 def printable(text: str) -> str:
-    """Return a name as it may be printed: what would move the cursor is spelt out."""
+    """Return a name with control characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines as it may be printed."""
+    """Return a text of several lines with control characters escaped."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def format_size(nbytes: float) -> str:
-    """Return a number of bytes with three digits, in powers of ten, as disks are sold: 1.23 GB."""
+    """Return a number of bytes with three digits and a decimal unit: 1.23 GB."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     for unit in units:
         if nbytes < 999.5 or unit == units[-1]:
@@ -135,7 +142,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a length of time in its largest unit: 3 h."""
+    """Return a time span in its largest unit: 3 h."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length or (seconds >= length and unit != "d"):
             return f"{seconds / length:.0f} {unit}"
@@ -143,7 +150,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: complex | None) -> str:
-    """Return a number with six digits, whole ones with all they have; a dash for none."""
+    """Return a number with six digits, an integer with all of its digits, and a dash for None."""
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, (float, complex)) else str(value)
@@ -159,8 +166,25 @@ def format_shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
+def format_speed(seconds: float, gb_per_s: float, at_least_s: float) -> str:
+    """Return time and throughput as the end of a sentence; empty below `at_least_s`, where both mean little."""
+    return f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= at_least_s else ""
+
+
+def format_bar(share: float, width: int) -> str:
+    """Return a bar in eighths of a character; a share above 0 is always visible."""
+    eighths = round(share * width * 8) or int(share > 0)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut the end off a text that is too long."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def shorten_middle(text: str, width: int) -> str:
-    """Cut the middle out of a text that is too long: both ends of a key tell more than its middle."""
+    """Cut the middle out of a text that is too long, because both ends of a key say more than its middle."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -169,7 +193,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str:
-    """Break lines that are too long for a terminal at words, and indent all; elsewhere lines stay whole."""
+    """Indent all lines and, on a terminal, wrap those that are too long for it."""
     room = shutil.get_terminal_size().columns if is_terminal(stream) else sys.maxsize
     lines = []
     for line in text.split("\n"):
@@ -179,92 +203,94 @@ def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str
     return "\n".join(lines)
 
 
+# -- tables and progress
+
+
 @dataclass
 class Table:
     """
-    Rows under headings. On a terminal the column that `gives_way` is shortened so that lines fit; elsewhere nothing is.
+    Rows under headings. Columns that are empty in every row are left out.
+
+    On a terminal, the column named `flexible` is shortened so that lines fit. Plain string formatting, not rich: a
+    listing may have a hundred thousand rows, for which rich takes half a minute, and a pipe must get whole lines.
     """
 
     headings: Sequence[str]
     right: str = ""
-    """Headings of the columns that are aligned to the right, separated by spaces."""
-    gives_way: str = ""
+    """Headings of the right-aligned columns, separated by spaces."""
+    flexible: str = ""
     indent: str = ""
-    headless: bool = False
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    styles: list[Style | None] = field(default_factory=list)
-    below: dict[int, str] = field(default_factory=dict)
-    tails: dict[int, tuple[int, str]] = field(default_factory=dict)
+    show_headings: bool = True
+    _rows: list[_Row] = field(default_factory=list)
 
-    def add(self, *cells: str, style: Style | None = None, below: str = "", tail: str = "") -> None:
+    def add(self, *cells: str, style: Style | None = None, note: str = "", tail: str = "") -> None:
         """
-        Add a row, and a remark that stands on a line below it.
+        Add a row.
 
-        A row of fewer cells may have a tail: a text over all columns that are left, whose widths do not depend on it.
+        Args:
+            *cells: One text per column; missing cells are empty.
+            style: The colour of the row.
+            note: Printed on a line of its own below the row.
+            tail: Printed after the last cell, across the remaining columns, without making them wider.
+
         """
-        if below:
-            self.below[len(self.rows)] = below
-        if tail:
-            self.tails[len(self.rows)] = (len(cells), tail)
-        self.rows.append((*cells, *("" for _ in self.headings[len(cells) :])))
-        self.styles.append(style)
+        padded = (*cells, *("" for _ in self.headings[len(cells) :]))
+        self._rows.append(_Row(padded, style, note, tail, len(cells)))
 
     def print(self) -> None:
-        """Print all of it; columns that are empty in every row are left out."""
-        used = [at for at in range(len(self.headings)) if any(row[at] for row in self.rows)]
-        widths = {at: max(len(self.headings[at]), *(len(row[at]) for row in self.rows)) for at in used}
+        """Print all rows."""
+        if not self._rows:
+            return
+        used = [at for at in range(len(self.headings)) if any(row.cells[at] for row in self._rows)]
+        widths = {at: max(len(self.headings[at]), *(len(row.cells[at]) for row in self._rows)) for at in used}
         room = terminal_width()
-        if room is not None and self.gives_way:
-            at = list(self.headings).index(self.gives_way)
+        if room is not None and self.flexible:
+            at = list(self.headings).index(self.flexible)
             others = len(self.indent) + sum(widths.values()) + 2 * (len(used) - 1) - widths.get(at, 0)
             widths[at] = min(widths.get(at, 0), max(_MIN_COLUMN_WIDTH, room - others))
-        if not self.rows:
-            return
-        if not self.headless:
-            print(styled(self._line(tuple(self.headings), used, widths), "dim"))
-        for at, (row, style) in enumerate(zip(self.rows, self.styles, strict=True)):
-            line = self._line(row, used, widths)
-            if at in self.tails:
-                line = self._with_tail(row, used, widths, *self.tails[at])
-            print(styled(line, style) if style else line)
-            if at in self.below:
-                print(wrap_lines(self.below[at], self.indent + "  "))
+        if self.show_headings:
+            print(styled(self._line(self.headings, used, widths).rstrip(), "dim"))
+        for row in self._rows:
+            line = self._line(row.cells, used if not row.tail else [at for at in used if at < row.given], widths)
+            if row.tail:
+                line += "  "
+                line += row.tail if room is None else shorten(row.tail, max(_MIN_COLUMN_WIDTH, room - len(line)))
+            print(styled(line.rstrip(), row.style) if row.style else line.rstrip())
+            if row.note:
+                print(wrap_lines(row.note, self.indent + "  "))
 
-    def _with_tail(
-        self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int], many: int, tail: str
-    ) -> str:
-        before = [at for at in used if at < many]
-        begin = self._line(cells, before, widths).ljust(len(self.indent) + sum(widths[at] + 2 for at in before))
-        room = terminal_width()
-        most = len(tail) if room is None else max(_MIN_COLUMN_WIDTH, room - len(begin))
-        return begin + (tail if len(tail) <= most else tail[: most - 1] + "…")
-
-    def _line(self, cells: tuple[str, ...], used: Sequence[int], widths: dict[int, int]) -> str:
+    def _line(self, cells: Sequence[str], columns: Sequence[int], widths: dict[int, int]) -> str:
         right = self.right.split()
-        texts = (shorten_middle(cells[at], widths[at]) for at in used)
-        aligned = (
-            text.rjust(widths[at]) if self.headings[at] in right else text.ljust(widths[at])
-            for at, text in zip(used, texts, strict=True)
+        texts = ((at, shorten_middle(cells[at], widths[at])) for at in columns)
+        return self.indent + "  ".join(
+            text.rjust(widths[at]) if self.headings[at] in right else text.ljust(widths[at]) for at, text in texts
         )
-        return self.indent + "  ".join(aligned).rstrip()
 
 
-# A bar on stderr while bytes are read, where somebody looks at it and it takes long enough to wonder.
-
-_SHOW_AFTER_S = 0.5
-"""What is over by then needs no bar."""
+@dataclass(frozen=True)
+class _Row:
+    cells: tuple[str, ...]
+    style: Style | None
+    note: str
+    tail: str
+    given: int
+    """Cells before the tail."""
 
 
 class ReadProgress:
-    """How much of a number of bytes is done. Nothing is drawn, and rich not imported, unless stderr is a terminal."""
+    """
+    A progress bar on stderr for work on a number of bytes.
+
+    Nothing is drawn, and rich is not imported, unless stderr is a terminal and the work takes a while.
+    """
 
     def __init__(self, what: str, total_nbytes: int) -> None:
         self._what = what
         self._total = total_nbytes
         self._done = 0
         self._began = time.monotonic()
-        self._looked_at = is_terminal(sys.stderr)
-        self._bar: Bar | None = None
+        self._visible = is_terminal(sys.stderr)
+        self._bar: Progress | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -277,10 +303,10 @@ class ReadProgress:
             self._bar.stop()
 
     def add(self, nbytes: int) -> None:
-        """Say that so many more bytes are done; from any thread."""
+        """Count bytes as done. Threads may call it at the same time."""
         with self._lock:
             self._done += nbytes
-            if not self._looked_at:
+            if not self._visible:
                 return
             if self._bar is None:
                 if time.monotonic() - self._began < _SHOW_AFTER_S:
@@ -288,19 +314,17 @@ class ReadProgress:
                 self._bar = self._start()
             self._bar.update(self._bar.task_ids[0], completed=self._done)
 
-    def _start(self) -> Bar:
-        from rich import progress  # noqa: PLC0415 - heavy, and rarely drawn
-        from rich.console import Console  # noqa: PLC0415
+    def update(self, done: int, total: int) -> None:
+        """Set what is done, and the total, which may not have been known at first."""
+        self._total = total
+        self.add(done - self._done)
 
-        bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+    def _start(self) -> Progress:
+        from rich.console import Console  # noqa: PLC0415 - slow to import, and rarely needed
+
+        from shardkeep.reports.progress import byte_progress  # noqa: PLC0415
+
+        bar = byte_progress(Console(stderr=True), auto_refresh=True)
         bar.add_task(self._what, total=self._total)
         bar.start()
         return bar

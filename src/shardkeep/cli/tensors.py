@@ -1,7 +1,7 @@
 """
-Tensors of a checkpoint, block by block, so that one of any size is looked at in little memory. Imports torch.
+Arithmetic on stored tensors in bounded memory: statistics, histograms and comparisons. The only cli module with torch.
 
-Blocks follow the boxes in which the tensor is stored: each is one run of a file.
+Tensors of any size are read block by block. A block never crosses a stored box, so it is one contiguous range of a file.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shardkeep.opening import Checkpoint, StoredTensor
 from shardkeep.options import Options, cores
 
 BLOCK_ELEMENTS = 4 << 20
-"""Read at a time, at most."""
+"""Most elements of a block, which is what a thread reads at a time."""
 PIECE_ELEMENTS = 1 << 18
-"""Calculated with at a time: 2 MiB as float64, which stay in the CPU's cache and cost no fresh memory."""
-_MOST_THREADS = 4
-"""Each holds a block or two."""
+"""Elements that are computed with at a time: 2 MiB as float64, which stay in the CPU's cache."""
+_MAX_THREADS = 4
+"""Each holds one or two blocks in memory."""
 _SUB_BYTE = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 
 
 @contextmanager
 def compute_pool() -> Iterator[ThreadPoolExecutor]:
     """
-    Lend threads that read and calculate, one a core. Work that waits is called off when the caller fails.
+    Provide threads that read and compute, at most one per core. If the caller fails, queued work is cancelled.
 
-    Torch itself calculates with one thread in each: its own would wait for each other in every small step.
+    Each thread runs torch with one thread of its own, because more would contend in every small operation.
     """
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(min(_MOST_THREADS, cores()), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, cores()), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
             yield pool
         except BaseException:
@@ -51,7 +51,7 @@ def compute_pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def iter_blocks(stored: StoredTensor, block_elements: int = BLOCK_ELEMENTS) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most so many elements, in the order in which they are stored."""
+    """Split a tensor into boxes of at most `block_elements`, in the order in which they are stored."""
     for box in stored.boxes:
         for start in range(0, box.volume, block_elements):
             for part in flat_range_to_boxes(box.sizes, start, min(box.volume, start + block_elements)):
@@ -64,17 +64,17 @@ def read_block(stored: StoredTensor, box: Box) -> torch.Tensor:
 
 
 def iter_pieces(block: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut a flat block into pieces to calculate with."""
+    """Split a flat block into pieces to compute with."""
     for start in range(0, len(block), PIECE_ELEMENTS):
         yield block.narrow(0, start, min(PIECE_ELEMENTS, len(block) - start))
 
 
 def as_numbers(block: torch.Tensor) -> torch.Tensor:
     """
-    Return elements as something that can be calculated with, exactly: float64 or complex128; int64 where that rounds.
+    Convert elements without rounding to a dtype that torch computes with: float64, complex128 or int64.
 
     Raises:
-        UnsupportedLeaf: they are no numbers, such as raw bits, or several are packed in one.
+        UnsupportedLeaf: they are raw bits, or several numbers are packed in one element.
 
     """
     dtype = block.dtype
@@ -84,16 +84,16 @@ def as_numbers(block: torch.Tensor) -> torch.Tensor:
     if dtype.is_floating_point and name != "float4_e2m1fn_x2":
         return block.to(torch.float32).to(torch.float64) if dtype.itemsize == 1 else block.to(torch.float64)
     if dtype == torch.uint64:
-        # Torch can hardly calculate with it, and int64 would wrap: float64 is exact up to 2**53.
+        # Torch has few operations for uint64, and int64 would wrap. float64 is exact up to 2**53.
         array = block.numpy()
         return torch.from_numpy(array.astype(np.int64 if not array.size or array.max() < 1 << 63 else np.float64))
     if name in _SUB_BYTE or name.startswith(("bits", "float4")):
-        raise UnsupportedLeaf(f"there is no arithmetic with {name}: several numbers may lie in a byte")
+        raise UnsupportedLeaf(f"no arithmetic with {name}: a byte may hold several numbers")
     return block.to(torch.int64 if dtype.itemsize == 8 else torch.float64)
 
 
 def plain_values(block: torch.Tensor) -> torch.Tensor:
-    """Return elements as something that can be printed; raw bits as the bytes that hold them."""
+    """Convert elements to a dtype that can be printed; raw bits become bytes."""
     try:
         numbers = as_numbers(block)
     except UnsupportedLeaf:
@@ -101,27 +101,29 @@ def plain_values(block: torch.Tensor) -> torch.Tensor:
     if block.dtype == torch.bool:
         return block
     if block.dtype in {torch.float32, torch.complex64}:
-        return block  # printed with the digits that it has
+        return block  # float64 would print digits that it does not have
     return numbers.to(torch.float32) if block.dtype.is_floating_point and block.dtype.itemsize < 4 else numbers
 
 
 def first_values(stored: StoredTensor, many: int) -> torch.Tensor:
-    """Read the first elements in the order of the tensor, flat."""
+    """Read the first elements of a tensor in row-major order, as a flat tensor."""
     count = min(many, math.prod(stored.shape))
     parts = [read_block(stored, box).reshape(-1) for box in flat_range_to_boxes(stored.shape, 0, count)]
     return torch.cat([plain_values(part) for part in parts]) if parts else torch.empty(0)
 
 
-# Statistics and histogram of a stored tensor, in one pass each, in bounded memory. Imports torch.
-#
-# Sums are float64 and blocks are joined by their means, so that the deviation of a billion elements keeps its digits.
+# -- statistics
 
 Number = int | float
 
 
 @dataclass
 class Statistics:
-    """Of all elements so far; NaN and infinities are counted, and are in nothing else."""
+    """
+    Statistics of all elements so far. NaN and infinities are counted, and are part of nothing else.
+
+    Sums are float64, and blocks are merged by their means, so that the deviation of a billion elements is accurate.
+    """
 
     count: int = 0
     finite: int = 0
@@ -133,22 +135,22 @@ class Statistics:
     greatest: Number | None = None
     mean: float = math.nan
     _spread: float = 0.0
-    """Sum of squares of distances from the mean."""
+    """Sum of squared distances from the mean."""
     of_magnitudes: bool = False
-    """The elements are complex, and these are statistics of their absolute values."""
+    """Whether the elements are complex, and these are statistics of their absolute values."""
 
     @property
     def std(self) -> float:
-        """The deviation, of all elements as they are (not of a sample)."""
+        """Standard deviation of the finite elements as a population, not as a sample."""
         return math.sqrt(self._spread / self.finite) if self.finite else math.nan
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm of the finite elements."""
+        """Euclidean norm of the finite elements."""
         return math.sqrt(self._spread + self.finite * self.mean * self.mean) if self.finite else 0.0
 
     def add(self, block: torch.Tensor) -> None:
-        """Take the elements of one block into account."""
+        """Include the elements of a block."""
         for piece in iter_pieces(block):
             self._add(piece)
 
@@ -174,7 +176,7 @@ class Statistics:
         self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
 
     def merge(self, other: Statistics) -> None:
-        """Take the elements of others into account."""
+        """Include the elements of other statistics."""
         for name in ("count", "zeros", "nan", "positive_inf", "negative_inf"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.of_magnitudes |= other.of_magnitudes
@@ -193,7 +195,7 @@ class Statistics:
 
 
 def _bounds(block: torch.Tensor, numbers: torch.Tensor) -> tuple[Number, Number]:
-    if block.dtype == torch.uint64:  # of which the numbers may be rounded
+    if block.dtype == torch.uint64:  # `numbers` may be rounded
         array = block.numpy()
         return int(array.min()), int(array.max())
     least, greatest = (bound.item() for bound in torch.aminmax(numbers))
@@ -207,20 +209,20 @@ def _real(numbers: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Histogram:
-    """How many elements lie in each of equal intervals."""
+    """Counts of elements in intervals of equal width."""
 
     low: float
     high: float
     counts: list[int] = field(default_factory=list)
 
     def edges(self, at: int) -> tuple[float, float]:
-        """Return where an interval begins and ends."""
+        """Return the lower and upper bound of an interval."""
         step = (self.high - self.low) / len(self.counts)
         return self.low + at * step, self.low + (at + 1) * step
 
 
 def compute_statistics(stored: StoredTensor, on_block: Callable[[int], None] = lambda _: None) -> Statistics:
-    """Read a tensor once; `on_block` is told the bytes of each block."""
+    """Read a tensor once and compute its statistics. `on_block` is called with the size of each block."""
 
     def work(box: Box) -> Statistics:
         block = read_block(stored, box).reshape(-1)
@@ -240,18 +242,18 @@ def compute_histogram(
     stored: StoredTensor, found: Statistics, bins: int, on_block: Callable[[int], None] = lambda _: None
 ) -> Histogram | None:
     """
-    Read a tensor again, and count its finite elements; None where there are none, or all are one number.
+    Read a tensor again and count its finite elements; None if there are none, or all are the same number.
 
-    Few whole numbers get an interval each.
+    If all are integers within a small range, each integer gets its own interval.
     """
     if found.least is None or found.greatest is None or found.least == found.greatest:
         return None
     low, high = float(found.least), float(found.greatest)
     if isinstance(found.least, int) and found.greatest - found.least < bins:
-        bins = int(found.greatest - found.least) + 1  # one for each number
+        bins = int(found.greatest - found.least) + 1
         high = low + bins
     if not math.isfinite(high - low):
-        return None  # the whole range of float64: there is no width of an interval
+        return None  # they span the whole range of float64, so the width of an interval would be infinite
 
     def work(box: Box) -> torch.Tensor:
         block = read_block(stored, box).reshape(-1)
@@ -272,49 +274,49 @@ def compute_histogram(
     return Histogram(low, high, whole.tolist())
 
 
-# How the values of two stored tensors differ, block by block, in bounded memory. Imports torch.
-#
-# Without tolerances bits are compared: a NaN equals the same NaN, and -0.0 is not 0.0. With tolerances numbers are,
-# as
-# `torch.allclose(equal_nan=True)` does.
+# -- comparison
 
 
 @dataclass
 class TensorChange:
-    """How two tensors differ. Norms and the greatest distance are of elements that are finite in both."""
+    """How two tensors differ. Norms and the greatest distance cover the elements that are finite in both."""
 
     elements: int = 0
     changed: int = 0
     bits_alone: int = 0
-    """Of those changed, how many are the same number: -0.0 and 0.0, or one NaN and another."""
+    """Changed elements that are equal as numbers: -0.0 and 0.0, or two kinds of NaN."""
     not_finite: int = 0
-    """Of those changed, how many are NaN or infinite on one side at least."""
+    """Changed elements that are NaN or infinite on at least one side."""
     max_abs: float = 0.0
     squares: float = 0.0
-    """Of the distances, summed."""
+    """Sum of squared distances."""
     base_squares: float = 0.0
-    """Of the first tensor's elements, summed."""
+    """Sum of squares of the first tensor's elements."""
     first: tuple[int, ...] | None = None
-    """Where the first element that changed is, in the order of storage."""
+    """Index of the first changed element, in the order of storage."""
     before: Any = None
     after: Any = None
     has_numbers: bool = True
-    """False where the dtype knows no arithmetic, and only bits were compared."""
+    """False if the dtype has no arithmetic, so that only bits were compared."""
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm of the change."""
+        """Euclidean norm of the change."""
         return math.sqrt(self.squares)
 
     @property
     def relative(self) -> float:
-        """The norm of the change, as a part of the norm of the first tensor."""
+        """Norm of the change divided by the norm of the first tensor."""
         base = math.sqrt(self.base_squares)
         return self.norm / base if base else math.inf if self.squares else 0.0
 
 
 class Tolerance(NamedTuple):
-    """How far apart numbers may be that count as equal; with 0 and 0, bits are compared."""
+    """
+    How far apart numbers may be to count as equal, as in `torch.allclose(equal_nan=True)`.
+
+    If both are 0, bits are compared: a NaN equals the same NaN, and -0.0 is not 0.0.
+    """
 
     relative: float
     absolute: float
@@ -323,7 +325,7 @@ class Tolerance(NamedTuple):
 def compare_tensors(
     one: StoredTensor, other: StoredTensor, tolerance: Tolerance, *, on_block: Callable[[int], None]
 ) -> TensorChange:
-    """Read two tensors of one shape, and say how they differ; `on_block` is told the bytes read of the first."""
+    """Compare two tensors of the same shape. `on_block` is called with the size of each block of the first."""
     found = TensorChange()
     for box in iter_blocks(one):
         a, b = read_block(one, box), read_block(other, box)
@@ -335,7 +337,7 @@ def compare_tensors(
 def compare_tensor_batch(
     one: Checkpoint, other: Checkpoint, pairs: Sequence[tuple[Item, Item]], tolerance: Tolerance
 ) -> list[TensorChange]:
-    """Read many small tensors of two checkpoints at once, and say how each pair differs."""
+    """Compare pairs of small tensors, reading those of each checkpoint in one go."""
     ours = _read(one, [item for item, _ in pairs])
     theirs = _read(other, [item for _, item in pairs])
     changes = []
@@ -350,7 +352,7 @@ def compare_tensor_batch(
 
 
 def _read(checkpoint: Checkpoint, items: Sequence[Item]) -> list[torch.Tensor]:
-    """Read tensors whole, those that are tied once."""
+    """Read whole tensors; tied ones are read once."""
     owners = checkpoint.index.tensors.alias[[item.row for item in items]].astype(np.int64)
     rows, where = np.unique(owners, return_inverse=True)
     tensors = read_whole(checkpoint.source, rows, Options())
@@ -365,16 +367,16 @@ def _add_block(found: TensorChange, a: torch.Tensor, b: torch.Tensor, box: Box, 
 
 
 class _Piece(NamedTuple):
-    """Some elements of a block of both tensors, in a row."""
+    """Consecutive elements of the same block of both tensors."""
 
     a: torch.Tensor
     b: torch.Tensor
     box: Box
     start: int
-    """How many elements of the block come before."""
+    """Elements of the block before this piece."""
 
-    def place_of(self, at: int) -> tuple[int, ...]:
-        """Return where an element of the piece is in the whole tensor."""
+    def index_of(self, at: int) -> tuple[int, ...]:
+        """Return the index of an element of this piece in the whole tensor."""
         inside = np.unravel_index(self.start + at, self.box.sizes)
         return tuple(offset + int(i) for offset, i in zip(self.box.offsets, inside, strict=True))
 
@@ -397,11 +399,11 @@ def _add(found: TensorChange, piece: _Piece, tolerance: Tolerance) -> None:
     if bits is not None and not bits.any():
         return
     is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
-    # Of whole numbers bits tell, and need no rounding.
+    # Integers are compared by their bits, because their conversion may round.
     same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
     distance = _distance_unsigned(a, b) if same_type and a.dtype == torch.uint64 else _distance(x, y)
     if any(tolerance):
-        # Infinite distances are close to nothing, not even to an infinite tolerance.
+        # An infinite distance is never within a tolerance, not even an infinite one.
         differs = ~same_number & ~(
             distance.isfinite() & (distance <= tolerance.absolute + tolerance.relative * y.abs().to(torch.float64))
         )
@@ -420,13 +422,13 @@ def _add(found: TensorChange, piece: _Piece, tolerance: Tolerance) -> None:
 
 
 def _both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as one type; of whole numbers that float64 would round, as whole numbers."""
+    """Convert both to their common dtype."""
     common = torch.promote_types(x.dtype, y.dtype)
     return x.to(common), y.to(common)
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return |x - y| as float64; of int64 without a wrap."""
+    """Return |x - y| as float64, without overflow for int64."""
     apart = x - y
     if x.dtype != torch.int64:
         return apart.abs().to(torch.float64)
@@ -435,18 +437,18 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _distance_unsigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return |a - b| of uint64, which float64 rounds, and int64 does not hold."""
+    """Return |a - b| of uint64, which float64 would round and int64 cannot hold."""
     one, other = a.numpy(), b.numpy()
     return torch.from_numpy(np.where(one > other, one - other, other - one).astype(np.float64))
 
 
 def _raw(elements: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of elements, a row each."""
+    """Return the bytes of elements, one row per element."""
     return elements.contiguous().view(torch.uint8).reshape(len(elements), elements.element_size())
 
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Say of each element whether a bit of it differs."""
+    """Return for each element whether any of its bits differ."""
     one, other = _raw(a), _raw(b)
     if torch.equal(one, other):
         return torch.zeros(len(a), dtype=torch.bool)
@@ -458,9 +460,9 @@ def _note(found: TensorChange, differs: torch.Tensor, x: torch.Tensor, y: torch.
     found.changed += many
     if many and found.first is None:
         at = int(differs.nonzero()[0])
-        found.first = piece.place_of(at)
+        found.first = piece.index_of(at)
         found.before, found.after = (
-            # Numbers of this type may be rounded.
+            # A converted uint64 may be rounded.
             int(own.numpy()[at]) if own.dtype == torch.uint64 else number[at].tolist()
             for own, number in ((piece.a, x), (piece.b, y))
         )

@@ -1,4 +1,8 @@
-"""A place whose reads are counted, so that whoever waits for them sees how far they are."""
+"""
+`shardkeep verify`: check that checkpoints are what was saved, and list what is damaged. No torch.
+
+A shallow check looks at record, index, sizes and headers; a deep one reads every byte. `latest` and `prune` use it too.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,24 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from shardkeep.cli import Command
 from shardkeep.cli.output import (
     ReadProgress,
     echo,
     format_count,
     format_size,
+    format_speed,
     print_json,
     printable,
     styled,
     wrap_lines,
 )
-from shardkeep.cli.runs import base_name, is_empty, open_existing_run
+from shardkeep.cli.runs import base_name, is_empty_directory, open_existing_run
 from shardkeep.engine.access import keys_for
 from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
@@ -37,13 +43,124 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.resolve import open_store
 
 OnRead = Callable[[int], None]
+"""Called with a number of bytes that were read, from any thread."""
+_MIN_TIMED_S = 0.1
+"""Throughput is not shown for checks that take less."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of checking one checkpoint."""
+
+    problems: list[str] = field(default_factory=list)
+    """What is damaged, with the file and, if known, bytes and keys; or that none of the given keys decrypts it."""
+    unknown: str = ""
+    """Why it could not be checked, because the store failed, which says nothing about the checkpoint."""
+    files: int = 0
+    nbytes: int = 0
+    """Bytes that were read and compared with their digests; in a shallow check, bytes of files of the right size."""
+    without_digests: int = 0
+    """Files without digests, whose bytes can be read but not compared with anything."""
+    undecoded: int = 0
+    """Encrypted files for which no key was given: the stored bytes were checked, but not the plain ones."""
+    seconds: float = 0.0
+
+    @property
+    def sound(self) -> bool:
+        """Whether the check found nothing wrong."""
+        return not self.reason
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, in one line; empty if nothing is."""
+        return self.unknown or "; ".join(self.problems)
+
+
+def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None) -> CheckResult:
+    """Check one checkpoint. Damage is returned, not raised."""
+    began = time.perf_counter()
+    try:
+        result = _check(where, deep=deep, on_read=on_read)
+    except (DamagedCheckpoint, CheckpointNotFound) as exc:
+        return CheckResult(problems=list(exc.details.get("problems", ())) or [exc.message])
+    except CheckpointError as exc:
+        return CheckResult(unknown=exc.message)
+    return replace(result, seconds=time.perf_counter() - began)
+
+
+def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
+    try:
+        checkpoint = open_checkpoint(open_counting(where, on_read) if deep else where)
+    except (KeyMissing, WrongKey) as exc:
+        problems = _wrong_keys(exc)
+        try:
+            report = verify_stored(open_counting(where, on_read), deep=deep)
+        except DamagedCheckpoint as damaged:
+            return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
+        return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
+    problems, undecoded = _keys_of_items(checkpoint)
+    if deep and not problems:
+        report = checkpoint.verify()
+        return CheckResult(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
+    files = checkpoint.record.files
+    return CheckResult(
+        [*problems, *shallow_problems(checkpoint)],
+        files=len(files),
+        nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
+        without_digests=sum(not file.block_nbytes for file in files),
+        undecoded=undecoded,
+    )
+
+
+def _wrong_keys(exc: KeyMissing | WrongKey) -> list[str]:
+    """Return the problem with the given keys; none if no key was given, because a check does not need one."""
+    if keys_for(Options()) is None:
+        return []
+    # A user who is about to discard an old key relies on this being a problem.
+    return [f"none of the given keys decrypts it: {exc.message}" if isinstance(exc, WrongKey) else exc.message]
+
+
+def _keys_of_items(checkpoint: Checkpoint) -> tuple[list[str], int]:
+    """Try the keys on items of torch's layout, which opening does not do; also return how many files lack a key."""
+    source = checkpoint.source
+    if isinstance(source, TorchSource):
+        try:
+            source.check_keys()
+        except (KeyMissing, WrongKey) as exc:
+            return _wrong_keys(exc), len(checkpoint.record.files)
+    return [], 0
+
+
+def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the problems that index, sizes and headers show."""
+    source = checkpoint.source
+    try:
+        source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
+    except DamagedCheckpoint as exc:
+        yield exc.message
+    digests = source.digests_to_verify()
+
+    def check(file: FileEntry) -> str:
+        try:
+            open_checked(source.store, file, digests)[0].close()
+        except DamagedCheckpoint as exc:
+            return exc.message
+        return ""
+
+    files = checkpoint.record.files
+    if files:
+        with ThreadPoolExecutor(min(Options().io_threads, len(files))) as pool:
+            yield from filter(None, pool.map(check, files))
+
+
+# -- reads that are counted, for progress
 
 
 def open_counting(where: str, on_read: OnRead) -> Store:
-    """Open the store of a place, with its reads told to somebody."""
+    """Open the store of a path or URL, with `on_read` called for every read."""
     direct = Options().direct_io
     store = open_store(where, direct=direct)
-    if type(store) is LocalStore:  # looked at by its type where files of other programs are to be read
+    if type(store) is LocalStore:  # code that reads files of other programs asks for this type
         return _CountingDirectory(store.url, on_read, direct=direct)
     return cast("Store", _CountingStore(store, on_read))
 
@@ -92,170 +209,51 @@ class _CountingReader:
         self._reader.close()
 
 
-# Whether a checkpoint is what was saved: by what its record, index and headers say, or by every byte. No torch.
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """What was found of one checkpoint."""
-
-    problems: list[str] = field(default_factory=list)
-    """What is damaged, each with the file, and the bytes and keys where that is known; or that no given key opens it."""
-    unknown: str = ""
-    """Why it could not be checked: the store failed, which says nothing about the checkpoint."""
-    files: int = 0
-    nbytes: int = 0
-    """That were read and compared with their digests; without `deep`, of files whose size is right."""
-    without_digests: int = 0
-    """Files of which nobody took digests: their bytes can be read, but not compared with anything."""
-    undecoded: int = 0
-    """Files that are encrypted, and no key was given: what is stored of them was checked, not what it stands for."""
-    seconds: float = 0.0
-
-    @property
-    def sound(self) -> bool:
-        """Nothing is wrong."""
-        return not self.problems and not self.unknown
-
-
-def check_checkpoint(where: str, *, deep: bool, on_read: Callable[[int], None] = lambda _: None) -> CheckResult:
-    """Check the checkpoint at a place; `on_read` is told how many bytes were read, from any thread."""
-    began = time.perf_counter()
-    try:
-        verdict = _check(where, deep=deep, on_read=on_read)
-    except (DamagedCheckpoint, CheckpointNotFound) as exc:
-        return CheckResult(problems=list(exc.details.get("problems", ())) or [exc.message])
-    except CheckpointError as exc:
-        return CheckResult(unknown=exc.message)
-    return CheckResult(
-        problems=verdict.problems,
-        files=verdict.files,
-        nbytes=verdict.nbytes,
-        without_digests=verdict.without_digests,
-        undecoded=verdict.undecoded,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _check(where: str, *, deep: bool, on_read: Callable[[int], None]) -> CheckResult:
-    try:
-        checkpoint = open_checkpoint(open_counting(where, on_read) if deep else where)
-    except (KeyMissing, WrongKey) as exc:
-        problems = _wrong_keys(exc)
-        try:
-            report = verify_stored(open_counting(where, on_read), deep=deep)
-        except DamagedCheckpoint as damaged:
-            return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
-        return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
-    problems, undecoded = _keys_of_items(checkpoint)
-    if deep and not problems:  # which decodes plain values, and says so where no key was given
-        report = checkpoint.verify()
-        return CheckResult(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
-    files = checkpoint.record.files
-    return CheckResult(
-        [*problems, *shallow_problems(checkpoint)],
-        files=len(files),
-        nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
-        without_digests=sum(not file.block_nbytes for file in files),
-        undecoded=undecoded,
-    )
-
-
-def _wrong_keys(exc: KeyMissing | WrongKey) -> list[str]:
-    """Say what is wrong with the keys that were given; nothing where none was, as one may check without."""
-    if keys_for(Options()) is None:
-        return []
-    # Whoever is about to throw an old key away asks just this.
-    return [f"none of the given keys opens it: {exc.message}" if isinstance(exc, WrongKey) else exc.message]
-
-
-def _keys_of_items(checkpoint: Checkpoint) -> tuple[list[str], int]:
-    """Try the keys on items of torch's layout, which opening does not; also say how many files no key was given for."""
-    source = checkpoint.source
-    if isinstance(source, TorchSource):
-        try:
-            source.check_keys()
-        except (KeyMissing, WrongKey) as exc:
-            return _wrong_keys(exc), len(checkpoint.record.files)
-    return [], 0
-
-
-def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Go through what is wrong with an opened checkpoint as far as index, sizes and headers tell."""
-    source = checkpoint.source
-    try:
-        source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
-    except DamagedCheckpoint as exc:
-        yield exc.message
-    digests = source.digests_to_verify()
-
-    def look(file: FileEntry) -> str:
-        try:
-            open_checked(source.store, file, digests)[0].close()
-        except DamagedCheckpoint as exc:
-            return exc.message
-        return ""
-
-    files = checkpoint.record.files
-    if files:
-        with ThreadPoolExecutor(min(Options().io_threads, len(files))) as pool:
-            yield from filter(None, pool.map(look, files))
-
-
-# `shardkeep verify`: check checkpoints, one or many, and list what is damaged.
-
-EXAMPLES = """
-  shardkeep verify runs/a/step-500            record, index, sizes and headers
-  shardkeep verify runs/a/step-500 --deep     every byte
-  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
-"""
-_MIN_TIMED_S = 0.1
-"""What takes less says nothing about the speed of a disk."""
+# -- the command
 
 
 class Target(NamedTuple):
-    """Something that may be a checkpoint."""
+    """A path that may be a checkpoint."""
 
     path: str
     entry: Entry | None
-    """What its run's catalog says, where it was found there."""
+    """Its entry in the catalog, if it was found in a run."""
     nbytes: int
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them")
     parser.add_argument("--deep", action="store_true", help="read every byte and compare it with its digest")
-    parser.add_argument("--template", metavar="NAME", help='what checkpoints of a run are called: "step-{step}"')
+    parser.add_argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"')
 
 
-def run(args: argparse.Namespace) -> int:
-    """Check all of them; 1 where one is damaged, 2 where one could not be checked and none is known to be damaged."""
-    places = [place for path in args.path for place in _targets(path, args.template)]
+def _run(args: argparse.Namespace) -> int:
+    """Check all of them; 1 if one is damaged, 2 if one could not be checked and none is known to be damaged."""
+    targets = [target for path in args.path for target in _targets(path, args.template)]
     documents: list[dict[str, Any]] = []
     worst = 0
-    for place in places:
-        if place.entry is not None and place.entry.status == "unfinished":
-            documents.append({"path": place.path, "status": "unfinished", "reason": place.entry.reason})
-            _say(
-                args,
-                f"{styled('skip', 'yellow')}  {printable(place.path)}  unfinished: {printable(place.entry.reason)}",
-            )
-            continue
-        with ReadProgress(base_name(place.path), place.nbytes) as progress:
-            verdict = check_checkpoint(place.path, deep=args.deep, on_read=progress.add)
-        documents.append(_document(place, verdict, deep=args.deep))
-        _say(args, _text(place, verdict, deep=args.deep))
-        worst = _worse(worst, 1 if verdict.problems else 2 if verdict.unknown else 0)
+    for target in targets:
+        if target.entry is not None and target.entry.status == "unfinished":
+            reason = target.entry.reason
+            document = {"path": target.path, "status": "unfinished", "reason": reason}
+            text = f"{styled('skip', 'yellow')}  {printable(target.path)}  unfinished: {printable(reason)}"
+        else:
+            with ReadProgress(base_name(target.path), target.nbytes) as progress:
+                result = check_checkpoint(target.path, deep=args.deep, on_read=progress.add)
+            document, text = _result_json(target, result, deep=args.deep), _result_text(target, result, deep=args.deep)
+            worst = _worse(worst, 1 if result.problems else 2 if result.unknown else 0)
+        documents.append(document)
+        if not args.json:
+            echo(text)
     if args.json:
         print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
-    elif len(places) > 1:
+    elif len(targets) > 1:
         sound = sum(document["status"] == "sound" for document in documents)
-        echo(f"\n{sound:,} of {format_count(len(places), 'checkpoint')} sound")
-    elif not places:
+        echo(f"\n{sound:,} of {format_count(len(targets), 'checkpoint')} sound")
+    elif not targets:
         echo("no checkpoint yet")
-    if not args.json and not args.deep and places and worst == 0:
-        echo(styled("no damage found by sizes and headers; --deep reads every byte", "dim"))
+    if not args.json and not args.deep and targets and worst == 0:
+        echo(styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
     return worst
 
 
@@ -264,65 +262,69 @@ def _worse(worst: int, code: int) -> int:
 
 
 def _targets(path: str, template: str | None) -> Iterator[Target]:
-    """Find the checkpoint at a place, damaged or not, or those of the run that it is."""
+    """Yield the checkpoint at a path, damaged or not, or all checkpoints of a run."""
     try:
         record = find(open_store(path, direct=Options().direct_io)).record
     except CheckpointNotFound:
-        found = open_existing_run(path, template)
-        entries = found.entries()
-        if not entries and not is_empty(path):
+        run = open_existing_run(path, template)
+        if not run.entries and not is_empty_directory(path):
             raise
-        yield from (Target(found.path_of(entry), entry, entry.nbytes) for entry in entries)
+        yield from (Target(run.path_of(entry), entry, entry.nbytes) for entry in run.entries)
         return
-    except CheckpointError:  # `check` says what is wrong
+    except CheckpointError:  # the check will report it
         yield Target(path, None, 0)
         return
     yield Target(path, None, record.stored_nbytes)
 
 
-def _say(args: argparse.Namespace, text: str) -> None:
-    if not args.json:
-        echo(text)
-
-
-def _text(place: Target, verdict: CheckResult, *, deep: bool) -> str:
-    if verdict.problems:
-        many = f"{len(verdict.problems):,} wrong" if len(verdict.problems) > 1 else "not sound"
-        lines = [f"{styled('BAD', 'red')}   {printable(place.path)}  {many}"]
-        return "\n".join(lines + [wrap_lines(printable(problem), "      ") for problem in verdict.problems])
-    if verdict.unknown:
-        return f"{styled('?', 'red')}     {printable(place.path)}  could not be checked: {printable(verdict.unknown)}"
-    files = format_count(verdict.files, "file")
-    undigested = verdict.without_digests
+def _result_text(target: Target, result: CheckResult, *, deep: bool) -> str:
+    path = printable(target.path)
+    if result.problems:
+        lines = [f"{styled('BAD', 'red')}   {path}  {format_count(len(result.problems), 'problem')}"]
+        return "\n".join(lines + [wrap_lines(printable(problem), "      ") for problem in result.problems])
+    if result.unknown:
+        return f"{styled('?', 'red')}     {path}  could not be checked: {printable(result.unknown)}"
+    files = format_count(result.files, "file")
     if deep:
-        speed = ""
-        if verdict.seconds > _MIN_TIMED_S:
-            speed = f" in {verdict.seconds:.1f} s, {verdict.nbytes / 1e9 / verdict.seconds:.2f} GB/s"
-        text = f"{files}, {format_size(verdict.nbytes)} read{speed}"
-        doubt = "it was read, but there is nothing to compare it with"
+        speed = format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
+        text = f"{files}, {format_size(result.nbytes)} read{speed}"
+        doubt = "read, but there is nothing to compare with"
     else:
-        text = f"record, index, and {files} of {format_size(verdict.nbytes)} by size and header"
+        text = f"record, index, and {files} of {format_size(result.nbytes)} by size and header"
         doubt = "only sizes and structure can be checked"
-    if undigested:
-        text += f"\n      {format_count(undigested, 'file has', 'files have')} no digests: {doubt}"
-    if verdict.undecoded:
+    if result.without_digests:
+        text += f"\n      {format_count(result.without_digests, 'file has', 'files have')} no digests: {doubt}"
+    if result.undecoded:
         text += (
-            f"\n      {format_count(verdict.undecoded, 'file is', 'files are')} encrypted, and there is no key:"
-            " what is stored was checked, not what it stands for"
+            f"\n      {format_count(result.undecoded, 'file is', 'files are')} encrypted and no key was given:"
+            " only the stored bytes were checked"
         )
-    return f"{styled('ok', 'green')}    {printable(place.path)}  {text}"
+    return f"{styled('ok', 'green')}    {path}  {text}"
 
 
-def _document(place: Target, verdict: CheckResult, *, deep: bool) -> dict[str, Any]:
-    status = "damaged" if verdict.problems else "unknown" if verdict.unknown else "sound"
+def _result_json(target: Target, result: CheckResult, *, deep: bool) -> dict[str, Any]:
+    status = "damaged" if result.problems else "unknown" if result.unknown else "sound"
     return {
-        "path": place.path,
+        "path": target.path,
         "status": status,
-        "problems": verdict.problems,
-        "reason": verdict.unknown or None,
-        "files": verdict.files,
-        "nbytes": verdict.nbytes,
-        "files_without_digests": verdict.without_digests,
-        "files_undecoded": verdict.undecoded,
-        "seconds": verdict.seconds if deep else None,
+        "problems": result.problems,
+        "reason": result.unknown or None,
+        "files": result.files,
+        "nbytes": result.nbytes,
+        "files_without_digests": result.without_digests,
+        "files_undecoded": result.undecoded,
+        "seconds": result.seconds if deep else None,
     }
+
+
+COMMANDS = {
+    "verify": Command(
+        _configure,
+        _run,
+        examples="""
+  shardkeep verify runs/a/step-500            record, index, sizes and headers
+  shardkeep verify runs/a/step-500 --deep     every byte
+  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
+""",
+    )
+}

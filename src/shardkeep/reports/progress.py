@@ -1,8 +1,8 @@
 """
-A progress bar for saves, where somebody looks.
+Progress bars for saves.
 
-In come events; out goes a bar on standard error, from rank 0 alone, and only if that is a terminal. Elsewhere, as in
-the logs of a cluster, nothing is shown and rich is not even imported.
+Rank 0 draws them on standard error if that is a terminal. Otherwise, as in the logs of a cluster, nothing is shown and rich
+is not imported.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 _KINDS = (SaveBegan, SaveProgressed, SaveCommitted, SaveFailed)
 _BETWEEN_S = 0.1
 _PATIENCE_S = 2.0
-"""How long the end of a block waits for a terminal."""
+"""How long leaving the block waits for a terminal that does not accept output."""
 
 
 def show_progress() -> AbstractContextManager[None]:
     """
-    Show how far saves have come while inside, on rank 0, if standard error is a terminal; else do nothing.
+    Show the progress of saves inside this block, on rank 0, if standard error is a terminal.
 
-    A save has a bar for what is written, and one in the background also one for what is staged: bytes of this rank. A
-    bar goes when its save ends.
+    Each save has a bar for the bytes that this rank has written. An asynchronous save also has one for the bytes that are
+    staged. A bar disappears when its save ends.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -49,13 +49,13 @@ def show_progress() -> AbstractContextManager[None]:
 
 
 def _interactive() -> bool:
-    """Ask the stream itself: rich also believes variables that are meant for colours in logs."""
+    """Return whether stderr is a terminal; rich also accepts variables that only mean colours in logs."""
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    import rich.progress  # noqa: PLC0415, F401 - only where it is used, and before a thread that saves would import it
+    import rich.progress  # noqa: PLC0415, F401 - only if needed, and before the drawing thread imports it
     from rich.console import Console  # noqa: PLC0415
 
     bars = _Bars(Console(stderr=True))
@@ -68,9 +68,9 @@ def _shown() -> Iterator[None]:
 
 class _Bars:
     """
-    The bars of the saves under way. Told by several threads, drawn by one of its own.
+    The bars of the running saves. Several threads report events; one thread draws.
 
-    A terminal that takes no more (Ctrl-S, a stalled connection) then stops that thread, and no save.
+    If the terminal blocks (Ctrl-S, a stalled connection), only the drawing thread waits, and no save does.
     """
 
     def __init__(self, console: Console) -> None:
@@ -78,12 +78,12 @@ class _Bars:
         self._changed = threading.Condition()
         self._saves: dict[str, _Bar] = {}
         self._closing = False
-        # A daemon: where the terminal hangs, the process must still be able to end.
+        # A daemon, because the process must be able to exit while the terminal blocks.
         self._thread = threading.Thread(target=self._draw, name="shardkeep-progress", daemon=True)
         self._thread.start()
 
     def hear(self, event: Event) -> None:
-        """Note what an event says."""
+        """Record an event."""
         with self._changed:
             if isinstance(event, (SaveCommitted, SaveFailed)):
                 self._saves.pop(event.where, None)
@@ -95,7 +95,7 @@ class _Bars:
             self._changed.notify()
 
     def close(self) -> None:
-        """Take all bars away, as long as the terminal lets us."""
+        """Remove all bars, if the terminal accepts output in time."""
         with self._changed:
             self._closing = True
             self._saves.clear()
@@ -103,17 +103,17 @@ class _Bars:
         self._thread.join(_PATIENCE_S)
 
     def _draw(self) -> None:
-        """Draw until `close`: while there are saves, a few times a second."""
+        """Draw a few times a second while there are saves, until `close`."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._saves or self._closing)
                 if self._closing:
                     return
-            with _progress(self._console) as progress:
+            with byte_progress(self._console, auto_refresh=False) as progress:
                 self._draw_saves(progress)
 
     def _draw_saves(self, progress: Progress) -> None:
-        """Draw until no save is left: then nothing stands between training and its terminal until the next."""
+        """Draw until no save is left. Between saves, training has the terminal to itself."""
         tasks: dict[tuple[str, str], TaskID] = {}
         while True:
             with self._changed:
@@ -139,15 +139,16 @@ class _Bars:
 
 @dataclass
 class _Bar:
-    """How far one save has come."""
+    """The progress of one save."""
 
     verbs: tuple[str, ...]
     done: dict[str, int] = field(default_factory=dict)
     total: int = 0
 
 
-def _progress(console: Console) -> Progress:
-    from rich.progress import (  # noqa: PLC0415 - only where it is used
+def byte_progress(console: Console, *, auto_refresh: bool) -> Progress:
+    """Return a progress display with columns for bytes, throughput and remaining time."""
+    from rich.progress import (  # noqa: PLC0415 - only if needed
         BarColumn,
         DownloadColumn,
         Progress,
@@ -164,7 +165,12 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     ]
-    # Not redirected: what training prints meanwhile goes where it would have gone.
+    # Without redirection, what the program prints meanwhile goes to its own streams.
     return Progress(
-        *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        *columns,
+        console=console,
+        transient=True,
+        auto_refresh=auto_refresh,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
