@@ -47,7 +47,7 @@ def script(tmp_path):
 FIRST = """
     import importlib, sys, warnings
     warnings.simplefilter("error")
-    from shardkeep.dcp._impl.install import install, uninstall
+    from shardkeep.dcp_install import install, uninstall
 
     path, before = list(sys.meta_path), set(sys.modules)
     install()
@@ -130,7 +130,7 @@ LATE = """
     import torch.distributed.tensor._shards_wrapper as shards
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
-    from shardkeep.dcp._impl.install import install, uninstall
+    from shardkeep.dcp_install import install, uninstall
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         install()
@@ -196,7 +196,7 @@ QUIET = """
     warnings.simplefilter("error")
     import torch, torch.distributed.fsdp, torch.distributed.tensor._shards_wrapper
     import torch.distributed.checkpoint
-    from shardkeep.dcp._impl.install import install
+    from shardkeep.dcp_install import install
     install()
     print(torch.distributed.checkpoint.__name__)
 """
@@ -217,7 +217,7 @@ CHILDREN = """
         put.put([bool(each.find_spec(sought)) for each in sys.meta_path if hasattr(each, "awaits")])
 
     if __name__ == "__main__":
-        from shardkeep.dcp._impl.install import install, uninstall
+        from shardkeep.dcp_install import install, uninstall
         install()
         code = "from torch.distributed.checkpoint.metadata import Metadata; print(Metadata.__module__)"
         # Whether the one who waits for this import takes it: asked in the others without the seconds that torch takes.
@@ -267,11 +267,11 @@ def test_a_process_without_shardkeep_says_so(tmp_path):
     """
     A Python that cannot import shardkeep has torch's, with a warning, and starts without a word.
     """
-    import shardkeep.dcp._impl.install
+    import shardkeep.dcp_install
 
     hide = "import sys; sys.modules['shardkeep'] = None\n"
     code = hide + "import torch.distributed.checkpoint as dcp; print(dcp.__file__)"
-    env = {"PYTHONPATH": shardkeep.dcp._impl.install._STARTUP, "SHARDKEEP_DCP_INSTALL": "1"}
+    env = {"PYTHONPATH": shardkeep.dcp_install._STARTUP, "SHARDKEEP_DCP_INSTALL": "1"}
     done = run("-c", code, cwd=tmp_path, check=False, **env)
     assert "site-packages" in done.stdout
     assert "stays torch's: shardkeep cannot be imported here" in done.stderr
@@ -307,8 +307,8 @@ def test_nothing_to_run(arguments, capsys):
     """
     Without a script it says how it is used, and installs nothing.
     """
-    from shardkeep.dcp._impl.install import finder
-    from shardkeep.dcp._impl.install import run as run_script
+    from shardkeep.dcp_install import finder
+    from shardkeep.dcp_install import run as run_script
 
     with pytest.raises(SystemExit, match="usage: python -m shardkeep"):
         run_script(list(arguments))
@@ -317,7 +317,7 @@ def test_nothing_to_run(arguments, capsys):
 
 READ = """
     import pickle, sys
-    from shardkeep.dcp._impl.install import install
+    from shardkeep.dcp_install import install
     install()
     with open(sys.argv[1], "rb") as file:
         values = pickle.load(file)
@@ -349,7 +349,7 @@ def test_pickles_between_processes_with_and_without(script, tmp_path):
     file = tmp_path / "values"
     file.write_bytes(pickle.dumps(values))
     printed = run(script(READ), str(file), cwd=tmp_path, warm=True)
-    assert printed.strip() == str(["shardkeep.layouts.torch_values", "shardkeep.layouts.torch_values"])
+    assert printed.strip() == str(["shardkeep.layouts.torch_values"])
     assert pickle.loads(file.read_bytes()) == to_ours(values)
 
 
@@ -425,7 +425,7 @@ def test_what_cannot_be_run_is_said(tmp_path, monkeypatch, target, as_module, sa
     """
     A module, a folder or a file that is not there, or has nothing to run.
     """
-    from shardkeep.dcp._impl.install import run_as_main
+    from shardkeep.dcp_install import run_as_main
 
     (tmp_path / "nothing_here").mkdir()
     (tmp_path / "nothing_here" / "__init__.py").touch()

@@ -1,15 +1,15 @@
 """
-`torch.distributed.checkpoint`, on our engine: the same names, modules, arguments and files.
+The API of `torch.distributed.checkpoint` on shardkeep's engine: the same names, modules, arguments and files.
 
     import shardkeep.dcp as dcp
 
-or, for code that imports torch's module itself, `shardkeep.dcp.install()` before that import.
+For code that imports torch's module itself, call `shardkeep.dcp.install()` before that import.
 
-Each module has the names that torch's module defines, from where they live in our tree, and those that it only imports
-from its neighbours, since people import them from there: these come from the same neighbours of ours.
+Each module re-exports the names of torch's module, whether torch's module defines them or imports them, because people
+import both from there. The implementation is in `_impl`.
 """
 
-# Those that torch's package has once it is imported, and scripts reach through it.
+# Modules that scripts reach as attributes of torch's package.
 from shardkeep.dcp import (
     _async_executor,
     _async_process_executor,
@@ -50,9 +50,9 @@ from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
 from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter
 from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
-from shardkeep.dcp._impl.install import install, uninstall
 from shardkeep.dcp._impl.optimizer import load_sharded_optimizer_state_dict
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.dcp_install import install, uninstall
 from shardkeep.errors import CheckpointException
 from shardkeep.layouts.torch_values import (
     BytesStorageMetadata,

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardkeep.dcp._impl.install import run
+from shardkeep.dcp_install import run
 
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -1,5 +1,3 @@
 """The names of `torch.distributed.checkpoint._state_dict_stager`."""
 
-from shardkeep.engine.stagers import StateDictStager
-
-__all__ = ["StateDictStager"]
+from shardkeep.engine.stagers import StateDictStager as StateDictStager

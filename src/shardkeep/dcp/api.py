@@ -1,10 +1,6 @@
 """The names of `torch.distributed.checkpoint.api`."""
 
-from shardkeep.errors import (
-    WRAPPED_EXCEPTION,
-    CheckpointException,
-    _is_wrapped_exception,
-    _wrap_exception,
-)
-
-__all__ = ["WRAPPED_EXCEPTION", "CheckpointException", "_is_wrapped_exception", "_wrap_exception"]
+from shardkeep.errors import WRAPPED_EXCEPTION as WRAPPED_EXCEPTION
+from shardkeep.errors import CheckpointException as CheckpointException
+from shardkeep.errors import _is_wrapped_exception as _is_wrapped_exception
+from shardkeep.errors import _wrap_exception as _wrap_exception

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Stateful", "StatefulT"]
-
 
 @runtime_checkable
 class Stateful(Protocol):

@@ -1,9 +1,9 @@
 """
-What Python runs when it starts, in processes that were started from one where `shardkeep.dcp.install()` was called.
+Runs at the start of Python in children of a process that called `shardkeep.dcp.install()`.
 
-Their PYTHONPATH begins with this folder. Every Python process that such a job starts comes by here, so this imports
-nothing: it leaves a finder that installs when torch's checkpoint is first imported. Then the `sitecustomize` is run
-that would have been found without this one.
+The first entry of their PYTHONPATH is this folder. Every Python process of the job runs this file, so it imports nothing:
+it adds a finder that installs when torch's checkpoint package is first imported. Then it runs the `sitecustomize` that
+Python would have found without this folder.
 """
 
 # ruff: noqa: INP001 - not a package: Python finds this file by its folder
@@ -30,7 +30,7 @@ class Waiting:
             return None
         self.done = True  # and stays where it is: Python is going through the list
         try:
-            from shardkeep.dcp._impl.install import install_if_asked  # noqa: PLC0415 - not before it is needed
+            from shardkeep.dcp_install import install_if_asked  # noqa: PLC0415 - not before it is needed
         except ImportError as exc:
             import warnings  # noqa: PLC0415 - not before it is needed
 

@@ -1,9 +1,10 @@
 """
-Our tree in the place of torch's, for imports.
+`shardkeep.dcp.install()`: later imports of `torch.distributed.checkpoint` give `shardkeep.dcp`.
 
-A finder in front of all others answers for `torch.distributed.checkpoint` and everything below it: with the very module
-of `shardkeep.dcp` that has the same name, so that there is one module and one set of classes under both names. What our
-tree does not have is torch's own. Nothing is imported before somebody asks for it, not even torch.
+In this process, an import hook at the front of `sys.meta_path` returns the module of `shardkeep.dcp` that has the same
+name, so that there is one module and one set of classes under both names. Modules that only torch has stay torch's. Child
+processes are reached through two environment variables and `startup/sitecustomize.py`. This module is not part of the
+package `dcp` because installing must not import torch.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ ROOTS = {
 
 
 def root_of(name: str) -> str | None:
-    """Return the root that a module is, or is below of; None for any other module."""
+    """Return the entry of `ROOTS` that a module is or lies below; None for any other module."""
     return next((root for root in ROOTS if name == root or name.startswith(f"{root}.")), None)
 
 
 def our_name(fullname: str) -> str | None:
-    """Return which module of ours stands for one of torch's tree; None if there is none."""
+    """Return the name of our module for a module of torch's; None if we have none."""
     root = root_of(fullname)
     if root is None or fullname == root:
         return ROOTS.get(fullname)
@@ -62,9 +63,9 @@ class Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.displaced: dict[str, ModuleType] = {}
-        """Torch's own modules that were loaded before, by name."""
+        """Torch's modules that were loaded before the installation, by name."""
         self.attributes: dict[str, ModuleType] = {}
-        """What the parents of the roots had under their names before, by full name."""
+        """The attributes of the parent packages that the installation replaced, by full name."""
 
     def find_spec(
         self,
@@ -72,7 +73,7 @@ class Finder(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return where a module of torch's tree is; None for any other, which is left to the finders after this one."""
+        """Return the spec of a module below `ROOTS`; None for any other, which the next finder looks up."""
         root = root_of(fullname)
         if root is None:
             return None
@@ -81,7 +82,7 @@ class Finder(MetaPathFinder):
 
 
 def finder() -> Finder | None:
-    """Return the finder that is at work, or None."""
+    """Return the installed finder, or None."""
     return next((each for each in sys.meta_path if isinstance(each, Finder)), None)
 
 
@@ -94,14 +95,14 @@ def _alias(fullname: str, name: str) -> ModuleSpec:
 
 def _torchs_own(fullname: str, root: str, path: Sequence[str] | None) -> ModuleSpec | None:
     if fullname.count(".") == root.count(".") + 1:
-        # Its parent is our package now, whose folder is not torch's.
+        # Its parent is now our package, whose path does not contain torch's modules.
         parent = sys.modules[root.rpartition(".")[0]]
         path = [os.path.join(folder, root.rpartition(".")[2]) for folder in parent.__path__]
     return PathFinder.find_spec(fullname, path)
 
 
 class _Alias(Loader):
-    """Gives a module that has another name."""
+    """Loads a module that already exists under another name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -114,7 +115,7 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing but give the module its own spec back: it runs only once, under its own name."""
+        """Restore the module's own spec. The module was executed when it was imported under its own name."""
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -124,20 +125,18 @@ class _Alias(Loader):
         return None if loader is None else loader.get_code(self._name)
 
 
-# Objects of torch's tree that were there before our tree took its place, and still have to be pickled.
+# -- pickling instances of torch's classes after the installation ------------------------------------------------------
 #
-# Pickle refers to a class by its name, and refuses to if another class is found under that name: here ours. So what
-# goes
-# to other processes is given a way of its own, that finds torch's class again; and the file of metadata, which
-# torch's
-# writer pickles and its reader unpickles, has the names that it always had.
+# Pickle refuses a class if another class is found under its name, and after the installation ours is. Instances that go to
+# other processes are therefore reduced to a function that finds torch's class again. `.metadata` files, which torch's
+# writer pickles and torch's reader unpickles, keep torch's names.
 
 Modules = Mapping[str, ModuleType]
 _FILES = f"{PACKAGE}.filesystem"
 
 
 def keep_pickling(displaced: Modules) -> None:
-    """Have the classes of these modules be pickled although ours are found under their names."""
+    """Register reducers for the classes of these modules, so that they can be pickled while ours have their names."""
     for kind in classes_of(displaced):
         copyreg.pickle(kind, _reduced)
     if _FILES in displaced:
@@ -146,7 +145,7 @@ def keep_pickling(displaced: Modules) -> None:
 
 
 def pickle_as_before(displaced: Modules) -> None:
-    """Undo it."""
+    """Undo `keep_pickling`."""
     for kind in classes_of(displaced):
         copyreg.dispatch_table.pop(kind, None)
     if _FILES in displaced:
@@ -164,7 +163,7 @@ def classes_of(modules: Modules) -> set[type]:
 
 
 def torchs_own(module: str, name: str) -> Any:
-    """Return a class of torch's tree, also while ours is in its place, if torch's was loaded before."""
+    """Return torch's class, even while ours has its name, if torch's module was loaded before."""
     hook = finder()
     kept = hook.displaced.get(module) if hook is not None else None
     return getattr(kept or importlib.import_module(module), name)
@@ -176,7 +175,7 @@ def _made(module: str, name: str, new: bool, args: tuple[Any, ...]) -> Any:
 
 
 def _reduced(value: Any) -> Any:
-    """Say how to make a value again, as it says itself, with its class found by `torchs_own`."""
+    """Reduce a value as its own `__reduce_ex__` does, with its class looked up by `torchs_own`."""
     kind = type(value)
     make, args, *rest = value.__reduce_ex__(2)
     new = make is copyreg.__newobj__  # type: ignore[attr-defined]  # absent from the stubs
@@ -186,10 +185,10 @@ def _reduced(value: Any) -> Any:
 
 
 _PythonPickler: Any = pickle._Pickler
-"""The pickler in Python: that in C asks whether names fit."""
+"""The pickler in Python: the one in C checks that a class is found under its name."""
 
 
-class _ByName(_PythonPickler):  # type: ignore[misc]  # of no type
+class _ByName(_PythonPickler):  # type: ignore[misc]  # untyped
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         hook = finder()
@@ -219,11 +218,10 @@ def _load(file: Any) -> Any:
     return _ToTorchs(file).load()
 
 
-# A script or a module run as the main one, in the process that is running already.
+# -- running a script as `__main__` ------------------------------------------------------------------------------------
 #
-# Its `__main__` stays, as that of a script that Python runs itself: saves that go on after its last line still find
-# its
-# classes there, and processes that are spawned find the file. (What `runpy` runs is gone when it has ended.)
+# `runpy` discards the module when the script ends. Here it stays in `sys.modules`, as with a script that Python itself runs:
+# saves that outlive the last line still find its classes, and spawned processes find its file.
 
 
 def run_as_main(target: str, *, as_module: bool) -> None:
@@ -237,7 +235,7 @@ def run_as_main(target: str, *, as_module: bool) -> None:
     """
     module, code = _module_named(target) if as_module else _found_in(target) or _file(target)
     sys.modules["__main__"] = module
-    exec(code, vars(module))  # noqa: S102 - what was asked for
+    exec(code, vars(module))  # noqa: S102 - running the script is the purpose
 
 
 def _module_named(name: str) -> tuple[ModuleType, CodeType]:
@@ -290,14 +288,10 @@ def _file(path: str) -> tuple[ModuleType, CodeType]:
     return module, code
 
 
-# `shardkeep.dcp.install()`: later imports of `torch.distributed.checkpoint` give `shardkeep.dcp`.
-#
-# In this process by a finder (`import_hook.py`), in those it starts by two variables of their environment
-# (`startup/`).
-# Nothing here imports torch.
+# -- installing --------------------------------------------------------------------------------------------------------
 
 ASKED = "SHARDKEEP_DCP_INSTALL"
-"""The variable that has processes started from this one install too; "0" for one of them keeps it from that."""
+"""Child processes install too if this variable is "1" in their environment."""
 
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 _USAGE = "usage: python -m shardkeep.dcp (script.py | -m module) [args ...]"
@@ -305,18 +299,17 @@ _USAGE = "usage: python -m shardkeep.dcp (script.py | -m module) [args ...]"
 
 def install() -> None:
     """
-    Have `torch.distributed.checkpoint` be `shardkeep.dcp`, for all imports from now on.
+    Replace `torch.distributed.checkpoint` by `shardkeep.dcp` for all later imports. Calling it again does nothing.
 
-    That holds for its submodules, for `torch.distributed._state_dict_utils`, and for processes started from here, by
-    `multiprocessing`, `subprocess` or `torchrun`. What shardkeep does not have (`_experimental`) stays torch's. Calling
-    it again does nothing.
+    This includes its submodules, `torch.distributed._state_dict_utils`, and processes started from here by
+    `multiprocessing`, `subprocess` or `torchrun`. Modules that only torch has (`_experimental`) stay torch's.
 
-    Names that were imported before keep what they had, which is torch's; a warning lists them. They go on to work on
-    plain tensors, but may not on DTensors, which describe themselves to ours from now on, nor for saves in a process of
-    their own. So call it first.
+    Names that were imported before stay torch's, and a warning lists them. They keep working on plain tensors, but may
+    fail on DTensors, which describe themselves in our classes from now on, and with `AsyncCheckpointerType.PROCESS`.
+    Therefore call this first.
 
-    Processes learn of it by PYTHONPATH and SHARDKEEP_DCP_INSTALL: not if they are started with another environment, by
-    a fork server that was started before, or by a Python that ignores both (`-E`, `-I`).
+    Child processes learn of the installation from PYTHONPATH and SHARDKEEP_DCP_INSTALL. It does not reach processes with
+    another environment, from a fork server that was started before, or of a Python that ignores both (`-E`, `-I`).
     """
     if finder() is not None:
         return
@@ -345,9 +338,9 @@ def install() -> None:
 
 def uninstall() -> None:
     """
-    Undo `install`: imports give torch's own again, here and in processes started from now on.
+    Undo `install`: imports give torch's modules again, here and in processes started from now on.
 
-    Names that were imported meanwhile keep what they have, which is ours, except in modules of torch.
+    Names that were imported in the meantime stay ours, except in modules of torch.
     """
     _set_children_environment(no_more=True)
     _stop_waiting()
@@ -367,7 +360,7 @@ def uninstall() -> None:
 
 
 def install_if_asked() -> Finder | None:
-    """Install if the process that started this one had, and return the finder."""
+    """Install if the parent process had, and return the finder."""
     if setting(ASKED) == "1":
         install()
     return finder()
@@ -389,20 +382,20 @@ def run(argv: Sequence[str]) -> None:
         raise SystemExit(_USAGE)
     install()
     sys.argv[:] = args
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: no folder of the script's then
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: the script's folder is left out then
         sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(args[0]))
     run_as_main(args[0], as_module=as_module)
 
 
 def _load_replacements(hook: Finder) -> None:
-    """Load ours where torch's was loaded: who reaches it by attributes, without importing it again, gets ours."""
+    """Load our modules where torch's were loaded, so that attribute access without an import finds ours."""
     for name in hook.displaced:
         if our_name(name) is not None:
             importlib.import_module(name)
 
 
 def _stop_waiting() -> None:
-    """Take away the finder that a process started from here begins with; see `startup/`."""
+    """Remove the waiting finder of `startup/sitecustomize.py`."""
     sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "awaits")]
 
 
@@ -418,7 +411,7 @@ def _set_attribute(name: str, module: ModuleType) -> None:
 
 
 def _forget(name: str, module: ModuleType) -> None:
-    """Take a module away from the parent that imports gave it to: a root from torch, torch's own modules from ours."""
+    """Delete the attribute that importing a module set on its parent: ours on torch's package, or torch's on ours."""
     parent, _, child = name.rpartition(".")
     root = root_of(name)
     holder = sys.modules.get(parent if name == root else ROOTS.get(parent, ""))
@@ -428,7 +421,7 @@ def _forget(name: str, module: ModuleType) -> None:
 
 
 def _give_back(ours: Mapping[str, ModuleType]) -> None:
-    """Give modules of torch that were loaded meanwhile, and have names of our tree, torch's own."""
+    """In modules of torch that were loaded while ours was installed, replace our objects by torch's."""
     homes = {
         id(value): (name, key)
         for name, module in ours.items()
@@ -448,12 +441,12 @@ def _defined_by_us(value: object) -> bool:
 
 
 def _is_definition(value: object) -> bool:
-    # By its type, and not `isinstance`: what stands in a module may be a proxy that raises when it is looked at.
+    # Not `isinstance`: a module may hold a lazy proxy that raises when an attribute of it is read.
     return issubclass(type(value), (type, FunctionType))
 
 
 def _held_by_users(displaced: Mapping[str, ModuleType]) -> Iterator[str]:
-    """Find the names outside of torch that are bound to modules, classes and functions of torch's tree."""
+    """Find names outside of torch that are bound to modules, classes and functions of torch's checkpoint package."""
     modules = {id(module) for module in displaced.values()}
     for name, module in {id(each): (name, each) for name, each in reversed(list(sys.modules.items()))}.values():
         if name.partition(".")[0] in ("torch", "shardkeep"):
