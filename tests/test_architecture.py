@@ -14,6 +14,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"dcp", "testing"},
+    {"startup"},
     {"dcp_install"},
     {"manage", "conversion"},
     {"saving", "loading", "opening", "reports"},
