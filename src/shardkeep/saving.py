@@ -154,7 +154,7 @@ def _write(
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=bool(codecs.chains))
     nbytes = sum(job.nbytes for job in jobs)
     store = report_progress(codecs.over(session.store), events, nbytes)
-    with CancelScope(room=budget.room).held():
+    with CancelScope(budget=budget.room).active():
         write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
     events.written(nbytes)
     return [codecs.entry_of(job) for job in jobs]

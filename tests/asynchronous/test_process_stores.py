@@ -9,9 +9,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardkeep as sk
 from shardkeep.engine.process.client import writer_manager
-from shardkeep.storage.fsspec import FsspecRoot
-from shardkeep.storage.object_store import ObjectRoot
-from shardkeep.storage.spec import store_spec
+from shardkeep.storage.base import spec_of
+from shardkeep.storage.fsspec import FsspecStore
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import PATIENCE_S, full, says
 
@@ -59,7 +59,7 @@ class OfMain(LocalFileSystem):
 OfMain.__module__ = "__main__"
 
 
-class Mine(ObjectRoot):
+class Mine(ObjectStore):
     pass
 
 
@@ -71,12 +71,12 @@ def in_bucket(**options):
 @pytest.mark.parametrize(
     ("opened", "said"),
     [
-        (lambda: sk.open_place("memory://runs/a"), "MemoryRoot in another process"),
-        (lambda: FsspecRoot(MemoryFileSystem(), "/a", "ram://a"), "MemoryFileSystem in another process"),
+        (lambda: sk.open_place("memory://runs/a"), "MemoryStore in another process"),
+        (lambda: FsspecStore(MemoryFileSystem(), "/a", "ram://a"), "MemoryFileSystem in another process"),
         (lambda: sk.open_place("simplecache::memory://a"), "SimpleCacheFileSystem in another process"),
-        (lambda: FsspecRoot(OfMain(), "/a", "local:///a"), "does not find the class OfMain"),
-        (lambda: FsspecRoot(Nested.OfATest(), "/a", "local:///a"), r"does not find the class Nested\.OfATest"),
-        (lambda: FsspecRoot(LocalFileSystem(hook=print), "/a", "local:///a"), "the option 'hook' .* builtin_function"),
+        (lambda: FsspecStore(OfMain(), "/a", "local:///a"), "cannot import the class OfMain"),
+        (lambda: FsspecStore(Nested.OfATest(), "/a", "local:///a"), r"cannot import the class Nested\.OfATest"),
+        (lambda: FsspecStore(LocalFileSystem(hook=print), "/a", "local:///a"), "the option 'hook' .* builtin_function"),
         (lambda: in_bucket(credential_provider=lambda: KEYS), "the option 'credential_provider' .* a function"),
         (lambda: Mine(in_bucket().bucket, "runs/", "s3://bucket/runs"), "a Mine in another process"),
         (lambda: FaultyStore(in_bucket()), "a FaultyStore in another process"),
@@ -99,19 +99,19 @@ def test_the_words_for_a_store_are_not_shown(opened):
     """
     They have the keys in them, which the process needs, and what is printed of them has not.
     """
-    words = store_spec(opened())
+    words = spec_of(opened())
     assert "hunter2" in words.options.values()
     assert "hunter2" not in repr(words)
 
 
 def test_the_process_imports_what_it_needs():
     """
-    Before it is asked for a place elsewhere, nothing that only such places need.
+    Before it writes to an object store, no package that only object stores need.
     """
     found = subprocess.run(
         [sys.executable, "-c", "import sys, shardkeep.engine.process.server; print(*sys.modules)"],
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     ).stdout.split()  # fmt: skip
     assert "shardkeep.storage.local" in found
-    others = {"torch", "obstore", "fsspec", "boto3", "shardkeep.storage.object_store", "shardkeep.storage.fsspec"}
+    others = {"torch", "obstore", "fsspec", "boto3"}
     assert others.isdisjoint(found)

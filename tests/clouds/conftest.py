@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.azure_server import AzureServer, azurite
 from tests.support.google_server import GoogleServer
@@ -70,13 +70,13 @@ def cloud(request: pytest.FixtureRequest) -> Cloud:
 
 
 @pytest.fixture
-def cloud_place(cloud: Cloud) -> Callable[..., ObjectRoot]:
+def cloud_place(cloud: Cloud) -> Callable[..., ObjectStore]:
     """Open a place that nobody else uses."""
 
-    def opened(**options: Any) -> ObjectRoot:
+    def opened(**options: Any) -> ObjectStore:
         url = cloud.url(f"tests/{os.getpid()}-{next(_numbers)}")
         place = open_place(url, **{**cloud.options, **options})
-        assert isinstance(place, ObjectRoot)
+        assert isinstance(place, ObjectStore)
         return place
 
     return opened

@@ -11,18 +11,17 @@ import torch
 import shardkeep as sk
 from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage import uploads
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.clouds.conftest import Cloud
 from tests.object_store.jobs import load_by_url, race, save_by_url
 from tests.support.rank_pool import RankPool
 
 PART = 5 << 20
-Opens = Callable[..., ObjectRoot]
+Opens = Callable[..., ObjectStore]
 
 
-def names_in(place: ObjectRoot) -> set[str]:
+def names_in(place: ObjectStore) -> set[str]:
     return {info.name for info in place.list()}
 
 
@@ -68,9 +67,6 @@ def test_large_blobs_go_up_in_parts(cloud_place: Opens) -> None:
     writer.write_at(0, memoryview(data)[PART : 3 * PART])
     writer.finish()
     assert read_blob(place, "b") == data[PART : 3 * PART]
-    # These services say of no upload that it was begun, and drop it by themselves.
-    assert uploads.unfinished(place) == []
-    assert uploads.sweep(place, lambda _: True) == 0
 
 
 def test_many_checkpoints_and_the_command_line(

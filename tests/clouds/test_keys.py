@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.clouds.conftest import Cloud
 from tests.support.azure_server import CONTAINER, AzureServer
@@ -91,8 +91,8 @@ def test_an_account_in_the_url(azure_server: AzureServer, monkeypatch: pytest.Mo
 def test_azurite_as_it_is_started_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator has an account and a key that all know; where it is can be said."""
     place = open_place("az://box/x", use_emulator=True)
-    assert isinstance(place, ObjectRoot)
-    assert place.bucket.home == ("az", "http://127.0.0.1:10000/devstoreaccount1", "devstoreaccount1")
+    assert isinstance(place, ObjectStore)
+    assert place.bucket.server == ("az", "http://127.0.0.1:10000/devstoreaccount1", "devstoreaccount1")
     assert not place.bucket.official
     monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
     monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", "http://127.0.0.1:1")

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.storage.object_config import ENVIRONMENT_VARIABLES
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.clouds.conftest import serving
 
@@ -201,7 +201,7 @@ def test_every_variable_opens_a_bucket_anew(url: str, monkeypatch: pytest.Monkey
 
     def opened() -> object:
         place = open_place(url)
-        assert isinstance(place, ObjectRoot)
+        assert isinstance(place, ObjectStore)
         assert SECRET not in repr(place.bucket)
         return place.bucket
 

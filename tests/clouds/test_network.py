@@ -11,7 +11,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.clouds.conftest import Cloud
@@ -29,17 +29,17 @@ def proxy(cloud: Cloud) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def place(cloud: Cloud, proxy: Proxy) -> ObjectRoot:
+def place(cloud: Cloud, proxy: Proxy) -> ObjectStore:
     """A place that is reached through the proxy."""
     options: dict[str, Any] = {**cloud.options, "part_bytes": PART, "requests": 4, "retries": 3, "timeout_s": 20}
     options["endpoint"] = options["endpoint"].replace(str(cloud.port), str(proxy.port))
     found = open_place(cloud.url(f"network/{secrets.token_hex(4)}"), **options)
-    assert isinstance(found, ObjectRoot)
+    assert isinstance(found, ObjectStore)
     found.put("first", b"x")  # conditions are tried out with this
     return found
 
 
-def test_the_end_of_an_upload_that_nobody_is_told_of(place: ObjectRoot, proxy: Proxy) -> None:
+def test_the_end_of_an_upload_that_nobody_is_told_of(place: ObjectStore, proxy: Proxy) -> None:
     """To ask for it again says that the parts are gone: the object is looked for, and is there."""
     data = sample(2 * PART + 99)
     proxy.rules = [Rule("lose_answer", method="PUT|POST", path=THE_END, times=1)]
@@ -50,7 +50,7 @@ def test_the_end_of_an_upload_that_nobody_is_told_of(place: ObjectRoot, proxy: P
     assert read_blob(place, "a") == data
 
 
-def test_a_put_that_nobody_is_told_of(place: ObjectRoot, proxy: Proxy) -> None:
+def test_a_put_that_nobody_is_told_of(place: ObjectStore, proxy: Proxy) -> None:
     """One that is to create only, and one over a version: what is there is compared with what was sent."""
     proxy.rules = [Rule("lose_answer", method="PUT", path="(/|%2F)a$", times=1)]
     place.put("a", b"one")
@@ -64,7 +64,7 @@ def test_a_put_that_nobody_is_told_of(place: ObjectRoot, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "cut_answer", "refuse"])
-def test_a_save_and_a_load_through_a_bad_network(place: ObjectRoot, proxy: Proxy, fault: Fault) -> None:
+def test_a_save_and_a_load_through_a_bad_network(place: ObjectStore, proxy: Proxy, fault: Fault) -> None:
     """Requests that fail in passing are made again; every bit arrives."""
     state = {"w": torch.randn(3 << 20), "step": 3}
     proxy.rules = [Rule(fault, chance=0.2, first=True)]

@@ -4,8 +4,8 @@ import pytest
 
 from shardkeep.conversion.api import check_different_place
 from shardkeep.errors import CheckpointError
+from shardkeep.storage.base import same_place
 from shardkeep.storage.resolve import open_place, open_root
-from shardkeep.storage.same_place import same_place
 
 AT = "http://127.0.0.1:9000"
 KEY = "a2V5"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
+from shardkeep.storage.base import same_place
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
-from shardkeep.storage.same_place import same_place
 from tests.hugging_face.samples import load, same, save
 
 

@@ -17,11 +17,11 @@ from shardkeep.layouts.safetensors_stored import NOTE_NAME
 from shardkeep.storage.fsspec import FsspecStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
-from shardkeep.storage.uploads import unfinished
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import bits, random_tensor
 from tests.exchange.samples import in_any_order, training_state
 from tests.object_store.proxy import Proxy, Rule
+from tests.support.uploads import unfinished
 
 INDEX = "model.safetensors.index.json"
 QUICK = {"timeout_s": 5.0, "retries": 2, "retry_s": 3.0}

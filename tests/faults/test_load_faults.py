@@ -37,7 +37,7 @@ def assert_loaded(outcomes, states, k):
 
 def assert_healed(caplog, name):
     """One warning, of that file."""
-    [said] = [record.getMessage() for record in caplog.records if "came damaged" in record.getMessage()]
+    [said] = [record.getMessage() for record in caplog.records if "were damaged when first read" in record.getMessage()]
     assert name in said
 
 

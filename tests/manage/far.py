@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardkeep.errors import StorageError
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 
@@ -15,7 +15,7 @@ class FarRoot:
     """A root whose places call a function before each operation, with the verb and the name."""
 
     def __init__(self, before: Callable[[str, str], object] | None = None) -> None:
-        self.inner = MemoryRoot()
+        self.inner = MemoryStore()
         self.url = self.inner.url
         self.before = before
         self.seen: list[str] = []

@@ -15,8 +15,8 @@ from shardkeep.errors import MalformedFile, StorageError, UnsupportedVersion
 from shardkeep.layouts import orphans
 from shardkeep.manage.catalog import Catalog, build_meta, metrics_in, pin, unpin
 from shardkeep.storage.base import REMOVING_NAME
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 
 
 def save(root: Path, step: int, **meta: object) -> None:
@@ -94,7 +94,7 @@ def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
     (tmp_path / "step-3" / "shardkeep.json").unlink()
     (tmp_path / "step-4" / "shardkeep.json").unlink()
     (tmp_path / "step-4" / REMOVING_NAME).touch()
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     dead, alive, away = "a" * 20, "b" * 20, "c" * 20
     script = "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S; l.make_claim(S(sys.argv[1]), sys.argv[2])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-5"), dead], check=True, timeout=60)
@@ -115,7 +115,7 @@ def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
     assert Catalog(tmp_path).latest() is None
 
 
-class _Broken(MemoryRoot):
+class _Broken(MemoryStore):
     def place(self, name: str):  # type: ignore[no-untyped-def]
         store = super().place(name)
         if name == "step-2":
@@ -131,7 +131,7 @@ def test_one_place_that_cannot_be_read_does_not_hide_the_others() -> None:
     """A store's error is an entry's reason."""
     root = _Broken()
     for step in (1, 2, 3):
-        sk.save({"w": torch.ones(2)}, MemoryRoot.place(root, f"step-{step}"), step=step)
+        sk.save({"w": torch.ones(2)}, MemoryStore.place(root, f"step-{step}"), step=step)
     entries = Catalog(root).entries()
     assert [entry.status for entry in entries] == ["committed", "damaged", "committed"]
     assert "Permission denied" in entries[1].reason
@@ -141,7 +141,7 @@ def test_pins_are_seen(tmp_path: Path) -> None:
     """A pin is of one checkpoint, and can be taken back."""
     save(tmp_path, 1)
     save(tmp_path, 2)
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     pin(root, "step-1")
     assert [entry.pinned for entry in Catalog(root).entries()] == [False, True]
     unpin(root, "step-1")
@@ -150,7 +150,7 @@ def test_pins_are_seen(tmp_path: Path) -> None:
 
 def test_a_thousand_steps_are_listed_in_order() -> None:
     """Records are read by many threads, and come in order."""
-    root = MemoryRoot()
+    root = MemoryStore()
     sk.save({"w": torch.ones(2)}, root.place("step-0"), step=0)
     record = root.place("step-0").get("shardkeep.json", limit=1 << 20)
     for step in range(1, 1000):

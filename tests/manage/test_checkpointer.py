@@ -16,8 +16,8 @@ import shardkeep as sk
 from shardkeep.errors import StorageError
 from shardkeep.events import Event, Pruned, PruneFailed, Retried, SaveCommitted, StepSkipped
 from shardkeep.manage.schedule import Clock
-from shardkeep.storage.local import LocalRoot, LocalStore
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
 from tests.warm.python import warm_python
@@ -90,16 +90,16 @@ def test_when_a_file_asks_for_it(tmp_path: Path) -> None:
 
 def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that stays does not make a save of every step."""
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     root.put("save-now", b"")
-    real = LocalRoot.delete
+    real = LocalStore.delete
 
-    def refuse(self: LocalRoot, name: str) -> None:
+    def refuse(self: LocalStore, name: str) -> None:
         if name == "save-now":
             raise StorageError("read-only", errno=errno.EROFS)
         real(self, name)
 
-    monkeypatch.setattr(LocalRoot, "delete", refuse)
+    monkeypatch.setattr(LocalStore, "delete", refuse)
     with checkpointer(root) as ckpt:
         assert train(ckpt, range(1, 4)) == [1]
         os.unlink(tmp_path / "save-now")
@@ -290,7 +290,7 @@ def test_a_store_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     """An older checkpoint is not taken because a network was away."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 3))
-    monkeypatch.setattr(LocalRoot, "place", lambda self, name: FaultyStore(
+    monkeypatch.setattr(LocalStore, "place", lambda self, name: FaultyStore(
         LocalStore(f"{self.url}/{name}"), "error", at=0, verbs=("read_into",)))  # fmt: skip
     with checkpointer(tmp_path, retries=0) as ckpt, pytest.raises(StorageError):
         ckpt.restore_latest(empty_state())
@@ -350,7 +350,7 @@ def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
     assert len(places(tmp_path)) == 5
 
 
-class _Recording(LocalRoot):
+class _Recording(LocalStore):
     """Notes in which order things happen, on this root and below it."""
 
     def __init__(self, path: Path, **fault: Any) -> None:
@@ -419,7 +419,7 @@ def test_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-1\n"
 
 
-class _Sticky(LocalRoot):
+class _Sticky(LocalStore):
     def remove(self, name: str) -> None:
         raise StorageError(f"{name} is busy", errno=errno.EBUSY)
 
@@ -452,7 +452,7 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-1")], check=True, timeout=60)
     alive = "b" * 20
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     root.place("step-3").put(f"claim-{'c' * 20}.json", json.dumps({"host": "far", "pid": 1, "started": "1"}).encode())
     root.place("step-4").put(f"model-00000-of-00001-{'d' * 20}.safetensors", b"x")
     root.place("step-5").put("shardkeep.removing", b"")
@@ -587,7 +587,7 @@ def test_bad_input_is_an_error_that_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_root_in_memory_works_as_well() -> None:
     """Nothing depends on directories."""
-    root = MemoryRoot()
+    root = MemoryStore()
     with checkpointer(root, every_steps=1, keep_last=2, template="ckpt_{step:06d}") as ckpt:
         train(ckpt, range(1, 6))
         ckpt.wait()

@@ -14,15 +14,15 @@ import pytest
 import shardkeep as sk
 from shardkeep.manage.lease import LEASE_NAME, Lease
 from shardkeep.storage.base import Store
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import checkpointer, state_at, until
 
 HOLDER = """
 import sys
 from shardkeep.manage.lease import Lease
-from shardkeep.storage.local import LocalRoot
-lease = Lease(LocalRoot(sys.argv[1]))
+from shardkeep.storage.local import LocalStore
+lease = Lease(LocalStore(sys.argv[1]))
 lease.acquire()
 print("held", flush=True)
 sys.stdin.readline()
@@ -108,7 +108,7 @@ def test_a_job_that_was_taken_over_saves_and_deletes_no_more(tmp_path: Path) -> 
 
 def test_a_holder_elsewhere_that_moves_is_alive() -> None:
     """It is watched, and the second job refused as soon as it writes."""
-    root = MemoryRoot()
+    root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
     with pytest.raises(sk.RootInUse, match="node7"):
@@ -120,7 +120,7 @@ def test_a_holder_elsewhere_that_moves_is_alive() -> None:
 @pytest.mark.parametrize("seen", [of_elsewhere(), b"{", b"x" * 5000])
 def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
     """After as long as a lease lasts."""
-    root = MemoryRoot()
+    root = MemoryStore()
     root.put(LEASE_NAME, seen)
     clock = Clock()
     lease = clock.lease(root, lasts_s=100.0)
@@ -137,7 +137,7 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
 
 def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
     """By the store's clock it has run out, but that clock may have jumped."""
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     root.put(LEASE_NAME, of_elsewhere())
     os.utime(tmp_path / LEASE_NAME, (1, 1))
     clock = Clock()
@@ -155,7 +155,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
 
 def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
     """The other job has ended well."""
-    root = MemoryRoot()
+    root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock(lambda now: root.delete(LEASE_NAME))
     lease = clock.lease(root)
@@ -166,7 +166,7 @@ def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
 
 def test_takeover_waits_for_nobody() -> None:
     """It was asked for."""
-    root = MemoryRoot()
+    root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
     clock = Clock()
     lease = clock.lease(root, takeover=True)
@@ -177,7 +177,7 @@ def test_takeover_waits_for_nobody() -> None:
 
 def test_it_is_renewed_while_it_is_held() -> None:
     """By a thread, which notices when it is lost, and puts it back where somebody tidied up."""
-    root = MemoryRoot()
+    root = MemoryStore()
     lease = Lease(root, lasts_s=2.0)
     lease.acquire()
     lease.acquire()
@@ -197,7 +197,7 @@ def test_it_is_renewed_while_it_is_held() -> None:
     assert root.get(LEASE_NAME, limit=999) == of_elsewhere()
 
 
-class _Undeletable(MemoryRoot):
+class _Undeletable(MemoryStore):
     def delete(self, name: str) -> None:
         raise sk.StorageError(f"{name} cannot be deleted", name=name)
 
@@ -217,7 +217,7 @@ def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same() -> None:
     second.release()
 
 
-class _Garbling(MemoryRoot):
+class _Garbling(MemoryStore):
     """Its answers are changed on the way, now and then."""
 
     answers = 0
@@ -241,7 +241,7 @@ def test_a_garbled_answer_is_no_other_job() -> None:
     lease.release()
 
 
-class _Flipping(MemoryRoot):
+class _Flipping(MemoryStore):
     """Changes a bit of its next answer, after some text in it, so that it makes sense still."""
 
     after = b""

@@ -29,7 +29,7 @@ from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves, find_timeline
 from shardkeep.manage.schedule import Clock
-from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.local import LocalStore
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
 from tests.support.rank_pool import RankPool
 from tests.warm.python import warm_python
@@ -58,7 +58,7 @@ class Fault:
     """Fails a verb below a root, so many times from when it is set."""
 
     def __init__(self, path: Path) -> None:
-        self.root: Any = Hooked(LocalRoot(path), self._before)
+        self.root: Any = Hooked(LocalStore(path), self._before)
         self.wanted: tuple[str, ...] = ()
         self.times = 0
         self.errno = errno.ENOSPC
@@ -215,7 +215,7 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
     """Neither a save nor the first look at a root fails because something cannot be listed."""
     fault = Fault(tmp_path)
     catalog = sk.Catalog(fault.root)
-    lease = Lease(LocalRoot(tmp_path))
+    lease = Lease(LocalStore(tmp_path))
     house = Pruner(catalog, KeepLast(1), lease, CheckpointLocks(), lambda: datetime.now(timezone.utc))
     fault.set("places")
     house.sweep([])
@@ -234,7 +234,7 @@ def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
         if verb == "create":
             there.append(len(list(tmp_path.glob("step-*/shardkeep.json"))))
 
-    root: Any = Hooked(LocalRoot(tmp_path), before)
+    root: Any = Hooked(LocalStore(tmp_path), before)
     with checkpointer(root, every_steps=1, keep_last=1, asynchronous=asynchronous) as ckpt:
         train(ckpt, range(1, 9))
     assert max(there) <= 2, there
@@ -252,7 +252,7 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
             begun.set()
             pinned.wait(30)
 
-    root: Any = Hooked(LocalRoot(tmp_path), before)
+    root: Any = Hooked(LocalStore(tmp_path), before)
     with checkpointer(root, keep_last=1) as ckpt:
         ckpt.restore_latest(empty_state())
         ckpt.save(6, state_at(6))
@@ -264,9 +264,9 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
 
     def too_late(where: str, verb: str, *args: Any) -> None:
         if verb == "put":
-            LocalRoot(tmp_path).remove("step-6")
+            LocalStore(tmp_path).remove("step-6")
 
-    late: Any = Hooked(LocalRoot(tmp_path), too_late)
+    late: Any = Hooked(LocalStore(tmp_path), too_late)
     with checkpointer(late) as ckpt, pytest.raises(sk.CheckpointNotFound):
         ckpt.pin(6)
     assert not (tmp_path / "pin.step-6").exists()
@@ -274,7 +274,7 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
 
 def leave(root: Path, name: str, host: str, save: str) -> None:
     """Leave what a writer leaves that dies in a save."""
-    place = LocalRoot(root).place(name)
+    place = LocalStore(root).place(name)
     place.put(f"claim-{save}.json", json.dumps({"host": host, "pid": 1, "started": "1"}).encode())
     place.put(f"model-00000-of-00001-{save}.safetensors", b"x")
 
@@ -479,7 +479,7 @@ def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -
     """As where a network file system carries out a request twice."""
     done: list[str] = []
 
-    class Twice(LocalRoot):
+    class Twice(LocalStore):
         def put(self, name: str, data: bytes, **how: Any) -> None:
             super().put(name, data, **how)
             if name == "lease.json" and not done:

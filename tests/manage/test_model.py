@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import shardkeep as sk
 from shardkeep.manage.schedule import Clock
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
 from tests.manage.scene import OPTIONS
 
@@ -42,7 +42,7 @@ CHANGES = ("create", "write_at", "finish", "put", "delete")
 class View:
     """A root as one job sees it: its disk can fail in places, and the job can die, after which it does nothing more."""
 
-    def __init__(self, inner: MemoryRoot) -> None:
+    def __init__(self, inner: MemoryStore) -> None:
         self.inner = inner
         self.url = inner.url
         self.fault: tuple[Fault, int] | None = None
@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = MemoryRoot()
+        self.root = MemoryStore()
         self.made: dict[int, Made] = {}
         self.garbled: set[int] = set()
         """Steps whose record is unreadable."""

@@ -15,8 +15,8 @@ from shardkeep.cli.prune import lease_holder
 from shardkeep.cli.runs import open_existing_run
 from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from tests.manage.far import Broken, far_root
 from tests.manage.scene import checkpointer, empty_state, state_at
 
@@ -51,12 +51,12 @@ def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path:
     with pytest.raises(sk.LeaseLost):  # also after one that took it from nobody
         away.save(50, state_at(50))
     away.close()
-    assert holder_of(LocalRoot(tmp_path)).released
+    assert holder_of(LocalStore(tmp_path)).released
 
 
 def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
     """The one that took it over was killed; who takes it from the dead tells the first one, too."""
-    root = MemoryRoot()
+    root = MemoryStore()
     away, second, third = Lease(root), Lease(root, takeover=True), Lease(root)
     away.acquire()
     second.acquire()
@@ -71,7 +71,7 @@ def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
 
 def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
     """By hand, it is tidied up beside a living job; nobody knows what happened while a job was away for longer."""
-    root, now = MemoryRoot(), [0.0]
+    root, now = MemoryStore(), [0.0]
     lease = Lease(root, lasts_s=1000.0, clock=lambda: now[0])
     lease.acquire()
     now[0] = 999.0
@@ -91,7 +91,7 @@ def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
 
 def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> None:
     """It was there when the lease was to be written, and gone when somebody looked who it was."""
-    inner = MemoryRoot()
+    inner = MemoryStore()
 
     class Busy:
         url = inner.url
@@ -122,7 +122,7 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
 
 def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
     """The holder elsewhere, who had taken it from somebody, has ended well; a lease of an earlier release is read."""
-    root, now = MemoryRoot(), [0.0]
+    root, now = MemoryStore(), [0.0]
     old = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": 3}
     root.put(LEASE_NAME, json.dumps(old).encode())
 
@@ -168,7 +168,7 @@ class Away:
 
 def gone_back() -> Away:
     """Steps 100 and 200, then 150 of a job that went back to 100: the newest, whose record is not given."""
-    root = MemoryRoot()
+    root = MemoryStore()
     with checkpointer(root, asynchronous=False) as ckpt:
         ckpt.save(100, state_at(100), metrics={"loss": 2.0})
         ckpt.save(200, state_at(200), metrics={"loss": 1.0})
@@ -220,7 +220,7 @@ def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path: Path) -> 
     with checkpointer(root, asynchronous=False) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_at(step))
-    state, failing = empty_state(), Away(LocalRoot(root), "step-2")
+    state, failing = empty_state(), Away(LocalStore(root), "step-2")
     with checkpointer(failing, asynchronous=False, retries=0) as ckpt:
         with pytest.raises(StorageError, match=f"^{root}/step-2 cannot be read at the moment") as caught:
             ckpt.restore_latest(state)

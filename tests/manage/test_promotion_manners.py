@@ -20,7 +20,8 @@ from shardkeep.errors import NotPromoted, StorageError
 from shardkeep.events import PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
 from shardkeep.manage.replicate.coordinator import ReplicationCoordinator
-from shardkeep.manage.replicate.copy import CopyLimits, copy_files, verifies_uploads
+from shardkeep.manage.replicate.copy import CopyLimits, copy_files
+from shardkeep.storage.base import verifies_uploads
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place

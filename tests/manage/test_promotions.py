@@ -426,7 +426,7 @@ def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path: Path) -> None:
 
 JOB = """
 import os, signal, sys, time, torch, shardkeep as sk
-from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 
 class Place(FaultyStore):
@@ -438,7 +438,7 @@ class Place(FaultyStore):
                 time.sleep(0.01)
         return super().begin(verb, name)
 
-class Root(LocalRoot):
+class Root(LocalStore):
     def place(self, name):
         return Place(super().place(name))
 

@@ -4,10 +4,10 @@ import threading
 import time
 
 from shardkeep.manage.schedule import SaveRequests, Timer
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryStore
 
 
-class SilentRoot(MemoryRoot):
+class SilentRoot(MemoryStore):
     """A bucket that answers when it is let."""
 
     sequential = True

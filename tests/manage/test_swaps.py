@@ -13,8 +13,8 @@ import pytest
 import shardkeep as sk
 from shardkeep.manage.lease import Lease
 from shardkeep.storage.base import Root
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import checkpointer, state_at, until
 
 
@@ -45,7 +45,7 @@ class Together:
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
     """All have seen that its holder is gone, and write in one moment."""
-    inner = LocalRoot(tmp_path) if kind == "files" else MemoryRoot()
+    inner = LocalStore(tmp_path) if kind == "files" else MemoryStore()
     leave_dead_lease(inner)
     root: Any = Together(inner, 4)
     leases = [Lease(root) for _ in range(4)]
@@ -69,7 +69,7 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
 
 def test_a_renewal_does_not_undo_a_takeover() -> None:
     """Whoever renews has looked, and is overtaken before it writes."""
-    inner = MemoryRoot()
+    inner = MemoryStore()
 
     class Late:
         """Lets another job take the lease between the look and the write."""
@@ -100,7 +100,7 @@ def test_a_renewal_does_not_undo_a_takeover() -> None:
 
 def test_latest_of_a_job_that_took_over_stays(tmp_path: Path) -> None:
     """The job that had the root looked at the lease, and points to its own checkpoint too late."""
-    inner = LocalRoot(tmp_path)
+    inner = LocalStore(tmp_path)
 
     class Late:
         url = inner.url

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import shardkeep as sk
 from shardkeep.errors import NearCopyDamaged, NotPromoted
 from shardkeep.manage.retention import KeepAll, KeepLast
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.memory import MemoryStore
 from tests.manage.far import Broken, FarRoot
 from tests.manage.scene import checkpointer
 
@@ -213,7 +213,7 @@ class TwoRoots(RuleBasedStateMachine):
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def records(self, root: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        inner: MemoryRoot = self.roots[root].inner
+        inner: MemoryStore = self.roots[root].inner
         for name in list(inner.places()):
             with suppress(sk.BlobNotFound):
                 yield int(name.removeprefix("step-")), json.loads(inner.place(name).get(RECORD, limit=1 << 20))

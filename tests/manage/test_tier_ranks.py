@@ -12,7 +12,7 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import NotPromoted
 from shardkeep.events import Event, PromotionFinished
-from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.local import LocalStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.far import Broken
@@ -30,7 +30,7 @@ def groups(step: int) -> dict[str, Any]:
     return {f"part{number}": {"w": torch.arange(5000.0) + step + number} for number in range(6)}
 
 
-class Noting(LocalRoot):
+class Noting(LocalStore):
     """Notes which files this rank made, and fails where it is told to."""
 
     made: list[str]

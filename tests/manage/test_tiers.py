@@ -19,7 +19,7 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.manage.replicate.coordinator import to_replicate
 from shardkeep.manage.replicate.replicator import share_files
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
-from shardkeep.storage.local import LocalRoot, LocalStore
+from shardkeep.storage.local import LocalStore
 from tests.manage.far import far_root
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
 
@@ -193,7 +193,7 @@ def two_roots(tmp_path: Path, steps: int = 2) -> tuple[Path, Path]:
     return near, far
 
 
-class FailingDisk(LocalRoot):
+class FailingDisk(LocalStore):
     """Whose data files cannot be read."""
 
     def place(self, name: str) -> Any:
@@ -326,7 +326,7 @@ def test_where_a_root_cannot_be_reached_nothing_is_begun_anew(tmp_path: Path) ->
     """What it has may be newer: a restore and the first save are refused."""
     near, far = two_roots(tmp_path)
 
-    class Away(LocalRoot):
+    class Away(LocalStore):
         def places(self) -> Any:
             raise StorageError("no route to host", errno=113)
 

@@ -8,7 +8,7 @@ from typing import Any
 import obstore
 import pytest
 
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.s3_server import S3Server
 
@@ -20,13 +20,13 @@ TAKES_BACK = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
 
 
 @pytest.fixture(scope="session")
-def s3_place(s3_server: S3Server) -> Callable[..., ObjectRoot]:
+def s3_place(s3_server: S3Server) -> Callable[..., ObjectStore]:
     """Open a place that nobody else uses."""
 
-    def opened(**options: Any) -> ObjectRoot:
+    def opened(**options: Any) -> ObjectStore:
         path = options.pop("path", None) or f"tests/{os.getpid()}-{next(_numbers)}"
         place = open_place(s3_server.url(path), **{**s3_server.options, **options})
-        assert isinstance(place, ObjectRoot)
+        assert isinstance(place, ObjectStore)
         return place
 
     return opened

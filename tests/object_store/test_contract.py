@@ -7,15 +7,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardkeep.storage.base import Store
-from shardkeep.storage.fsspec import FsspecRoot
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.fsspec import FsspecStore
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import PutContract, StoreContract
 
 
 class TestS3(StoreContract):
     @pytest.fixture(autouse=True)
-    def _server(self, s3_place: Callable[..., ObjectRoot]) -> None:
+    def _server(self, s3_place: Callable[..., ObjectStore]) -> None:
         self.opened = s3_place
 
     def make_store(self) -> Store:
@@ -26,7 +26,7 @@ class TestS3WithoutConditions(PutContract):
     """Where the service is said to ignore conditions: by looking, and looking again. All else is as above."""
 
     @pytest.fixture(autouse=True)
-    def _server(self, s3_place: Callable[..., ObjectRoot], recwarn: pytest.WarningsRecorder) -> None:
+    def _server(self, s3_place: Callable[..., ObjectStore], recwarn: pytest.WarningsRecorder) -> None:
         self.opened = s3_place
 
     def make_store(self) -> Store:
@@ -43,4 +43,4 @@ class TestFsspec(StoreContract):
             fs.rm(self.path, recursive=True)
 
     def make_store(self) -> Store:
-        return FsspecRoot(MemoryFileSystem(), self.path, f"mem:/{self.path}", settle_s=0.01)
+        return FsspecStore(MemoryFileSystem(), self.path, f"mem:/{self.path}", settle_s=0.01)

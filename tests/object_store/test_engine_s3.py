@@ -10,13 +10,13 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from tests.object_store.jobs import load_by_url, race, save_by_url
 from tests.object_store.proxy import Proxy
 from tests.support.rank_pool import RankPool
 from tests.support.s3_server import S3Server
 
-Opens = Callable[..., ObjectRoot]
+Opens = Callable[..., ObjectStore]
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,11 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
         yield proxy
 
 
-def names_in(place: ObjectRoot) -> set[str]:
+def names_in(place: ObjectStore) -> set[str]:
     return {info.name for info in place.list()}
 
 
-def places_of(root: ObjectRoot) -> list[str]:
+def places_of(root: ObjectStore) -> list[str]:
     """Name the places that have anything in them; this server goes on listing others for a while."""
     return sorted(name for name in root.places() if list(root.place(name).list()))
 

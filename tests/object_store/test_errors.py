@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.storage.object_client import translate
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_errors import translate
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.s3_server import S3Server
 
-Opened = Callable[..., ObjectRoot]
+Opened = Callable[..., ObjectStore]
 SECRET = "never-to-be-seen"
-VERBS: dict[str, Callable[[ObjectRoot], Any]] = {
+VERBS: dict[str, Callable[[ObjectStore], Any]] = {
     "create": lambda store: store.create("a", 1),
     "open": lambda store: store.open("a"),
     "put": lambda store: store.put("a", b"1"),
@@ -62,7 +62,7 @@ def test_a_missing_bucket_is_no_missing_blob(s3_server: S3Server, verb: str) -> 
     assert not isinstance(error, BlobNotFound)
     assert error.errno == errno.ENOENT
     assert "NoSuchBucket" in error.message
-    assert "make the bucket" in error.hint
+    assert "create the bucket" in error.hint
 
 
 def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Server) -> None:
@@ -70,7 +70,7 @@ def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Serv
     store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
     writer = store.create("a", 1)
     writer.write_at(0, memoryview(b"x"))
-    assert "make the bucket" in said(writer.finish).hint
+    assert "create the bucket" in said(writer.finish).hint
     writer.abandon()
 
 

@@ -13,7 +13,7 @@ import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.base import Store
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import no_leaks
 
@@ -24,7 +24,7 @@ PARTS = 3 << 20
 
 
 @pytest.fixture
-def place(s3_place: Callable[..., ObjectRoot]) -> ObjectRoot:
+def place(s3_place: Callable[..., ObjectStore]) -> ObjectStore:
     return s3_place(part_bytes=5 << 20)
 
 
@@ -33,7 +33,7 @@ def save(where: Store, k: int, elements: int) -> Any:
     return sk.save(state, where, step=k, overwrite=True, group=World(0, 1), options=IN_ORDER)
 
 
-def saved_at(place: ObjectRoot) -> int:
+def saved_at(place: ObjectStore) -> int:
     """Read all that is there; say which `k` every element of it is."""
     tree = sk.open(place).to_dict()
     assert tree["w"].numel() > 99
@@ -42,13 +42,13 @@ def saved_at(place: ObjectRoot) -> int:
     return tree["k"]
 
 
-def litter(place: ObjectRoot) -> set[str]:
+def litter(place: ObjectStore) -> set[str]:
     """Name what is there and belongs to no checkpoint."""
     return {info.name for info in place.list()} - {RECORD_NAME, *sk.open(place).record.names}
 
 
 def struck(
-    place: ObjectRoot, fault: Any, elements: int, step: int = 1
+    place: ObjectStore, fault: Any, elements: int, step: int = 1
 ) -> Iterator[tuple[int, FaultyStore, BaseException | None]]:
     """Save, with a fault at operation 0, 1, 2, … or every so many, until there is none of that number."""
     for n in itertools.count(0, step):
@@ -66,7 +66,7 @@ def struck(
         yield n, store, raised
 
 
-def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectRoot) -> None:
+def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectStore) -> None:
     """
     Until the commit the save raises the store's error and nothing is added; after it, it succeeds.
     """
@@ -85,7 +85,7 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectRoot) 
         assert litter(place) == set(), what
 
 
-def test_a_crash_loses_nothing_and_is_swept(place: ObjectRoot) -> None:
+def test_a_crash_loses_nothing_and_is_swept(place: ObjectStore) -> None:
     """
     When the process dies at an operation, there is the old checkpoint or the new one; the next save removes the rest.
     """
@@ -104,7 +104,7 @@ def test_a_crash_loses_nothing_and_is_swept(place: ObjectRoot) -> None:
 
 
 @pytest.mark.parametrize("way", ["fails", "flips once", "flips each time"])
-def test_a_load_that_fails_or_is_lied_to(place: ObjectRoot, caplog: pytest.LogCaptureFixture, way: str) -> None:
+def test_a_load_that_fails_or_is_lied_to(place: ObjectStore, caplog: pytest.LogCaptureFixture, way: str) -> None:
     """
     Each operation of a load fails, or flips a bit: an error each time, never other numbers; one that flips once is read
     again, and a warning says so.
@@ -129,7 +129,7 @@ def test_a_load_that_fails_or_is_lied_to(place: ObjectRoot, caplog: pytest.LogCa
             assert into["w"].eq(3).all()
             assert into["b"].eq(3).all()
             assert into["k"] == 3
-        healed = [each.getMessage() for each in caplog.records if "came damaged" in each.getMessage()]
+        healed = [each.getMessage() for each in caplog.records if "were damaged when first read" in each.getMessage()]
         if strikes and way == "flips once":
             assert len(healed) == 1
             assert asked[n].partition(" ")[2] in healed[0]

@@ -14,17 +14,16 @@ import shardkeep as sk
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.errors import StorageError
 from shardkeep.options import cores, local_ranks
-from shardkeep.storage import cancel as giving_up
-from shardkeep.storage import multipart as object_sending
+from shardkeep.storage import cancel, multipart
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope, current_scope, run_cancellable
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.object_store.proxy import Proxy, Rule
 from tests.object_store.test_uploads_bounds import PART, interrupted_when
 from tests.support.s3_server import S3Server
 
-Opened = Callable[..., ObjectRoot]
+Opened = Callable[..., ObjectStore]
 STALLS = {
     "look whether it is there": (1000, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$")),
     "put of one part": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*safetensors$")),
@@ -37,14 +36,14 @@ STALLS = {
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait a moment only for what was given up to end by itself."""
-    monkeypatch.setattr(object_sending, "_LONGEST_S", 0.3)
-    monkeypatch.setattr(giving_up, "CANCEL_DEADLINE_S", 2.0)
+    monkeypatch.setattr(multipart, "_DEADLINE_S", 0.3)
+    monkeypatch.setattr(cancel, "CANCEL_DEADLINE_S", 2.0)
 
 
 class FailsThen(FaultyStore):
     """Fails to finish the first file, once something is so."""
 
-    def __init__(self, inner: ObjectRoot, due: Callable[[], bool]) -> None:
+    def __init__(self, inner: ObjectStore, due: Callable[[], bool]) -> None:
         super().__init__(inner)
         self._due = due
 
@@ -121,18 +120,18 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
 
 def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
     """One that is given up, and arrives when nobody waits for it any more, is deleted."""
-    hope = CancelScope()
+    scope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
         place = s3_place(endpoint=proxy.endpoint, conditional_puts=True)
-        with hope.held():
+        with scope.active():
             writer = place.create("late", 99)
         writer.write_at(0, memoryview(bytes(99)))
         proxy.rules = [Rule("delay", method="PUT", path="late", delay_s=2)]
         finished = pool.submit(writer.finish)
         while not proxy.counts.faults["delay"]:
             time.sleep(0.01)
-        hope.give_up()
-        with pytest.raises(StorageError, match="given up"):
+        scope.cancel()
+        with pytest.raises(StorageError, match="was cancelled"):
             finished.result()
         writer.abandon()
         [sending] = [thread for thread in threading.enumerate() if thread.name == "put late"]
@@ -145,7 +144,7 @@ def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place:
 def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
     """On terms that can be given up as without them: that there is one of that name, which stays."""
     place = s3_place(conditional_puts=True)
-    with CancelScope().held():
+    with CancelScope().active():
         first, second = place.create("a", 2), place.create("a", 2)
     for writer, data in ((first, b"11"), (second, b"22")):
         writer.write_at(0, memoryview(data))
@@ -159,13 +158,13 @@ def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
 class NotesRooms(FaultyStore):
     """Keeps the rooms that files are created with."""
 
-    def __init__(self, inner: ObjectRoot) -> None:
+    def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.rooms: set[MemoryBudget | None] = set()
 
     def begin(self, verb: str, name: str) -> Any:
-        if verb == "create" and name.startswith("m") and (hope := current_scope()) is not None:
-            self.rooms.add(hope.room)
+        if verb == "create" and name.startswith("m") and (scope := current_scope()) is not None:
+            self.rooms.add(scope.budget)
         return super().begin(verb, name)
 
 
@@ -181,20 +180,20 @@ def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place: Open
     assert room.nbytes == budget_for_store(store, threads, budget, coded=bool(codecs)).room_nbytes
 
 
-def test_a_hope_within_another_is_lost_with_it() -> None:
+def test_a_scope_is_cancelled_with_its_parent() -> None:
     """And has its memory; an answer that comes is returned, an error raised, and one that does not come left behind."""
-    outer = CancelScope(room=MemoryBudget(3))
-    with outer.held():
+    outer = CancelScope(budget=MemoryBudget(3))
+    with outer.active():
         inner = CancelScope()
-    assert inner.room is outer.room
+    assert inner.budget is outer.budget
     assert run_cancellable(lambda: 7, "it", inner) == 7
     with pytest.raises(ZeroDivisionError):
         run_cancellable(lambda: 1 // 0, "it", inner)
     never = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(run_cancellable, never.wait, "it", inner)
-        outer.give_up()
-        with pytest.raises(StorageError, match="it: was given up"):
+        outer.cancel()
+        with pytest.raises(StorageError, match="it: was cancelled"):
             asked.result()
     never.set()
-    assert inner.is_lost
+    assert inner.cancelled

@@ -7,10 +7,11 @@ import torch
 
 import shardkeep as sk
 from shardkeep.engine.workers import MIN_WINDOW_NBYTES, divide_budget
-from shardkeep.storage import multipart as object_sending
-from shardkeep.storage.buffers import MemoryBudget, part_nbytes_of
+from shardkeep.storage import multipart
+from shardkeep.storage.base import part_nbytes_of
+from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
@@ -23,7 +24,7 @@ SLACK = 24 * MIB
 
 @pytest.mark.parametrize(("budget", "codecs"), [(32, ["float"]), (16, None)], ids=["32 coded", "16 plain"])
 def test_a_save_to_s3_stays_within_its_budget(
-    s3_place: Callable[..., ObjectRoot], budget: int, codecs: list[str] | None
+    s3_place: Callable[..., ObjectStore], budget: int, codecs: list[str] | None
 ) -> None:
     """Of a state several times as large, no more is held at a time than the budget and a little, and all comes back."""
     options = sk.Options(host_budget_bytes=budget * MIB)
@@ -40,7 +41,7 @@ def test_a_save_to_s3_stays_within_its_budget(
     assert bits(found) == bits(state)
 
 
-def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Callable[..., ObjectRoot]) -> None:
+def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Callable[..., ObjectStore]) -> None:
     """Besides the copy of the state, which is made in the call, it holds no more than one that is waited for."""
     options = sk.Options(host_budget_bytes=32 * MIB)
     place = s3_place()
@@ -58,7 +59,7 @@ def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Call
 
 @pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
 def test_an_absurd_budget_makes_a_save_slow_and_no_more(
-    s3_place: Callable[..., ObjectRoot], codecs: list[str] | None
+    s3_place: Callable[..., ObjectStore], codecs: list[str] | None
 ) -> None:
     """With one byte to work in, one thread writes with the least there is, and every bit comes back."""
     options = sk.Options(host_budget_bytes=1)
@@ -72,13 +73,13 @@ def test_an_absurd_budget_makes_a_save_slow_and_no_more(
 
 @pytest.mark.parametrize("piece", [5 * MIB, 3 * MIB], ids=["whole parts", "pieces"])
 def test_no_upload_on_terms_waits_for_itself(
-    s3_place: Callable[..., ObjectRoot], monkeypatch: pytest.MonkeyPatch, piece: int
+    s3_place: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     """Where parts were promised in order and come backwards, without any room, they are taken all the same at last."""
-    monkeypatch.setattr(object_sending, "_LONG_PATIENCE_S", 0.05)
+    monkeypatch.setattr(multipart, "_LONG_GRACE_S", 0.05)
     place = s3_place(part_bytes=5 * MIB)
     data = sample(15 * MIB)
-    with CancelScope(room=MemoryBudget(0)).held():
+    with CancelScope(budget=MemoryBudget(0)).active():
         writer = place.create("a", len(data))
     for at in reversed(range(0, len(data), piece)):
         writer.write_at(at, memoryview(data)[at : at + piece])
@@ -109,7 +110,7 @@ def test_windows_stay_parts_where_they_are_sent_as_they_are() -> None:
     assert divide_budget(16, 16 * MIB, part_nbytes=8 * MIB)[:2] == (1, 8 * MIB)
 
 
-def test_the_size_of_parts_is_asked_of_the_store_below(s3_place: Callable[..., ObjectRoot]) -> None:
+def test_the_size_of_parts_is_asked_of_the_store_below(s3_place: Callable[..., ObjectStore]) -> None:
     """Through stores that try again; a store that takes bytes in any order keeps none."""
     place = s3_place(part_bytes=6 * MIB)
     assert part_nbytes_of(RetryingStore(place, RetryPolicy(1))) == 6 * MIB

@@ -13,14 +13,14 @@ import pytest
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.base import REMOVING_NAME, is_sequential, preferred_requests
-from shardkeep.storage.memory import MemoryRoot
-from shardkeep.storage.object_store import HEAD_BYTES, ObjectRoot
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.object_store import HEAD_BYTES, ObjectStore
 from shardkeep.storage.resolve import open_place, open_root, open_store
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import sample, write_blob
 from tests.support.s3_server import BUCKET, S3Server
 
-Opened = Callable[..., ObjectRoot]
+Opened = Callable[..., ObjectStore]
 
 
 @pytest.mark.parametrize("nbytes", [10, HEAD_BYTES + 1])
@@ -36,7 +36,7 @@ def test_a_reader_never_mixes_two_objects(s3_place: Opened, nbytes: int) -> None
             reader.read_into(0, memoryview(into))
             assert into == old
             return
-        with pytest.raises(BlobNotFound, match="another was put in its place") as caught:
+        with pytest.raises(BlobNotFound, match="was replaced since it was opened") as caught:
             reader.read_into(0, memoryview(into))
         assert caught.value.errno == errno.ENOENT
 
@@ -67,9 +67,9 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
     root.put("latest", b"step-10")
     root.bucket.client.put(f"{root.prefix}step-1/deeper/not a name", b"x")
     deleted: list[list[str]] = []
-    original = ObjectRoot.delete_all
+    original = ObjectStore.delete_all
 
-    def delete_all(self: ObjectRoot, names: list[str]) -> None:
+    def delete_all(self: ObjectStore, names: list[str]) -> None:
         deleted.append(list(names))
         original(self, names)
 
@@ -90,8 +90,8 @@ def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
     store = RetryingStore(s3_place(requests=7), RetryPolicy(1))
     assert is_sequential(store)
     assert preferred_requests(store, 2) == 7
-    assert not is_sequential(RetryingStore(MemoryRoot(), RetryPolicy(1)))
-    assert preferred_requests(RetryingStore(MemoryRoot(), RetryPolicy(1)), 2) == 2
+    assert not is_sequential(RetryingStore(MemoryStore(), RetryPolicy(1)))
+    assert preferred_requests(RetryingStore(MemoryStore(), RetryPolicy(1)), 2) == 2
 
 
 def test_a_url_and_the_environment_are_enough(

@@ -65,7 +65,7 @@ def test_one_damaged_read_anywhere_is_mended(store: MemoryStore, caplog: pytest.
         unheard += not said
         for each in said:
             assert f"{what.split()[1]}: bytes " in each
-            assert "the copy in the store is fine" in each
+            assert "the stored copy is fine" in each
         assert len(said) <= 1
     # Of what is read with the table of a coded file, not all is used.
     assert unheard <= sum(info.name.endswith(".skframes") for info in store.list())
@@ -99,7 +99,7 @@ def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) 
     """
     names = [info.name for info in store.list() if info.name.endswith((".safetensors", ".blocks", ".skframes"))]
     for name in names:
-        with pytest.raises(sk.DamagedCheckpoint, match="came out different each time") as raised:
+        with pytest.raises(sk.DamagedCheckpoint, match="two reads returned different bytes") as raised:
             loaded(Wavers(store, name))
         assert raised.value.details["file"] == name
         assert raised.value.details["same_twice"] is False
@@ -126,7 +126,7 @@ def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> N
     reads = sum(each.startswith("read_into") for each in counting.operations)
     for number in range(reads):
         verify_stored(FaultyStore(store, "flip", at=number, verbs=["read_into"]), options=ONE_THREAD)
-    mended = caplog.text.count("the copy in the store is fine")
+    mended = caplog.text.count("the stored copy is fine")
     coded = sum(info.name.endswith(".skframes") for info in store.list())
     assert reads - coded <= mended <= reads  # of what is read with a table, not all is used
 
@@ -190,4 +190,4 @@ def test_a_network_that_flips_bits(
     sk.load(found, place, options=ONE_THREAD)
     assert bits(found) == bits(state)
     assert proxy.counts.faults["flip_answer"] == 1
-    assert "the copy in the store is fine" in caplog.text
+    assert "the stored copy is fine" in caplog.text

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import shardkeep as sk
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import ObjectStore
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
 from tests.support.s3_server import S3Server
@@ -15,7 +15,7 @@ from tests.support.s3_server import S3Server
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
 def test_what_comes_damaged_once(
-    s3_server: S3Server, s3_place: Callable[..., ObjectRoot], codecs: list[str] | None
+    s3_server: S3Server, s3_place: Callable[..., ObjectStore], codecs: list[str] | None
 ) -> None:
     """One bit of a record and one of an index are others on the way, or half of each is missing: all is loaded, exactly."""
     with Proxy(s3_server.port) as proxy:
@@ -28,7 +28,7 @@ def test_what_comes_damaged_once(
             assert proxy.counts.faults[fault] == 2
 
 
-def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server: S3Server, s3_place: Callable[..., ObjectRoot]) -> None:
+def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server: S3Server, s3_place: Callable[..., ObjectStore]) -> None:
     """The newest checkpoint is restored though its record comes damaged once, wherever records are read."""
     with Proxy(s3_server.port) as proxy:
         root = s3_place(endpoint=proxy.endpoint)

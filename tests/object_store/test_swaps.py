@@ -17,12 +17,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.storage.base import Store, Version
 from shardkeep.storage.conditional_put import ConditionalPuts
-from shardkeep.storage.fsspec import FsspecRoot, _shared
+from shardkeep.storage.fsspec import FsspecStore, _shared
 from shardkeep.storage.local import LocalStore
-from shardkeep.storage.object_store import ObjectRoot, SmallObjects
+from shardkeep.storage.object_store import ObjectStore, SmallObjects
 from tests.support.s3_server import S3Server
 
-Opened = Callable[..., ObjectRoot]
+Opened = Callable[..., ObjectStore]
 
 _RACER = """
 import json, sys
@@ -144,7 +144,7 @@ def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
     careful = s3_place(requests=11)
     careful.put("a", b"old")
     careful.put("a", b"new", over=careful.version("a"))
-    assert sorted(careful.bucket.tried.values()) == [True, True]
+    assert sorted(careful.bucket.probed.values()) == [True, True]
 
 
 def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened) -> None:
@@ -162,8 +162,8 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
 
     other = s3_place(requests=13)
     small = Beside(other.bucket, store.prefix, store.url)
-    assert small.keeps_conditions(None)
-    assert small.keeps_conditions(Version("x"))
+    assert small.checks_conditions(None)
+    assert small.checks_conditions(Version("x"))
     assert list(store.list()) == []
 
 
@@ -227,12 +227,12 @@ def test_a_put_is_not_tried_for_longer_than_was_said(
             sent.append(name)
             raise StorageError("503", errno=errno.EBUSY, retried=retried)
 
-        def keeps_conditions(self, _: object) -> bool:
+        def checks_conditions(self, _: object) -> bool:
             return True
 
     busy: Any = _Busy()
     swaps = ConditionalPuts(busy, "s3://b", settle_s=0.0, lock=threading.Lock(), warned=set(), retry_s=retry_s)
-    monkeypatch.setattr("shardkeep.storage.conditional_put._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("shardkeep.storage.conditional_put._FIRST_DELAY_S", 0.001)
     with pytest.raises(StorageError, match="503"):
         swaps.put("a", b"x")
     assert sent == ["a"] * times
@@ -242,7 +242,7 @@ def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place: Opened
     """What passes while it is tried out is no reason for a put to fail."""
     store = s3_place(requests=12)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
-    assert small.keeps_conditions(None)
+    assert small.checks_conditions(None)
     assert small.lost == 1
     assert list(store.list()) == []
 
@@ -257,7 +257,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
 
     small = _Amazon(store.bucket, store.prefix, store.url)
     swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
-    with pytest.raises(StorageError, match="deleted by another writer meanwhile") as caught:
+    with pytest.raises(StorageError, match="deleted by another writer") as caught:
         swaps.put("a", b"mine", over=Version("tag"))
     assert caught.value.errno == errno.EEXIST
 
@@ -265,9 +265,9 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
 def test_fsspec_says_what_it_cannot_do(tmp_path: Any) -> None:
     """A file system whose puts look and then put is treated as one without conditions, with a warning."""
     _shared.cache_clear()  # it is told once
-    assert FsspecRoot(MemoryFileSystem(), "/x", "mem://x").keeps_conditions(None)
-    root = FsspecRoot(LocalFileSystem(), str(tmp_path), "local://x", settle_s=0.01)
-    assert not root.keeps_conditions(None)
+    assert FsspecStore(MemoryFileSystem(), "/x", "mem://x").checks_conditions(None)
+    root = FsspecStore(LocalFileSystem(), str(tmp_path), "local://x", settle_s=0.01)
+    assert not root.checks_conditions(None)
     with pytest.warns(UserWarning, match="^local: this service does not check"):
         root.place("step-1").put("a", b"x")
     assert list(root.places()) == ["step-1"]

@@ -13,17 +13,17 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
-from shardkeep.storage import multipart as object_sending
+from shardkeep.storage import multipart
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.object_store import ObjectRoot
-from shardkeep.storage.uploads import unfinished
+from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
 from tests.support.s3_server import S3Server
+from tests.support.uploads import unfinished
 
 PART = 5 << 20
-Opened = Callable[..., ObjectRoot]
+Opened = Callable[..., ObjectStore]
 
 
 def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened) -> None:
@@ -59,7 +59,7 @@ def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened
 def test_no_upload_waits_for_itself(s3_place: Opened, order: str) -> None:
     """Where others have all the room, a thread that writes pieces in any order still comes to an end."""
     place = s3_place(part_bytes=PART, requests=2)
-    others = place.bucket.room.take(2 * PART)
+    others = place.bucket.budget.take(2 * PART)
     data = sample(6 * PART + 99)
     starts = list(range(0, len(data), PART // 2 + 1))
     starts.reverse() if order == "backwards" else random.Random(1).shuffle(starts)
@@ -69,9 +69,9 @@ def test_no_upload_waits_for_itself(s3_place: Opened, order: str) -> None:
     writer.finish()
     assert read_blob(place, "a") == data
     del writer
-    assert place.bucket.room.take(1) is None, "what was taken beyond it counts no more, and what others have does"
+    assert place.bucket.budget.take(1) is None, "what was taken beyond it counts no more, and what others have does"
     del others
-    assert place.bucket.room.take(2 * PART) is not None
+    assert place.bucket.budget.take(2 * PART) is not None
 
 
 @pytest.mark.parametrize("way", ["refused", "ctrl_c"])
@@ -100,19 +100,19 @@ def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
     s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for an upload that was told to end and is given up; the object that appears later does not stay."""
-    monkeypatch.setattr(object_sending, "_LONGEST_S", 0.0)
-    hope = CancelScope()
+    monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
+    scope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
         place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
-        with hope.held():
+        with scope.active():
             writer = place.create("late", PART + 99)
         writer.write_at(0, memoryview(bytes(PART + 99)))
         proxy.rules = [Rule("delay", method="POST", path=r"late\?uploadId=", delay_s=1.5)]
         finished = pool.submit(writer.finish)
         while not proxy.counts.faults["delay"]:
             time.sleep(0.01)
-        hope.give_up()
-        with pytest.raises(StorageError, match="given up"):
+        scope.cancel()
+        with pytest.raises(StorageError, match="was cancelled"):
             finished.result()
         writer.abandon()
         sending = [thread for thread in threading.enumerate() if thread.name == "upload late"]

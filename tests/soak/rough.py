@@ -15,9 +15,8 @@ from typing import Any
 
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.layouts import native, orphans
-from shardkeep.storage import uploads
 from shardkeep.storage.base import BlobInfo, Store
-from shardkeep.storage.local import LocalRoot
+from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 _BURST = 8
@@ -100,7 +99,7 @@ class RoughStore(FaultyStore):
             raise StorageFull(f"{self.url}/{name}: soak: no space left{late}", name=name, errno=errno.ENOSPC)
 
 
-class RoughRoot(LocalRoot):
+class RoughRoot(LocalStore):
     """A root on such a disk."""
 
     def __init__(self, path: str, luck: Luck) -> None:
@@ -172,7 +171,6 @@ def wrong_clock(clock: JumpyClock | None) -> Iterator[None]:
         (native, "time", clock),
         (native, "datetime", clock),
         (orphans, "time", clock),
-        (uploads, "time", clock),
     ]
     before = [getattr(module, name) for module, name, _ in patched]
     for module, name, value in patched:

@@ -33,10 +33,10 @@ def store() -> Iterator[FsspecStore]:
         fs.rm(path, recursive=True)
 
 
-def created(store: FsspecStore, pieces: int, *, hope: CancelScope | None = None) -> tuple[FsspecWriter, MemoryBudget]:
+def created(store: FsspecStore, pieces: int, *, scope: CancelScope | None = None) -> tuple[FsspecWriter, MemoryBudget]:
     """Begin a blob, with room for so many pieces that come early."""
     room = MemoryBudget(pieces * PIECE)
-    with (hope or CancelScope(room=room)).held():
+    with (scope or CancelScope(budget=room)).active():
         return store.create("a", COUNT * PIECE), room
 
 
@@ -88,25 +88,25 @@ def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
 ) -> None:
     """Where nobody fills the gap it is an error that says where the gap is and how much may wait; and nothing stays."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(store, "_room", MemoryBudget(2 * PIECE))
+    monkeypatch.setattr(store, "_budget", MemoryBudget(2 * PIECE))
     writer = store.create("a", COUNT * PIECE)
     for at in (3 * PIECE, 2 * PIECE):
         writer.write_at(at, memoryview(bytes(PIECE)))
     with pytest.raises(
-        StorageError, match=r"a: no room for 1000 bytes at offset 1000.* at 0 .*2000 bytes wait"
+        StorageError, match=r"a: no room for 1000 bytes at offset 1000.*offset 0 .*2000 bytes of at most 2000 wait"
     ) as found:
         writer.write_at(PIECE, memoryview(bytes(PIECE)))
     assert found.value.errno == errno.ENOBUFS
     assert "in order" in str(found.value.hint)
     writer.abandon()
     assert list(store.list()) == []
-    assert store._room.take(2 * PIECE) is not None
+    assert store._budget.take(2 * PIECE) is not None
 
 
 def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next bytes may have to wait for these ones to be taken: then the room does not count, after a while."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.01)
-    monkeypatch.setattr(fsspec_files, "_LOOK_S", 0.001)
+    monkeypatch.setattr(fsspec_files, "_POLL_S", 0.001)
     data = sample(COUNT * PIECE)
     writer, _ = created(store, 1)
     for at in reversed(range(0, len(data), PIECE)):
@@ -118,12 +118,12 @@ def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, m
 @pytest.mark.parametrize("way", ["given up", "abandoned"])
 def test_whoever_waits_is_told_of_the_end(store: FsspecStore, way: str) -> None:
     """When other work fails, or the file is abandoned, a thread that waits for its turn raises."""
-    hope = CancelScope(room=MemoryBudget(0))
-    writer, _ = created(store, 0, hope=hope)
+    scope = CancelScope(budget=MemoryBudget(0))
+    writer, _ = created(store, 0, scope=scope)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(writer.write_at, PIECE, memoryview(bytes(PIECE)))
-        hope.give_up() if way == "given up" else writer.abandon()
-        with pytest.raises(StorageError, match=r"given up|do not fit an open blob"):
+        scope.cancel() if way == "given up" else writer.abandon()
+        with pytest.raises(StorageError, match=r"cancelled|a blob that is closed"):
             waiting.result()
     writer.abandon()
     assert list(store.list()) == []

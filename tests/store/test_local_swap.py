@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkeep.errors import StorageError
-from shardkeep.storage import system as local_swap
+from shardkeep.storage import system
 from shardkeep.storage.local import LocalStore
 
 
@@ -17,12 +17,12 @@ def test_a_lock_that_is_never_let_go_is_an_error_that_passes(
 ) -> None:
     """A process that was stopped in the middle of a swap holds nobody up for ever, and nothing is replaced meanwhile."""
     store.put("a", b"old")
-    monkeypatch.setattr(local_swap, "_WAIT_S", 0.05)
+    monkeypatch.setattr(system, "_LOCK_TIMEOUT_S", 0.05)
     other = os.open(tmp_path / "store", os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX)
         store.put("b", b"new names need no lock")
-        with pytest.raises(StorageError, match="held the directory's lock") as caught:
+        with pytest.raises(StorageError, match="held the lock on the directory") as caught:
             store.put("a", b"new", replace=True)
         assert caught.value.errno == errno.EBUSY
     finally:
@@ -39,7 +39,7 @@ def test_a_file_system_without_locks_still_swaps(store: LocalStore, monkeypatch:
         def flock(*_: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(local_swap.fcntl, "flock", flock)
+        monkeypatch.setattr(system.fcntl, "flock", flock)
 
     store.put("a", b"old")
     seen = store.version("a")

@@ -35,11 +35,11 @@ def test_paths_and_file_urls_are_local(where: str | Path, path: str) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("s3://AKIA:hunter2@bucket/run", "^s3://bucket/run: keys do not belong into URLs"),
-        ("s3://AKIA:hun/ter2@bucket//run", "^s3://bucket//run: keys do not belong into URLs"),
-        ("s3://ter2@bucket/run", "^s3://bucket/run: keys"),
-        ("gs://bob:hunter2@bucket/run", "^gs://bucket/run: keys"),
-        ("abfss://bob:hunter2@account/run", "^abfss://account/run: keys"),
+        ("s3://AKIA:hunter2@bucket/run", "^s3://bucket/run: a URL must not contain keys"),
+        ("s3://AKIA:hun/ter2@bucket//run", "^s3://bucket//run: a URL must not contain keys"),
+        ("s3://ter2@bucket/run", "^s3://bucket/run: a URL must not"),
+        ("gs://bob:hunter2@bucket/run", "^gs://bucket/run: a URL must not"),
+        ("abfss://bob:hunter2@account/run", "^abfss://account/run: a URL must not"),
         ("ftp://bob:hunter2@127.0.0.1:1/run", "^ftp://127.0.0.1:1/run: cannot open: Connection refused"),
         ("nowhere://bob:hunter2@host/run", "^nowhere://host/run: no store"),
         ("file://bob:hunter2@host/run", r"^file://host/run: .* \(host\)"),
@@ -93,7 +93,7 @@ def test_a_store_passes_through() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("nowhere://bucket/run", r"(?s)no store for nowhere:// places: .*\n  hint: give a path, a URL"),
+        ("nowhere://bucket/run", r"(?s)no store for nowhere:// URLs: .*\n  hint: pass a path, a URL"),
         ("s3://bucket//run", r"(?s)not a place to keep a checkpoint\n  hint: write scheme://name/path"),
         ("s3://bucket/../run", "not a place"),
         ("memory://", "not a place"),

@@ -11,15 +11,15 @@ from shardkeep.errors import CheckpointError, MalformedFile, StorageError
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage import local as local_root
 from shardkeep.storage.base import REMOVING_NAME, BlobInfo, Root, delete_contents, free_nbytes
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_root
 from shardkeep.testing.faulty_store import Fault, FaultyStore
 
 
 @pytest.fixture(params=["local", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
-    return LocalRoot(tmp_path / "made" / "later") if request.param == "local" else MemoryRoot()
+    return LocalStore(tmp_path / "made" / "later") if request.param == "local" else MemoryStore()
 
 
 def fill(root: Root, name: str, *blobs: str) -> None:
@@ -110,7 +110,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     (elsewhere / RECORD_NAME).write_bytes(b"x")
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "step-1").symlink_to(elsewhere)
-    root = LocalRoot(tmp_path / "root")
+    root = LocalStore(tmp_path / "root")
     assert list(root.places()) == ["step-1"]
     root.remove("step-1")
     assert list(root.places()) == []
@@ -126,14 +126,14 @@ def test_all_that_others_put_into_a_place_goes_with_it(tmp_path: Path) -> None:
     (place / "tokenizer").mkdir(parents=True)
     (place / "tokenizer" / "a b").write_bytes(b"x")
     (place / "link").symlink_to(outside)
-    LocalRoot(tmp_path / "root").remove("step-1")
+    LocalStore(tmp_path / "root").remove("step-1")
     assert not place.exists()
     assert (outside / "kept").exists()
 
 
 def test_an_error_of_the_system_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that cannot be removed is named, with its errno."""
-    root = LocalRoot(tmp_path)
+    root = LocalStore(tmp_path)
     fill(root, "step-1", "a")
 
     def refuse(path: str) -> None:
@@ -147,7 +147,7 @@ def test_an_error_of_the_system_is_ours(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_roots_are_found_by_path_url_or_object(tmp_path: Path) -> None:
     """What a user writes becomes a root; what cannot be one is refused."""
-    memory = MemoryRoot()
+    memory = MemoryStore()
     assert open_root(memory, direct=True) is memory
     assert open_root(tmp_path, direct=True).url == str(tmp_path)
     assert open_root(f"file://{tmp_path}", direct=True).url == str(tmp_path)
@@ -159,13 +159,13 @@ def test_roots_are_found_by_path_url_or_object(tmp_path: Path) -> None:
 def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
     """Also of a directory that is not made yet; a store that cannot say says None."""
     room = os.statvfs(tmp_path)
-    said = free_nbytes(LocalRoot(tmp_path / "not" / "yet").place("step-1"))
+    said = free_nbytes(LocalStore(tmp_path / "not" / "yet").place("step-1"))
     assert said is not None
     assert abs(said - room.f_bavail * room.f_frsize) < 1 << 30
-    assert free_nbytes(MemoryRoot()) is None
+    assert free_nbytes(MemoryStore()) is None
 
 
-class _Listing(MemoryRoot):
+class _Listing(MemoryStore):
     def list(self) -> Iterator[BlobInfo]:
         raise StorageError("injected", errno=errno.EIO)
 

@@ -36,9 +36,7 @@ from shardkeep.cli import Command
 from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
-from shardkeep.storage.base import Root, Store, preferred_requests
-from shardkeep.storage.local import LocalRoot
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.base import Root, Store, local_path, preferred_requests
 from shardkeep.storage.resolve import open_root, open_store
 
 _TORCH = "torch.distributed.checkpoint"
@@ -86,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     if nbytes < 1 << 24 or args.rounds < 1:
         raise UsageError(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
     root = open_root(args.path, direct=False)
-    on_disk = isinstance(root, LocalRoot)
+    on_disk = local_path(root) is not None
     _check_memory(nbytes)
     _check_place(args.path, root, nbytes)
     if args.torch and not on_disk and not args.json:
@@ -112,12 +110,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_place(where: str, root: Root, nbytes: int) -> None:
-    if isinstance(root, MemoryRoot):
+    if where.lower().startswith("memory://"):
         raise UsageError(
             f"{where}: memory:// belongs to one process, and each contender is a process of its own",
             hint="measure a disk in memory: /dev/shm",
         )
-    if not isinstance(root, LocalRoot):
+    if local_path(root) is None:
         next(root.places(), None)  # reports a missing bucket or wrong credentials before anything is measured
         return
     if not os.path.isdir(root.url):
@@ -160,7 +158,7 @@ def _scratch_place(root: Root, url: str) -> Iterator[str]:
     try:
         yield f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
     except BaseException:
-        if not isinstance(root, LocalRoot):
+        if local_path(root) is None:
             time.sleep(_ARRIVES_S)
         raise
     finally:

@@ -43,8 +43,7 @@ from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
 from shardkeep.manage.catalog import Entry
 from shardkeep.manage.lease import LEASE_NAME, LEASE_S, Holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import REMOVING_NAME, local_path
 from shardkeep.storage.system import host_identity, process_start, storage_errors
 
 _THREADS = 8
@@ -241,7 +240,7 @@ def describe_writer(run: Run, entry: Entry) -> str:
 def foreign_files(run: Run, entry: Entry) -> list[str]:
     """Return files and folders in the directory of a checkpoint that belong to no checkpoint."""
     place = run.catalog.root.place(entry.name)
-    if not isinstance(place, LocalStore):
+    if local_path(place) is None:
         return sorted(info.name for info in place.list() if not _is_ours(info.name, entry))
     if os.path.islink(place.url):
         return []  # only the link is deleted

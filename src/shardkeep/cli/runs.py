@@ -18,7 +18,7 @@ from shardkeep.manage.catalog import Catalog, Entry, Naming
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import local_path
 from shardkeep.storage.resolve import open_root, open_store
 
 DEFAULT_TEMPLATE = "step-{step}"
@@ -182,4 +182,4 @@ def _split(where: str) -> tuple[str, str]:
 def _local_path(where: str) -> str | None:
     """Return the path on a local disk; None for other stores."""
     store = open_store(where, direct=False)
-    return store.url if isinstance(store, LocalStore) else None
+    return local_path(store)

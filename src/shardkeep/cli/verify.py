@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,9 +38,9 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint, verify_stored
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, Store
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import BlobReader, Store, local_path, with_any_names
 from shardkeep.storage.resolve import open_store
+from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper
 
 OnRead = Callable[[int], None]
 """Called with a number of bytes that were read, from any thread."""
@@ -158,55 +158,35 @@ def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 def open_counting(where: str, on_read: OnRead) -> Store:
     """Open the store of a path or URL, with `on_read` called for every read."""
-    direct = Options().direct_io
-    store = open_store(where, direct=direct)
-    if type(store) is LocalStore:  # code that reads files of other programs asks for this type
-        return _CountingDirectory(store.url, on_read, direct=direct)
-    return cast("Store", _CountingStore(store, on_read))
+    return _CountingStore(open_store(where, direct=Options().direct_io), on_read)
 
 
-class _CountingStore:
+class _CountingStore(StoreWrapper):
     def __init__(self, inner: Store, on_read: OnRead) -> None:
-        self._inner = inner
-        self._on_read = on_read
-
-    def __getattr__(self, verb: str) -> Any:
-        return getattr(self._inner, verb)
-
-    def open(self, name: str) -> BlobReader:
-        return _CountingReader(self._inner.open(name), self._on_read)
-
-
-class _CountingDirectory(LocalStore):
-    def __init__(self, path: str, on_read: OnRead, *, direct: bool, foreign: bool = False) -> None:
-        super().__init__(path, direct=direct, foreign=foreign)
-        self._on_read = on_read
-
-    def of_foreign_files(self) -> LocalStore:
-        return _CountingDirectory(self.url, self._on_read, direct=self._direct, foreign=True)
-
-    def open(self, name: str) -> BlobReader:  # type: ignore[override]  # a reader all the same
-        return _CountingReader(super().open(name), self._on_read)
-
-
-class _CountingReader:
-    def __init__(self, reader: BlobReader, on_read: OnRead) -> None:
-        self._reader = reader
+        super().__init__(inner)
         self._on_read = on_read
 
     @property
-    def nbytes(self) -> int:
-        return self._reader.nbytes
+    def local_path(self) -> str | None:
+        """The inner store's: reads that bypass the store are only not counted."""
+        return local_path(self.inner)
 
-    def cached(self, offset: int, nbytes: int) -> bool:
-        return self._reader.cached(offset, nbytes)
+    def any_names(self) -> _CountingStore:
+        """Return the inner store's view, with its reads counted."""
+        return _CountingStore(with_any_names(self.inner), self._on_read)
+
+    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - all reads count
+        return _CountingReader(reader, self._on_read)
+
+
+class _CountingReader(ReaderWrapper):
+    def __init__(self, inner: BlobReader, on_read: OnRead) -> None:
+        super().__init__(inner)
+        self._on_read = on_read
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        self._reader.read_into(offset, into, cached=cached)
+        super().read_into(offset, into, cached=cached)
         self._on_read(into.nbytes)
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 # -- the command

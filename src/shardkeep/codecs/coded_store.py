@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ from shardkeep.storage.base import (
     Opens,
     checked_end,
     create_upto,
+    drop_cached,
 )
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
 from shardkeep.storage.reread import (
@@ -573,6 +574,12 @@ def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, fram
     return coded.seals[name]
 
 
+def collecting_damage(store: _Reads, errors: list[DamagedCheckpoint]) -> _Reads:
+    """Return the store so that damaged frames add to `errors` instead of raising; a store without codecs as it is."""
+    view = getattr(store, "collecting_damage", None)
+    return store if view is None else cast("_Reads", view(errors))
+
+
 class DecodingStore:
     """A store to read a checkpoint from. May be used by several threads."""
 
@@ -588,12 +595,12 @@ class DecodingStore:
         # Whoever asks how to use this store means the one below.
         self.requests = getattr(inner, "requests", None)
 
-    def is_coded(self, name: str) -> bool:
-        """Tell whether a blob goes through codecs: what is asked for of it may be anywhere in what is stored."""
-        return name in self._coded
+    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
+        """Drop a range from caches; all of a coded blob, because any of its stored bytes may be needed."""
+        drop_cached(self.inner, name, *((0, 0) if name in self._coded else (offset, nbytes)))
 
-    def noting(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
-        """Return one over the same store that adds damaged frames to a list, and gives zeros for them."""
+    def collecting_damage(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
+        """Return a view that adds errors of damaged frames to a list, and returns zeros for them."""
         other = DecodingStore(self.inner, (), ())
         other._coded, other._noted = self._coded, noted
         return other

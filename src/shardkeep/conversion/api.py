@@ -43,10 +43,8 @@ from shardkeep.layouts.safetensors_stored import NOTE_NAME, list_model
 from shardkeep.layouts.torch import is_data, is_metadata
 from shardkeep.options import Options
 from shardkeep.state.patterns import Patterns, Renames
-from shardkeep.storage.base import Store
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import Store, local_path, same_place
 from shardkeep.storage.resolve import open_store
-from shardkeep.storage.same_place import same_place
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +98,7 @@ def check_different_place(origin: Store, target: Store) -> None:
 
     """
     same = same_place(origin, target)
-    if isinstance(origin, LocalStore) and isinstance(target, LocalStore) and os.path.isfile(origin.url):
+    if local_path(origin) is not None and local_path(target) is not None and os.path.isfile(origin.url):
         same = same or os.path.dirname(os.path.realpath(origin.url)) == os.path.realpath(target.url)
     if same:
         raise CheckpointError(
@@ -141,7 +139,7 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
             f"{to}: a checkpoint of another layout is already there ({old[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    made = _missing(to) if isinstance(store, LocalStore) else []
+    made = _missing(to) if local_path(store) is not None else []
     if old and (writer := leftovers.survey(store).living):
         raise CheckpointExists(
             f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"

@@ -52,8 +52,8 @@ from shardkeep.layouts.safetensors_publish import (
 from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, is_name
-from shardkeep.storage.local import LocalStore, PathStore
+from shardkeep.storage.base import Store, is_name, local_path
+from shardkeep.storage.local import PathStore
 from shardkeep.storage.resolve import open_store
 from shardkeep.storage.system import storage_errors
 
@@ -101,7 +101,7 @@ class CompanionFiles:
 def _read_all(config: str) -> dict[str, bytes]:
     """Read all files of a place but weights."""
     place = open_store(config, direct=False)
-    if isinstance(place, LocalStore) and not os.path.isdir(place.url):
+    if local_path(place) is not None and not os.path.isdir(place.url):
         raise StateError(f"config={config!r} is no directory", hint="give the directory that has config.json in it")
     found: dict[str, bytes] = {}
     for name in _names(place):
@@ -114,7 +114,7 @@ def _read_all(config: str) -> dict[str, bytes]:
 
 
 def _names(place: Store) -> list[str]:
-    if not isinstance(place, LocalStore):
+    if local_path(place) is None:
         return [info.name for info in place.list()]
     # Through links, as in a Hugging Face cache.
     return [name for name in sorted(os.listdir(place.url)) if os.path.isfile(os.path.join(place.url, name))]
@@ -123,7 +123,7 @@ def _names(place: Store) -> list[str]:
 def _read(place: Store, name: str) -> bytes | None:
     """Read a file; None where there is none."""
     try:
-        if isinstance(place, LocalStore):
+        if local_path(place) is not None:
             return PathStore(direct=False).get(os.path.join(place.url, name), limit=_MOST_COPIED_NBYTES)
         return place.get(name, limit=_MOST_COPIED_NBYTES)
     except BlobNotFound:
@@ -178,7 +178,7 @@ def write_model(
         _file(name, group, tensors, {FORMAT_KEY: FORMAT_VALUE, **(metadata if name == names[0] else {})})
         for name, group in zip(names, groups, strict=True)
     ]
-    is_new = isinstance(store, LocalStore) and not os.path.isdir(store.url)
+    is_new = local_path(store) is not None and not os.path.isdir(store.url)
     folder = prepare_directory(store)
     removes = _replaced(folder, overwrite=overwrite)  # once more: what was under way a moment ago may be a model now
     called = begin_save(store, save_id, folder)
@@ -242,7 +242,7 @@ def _replaced(folder: ModelDirectory, *, overwrite: bool) -> list[str]:
 
 def names_in(store: Store) -> list[str]:
     """Name all that is in a place, also links; a directory that does not exist has nothing."""
-    if not isinstance(store, LocalStore):
+    if local_path(store) is None:
         return [info.name for info in store.list()]
     try:
         with storage_errors("cannot list", store.url):

@@ -32,11 +32,10 @@ from shardkeep.format.boxes import Ints
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, BlobWriter, Store, checked_end
-from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer, flat
+from shardkeep.storage import base
+from shardkeep.storage.base import BlobReader, BlobWriter, Replaces, Store, create_over
+from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
 from shardkeep.storage.local import LocalStore
-from shardkeep.storage.multipart import MultipartUpload
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_store
 from shardkeep.storage.system import host_identity, process_start, storage_errors, sync_directory
 
@@ -130,63 +129,6 @@ class _StatePickler(pickle.Pickler):
         return str(len(self.storages) - 1)
 
 
-# A blob of an object store that takes the place of another in one step, however large it is.
-#
-# It is uploaded in parts, which nobody sees until the last request puts them together under the name: until then, and
-# if
-# anything fails, the old bytes are there. Nothing is ever deleted: there would be neither.
-
-
-class ReplacingWriter:
-    """Writes such a blob."""
-
-    def __init__(self, store: ObjectStore, name: str, nbytes: int) -> None:
-        """Begin one in place of what is there."""
-        self._store = store
-        self._name = name
-        self._nbytes = nbytes
-        self._before = store.version(name)
-        self._upload = MultipartUpload(store.bucket, store.prefix + name, url=store.url, name=name, nbytes=nbytes)
-        self._over = False
-        self.in_doubt = False
-        """Whether the last request went wrong in a way that leaves open what is there now: old bytes, or the new ones."""
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`; best in order."""
-        self._upload.write(offset, flat(data))
-
-    def finish(self, nbytes: int | None = None) -> None:
-        """
-        Put the new bytes in place of the old ones.
-
-        Raises:
-            StorageError: the old ones are still there.
-
-        """
-        end = checked_end(f"{self._store.url}/{self._name}", self._name, nbytes, self._nbytes)
-        whole = self._upload.close(end)
-        if whole is not None:  # of one part, and nothing of it was sent
-            self._store.put(self._name, bytes(whole), replace=True)
-        self._over = True
-        # A size tells nothing: models of one kind have the same. Nor does a version alone: equal bytes may have the same.
-        self.in_doubt = self._upload.in_doubt and self._store.version(self._name) == self._before
-
-    def abandon(self) -> None:
-        """Take back what was sent; what is under the name stays."""
-        if not self._over:
-            self._over = True
-            self._upload.cancel()
-
-    def unchanged(self) -> StorageError:
-        """Make the error of a blob that is not what was written, because the old one is still there."""
-        return StorageError(
-            f"{self._store.url}/{self._name}: was not replaced: what was sent did not arrive, and the old file is there",
-            hint="try again",
-            name=self._name,
-            errno=errno.EIO,
-        )
-
-
 # One file as a blob of a store: found by its URL, written in windows, replaced in one request.
 #
 # A blob that is new appears when all of it is there. One that takes the place of another is put at once, from memory,
@@ -212,7 +154,7 @@ def is_blob_url(path: str) -> bool:
 def local_path(path: str | os.PathLike[str]) -> str:
     """Return the path of a file of this machine, which may be given as a URL."""
     found = open_store(path, direct=False) if isinstance(path, str) and _URL.match(path) else None
-    return found.url if isinstance(found, LocalStore) else os.fspath(path)
+    return base.local_path(found) or os.fspath(path)
 
 
 def blob_location(url: str) -> tuple[Store, str]:
@@ -266,7 +208,7 @@ def write_blob(
     """
     store, name = blob_location(url)
     replaces = replace and store.version(name) is not None
-    replacing: ReplacingWriter | None = None
+    replacing: Replaces | None = None
     if replaces and nbytes <= min(_MOST_HELD_NBYTES, budget_nbytes // 2):  # it is held twice for a moment
         held = _MemoryBlob(nbytes)
         write(held)
@@ -280,7 +222,7 @@ def write_blob(
         _write_all(store.create(name, nbytes), write)
     if check is None:
         if replacing is not None and replacing.in_doubt:
-            raise replacing.unchanged()
+            raise _unchanged(store, name)
         return
     try:
         try:
@@ -289,7 +231,7 @@ def write_blob(
             _look(store, name, check)  # it may have been changed on the way here
     except DamagedCheckpoint as exc:
         if replacing is not None and replacing.in_doubt:
-            raise replacing.unchanged() from exc
+            raise _unchanged(store, name) from exc
         if not replaces:
             with suppress(CheckpointError):
                 store.delete(name)
@@ -301,15 +243,25 @@ def _look(store: Store, name: str, check: Check) -> None:
         check(reader)
 
 
-def _replacing(store: Store, name: str, nbytes: int) -> ReplacingWriter:
-    if not isinstance(store, ObjectStore):
+def _unchanged(store: Store, name: str) -> StorageError:
+    return StorageError(
+        f"{store.url}/{name}: was not replaced: the upload did not arrive, and the old file is still there",
+        hint="try again",
+        name=name,
+        errno=errno.EIO,
+    )
+
+
+def _replacing(store: Store, name: str, nbytes: int) -> Replaces:
+    writer = create_over(store, name, nbytes)
+    if writer is None:
         raise StorageError(
             f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
             hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
             name=name,
             errno=errno.EFBIG,
         )
-    return ReplacingWriter(store, name, nbytes)
+    return writer
 
 
 def _write_all(writer: BlobWriter, write: Callable[[BlobWriter], None]) -> None:

@@ -235,8 +235,6 @@ class Coordinator:
         except (DamagedCheckpoint, UnsupportedVersion) as exc:
             log.warning("no files are removed from %s, as its commit record may be repaired: %s", self.store.url, exc)
             return
-        if found.dead:
-            orphans.sweep_uploads(self.store, found)
         discard(self.store, names)
 
     def _check_free_space(self, wanted: int) -> None:

@@ -56,9 +56,8 @@ from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.plan.tiling import explain, tiled
-from shardkeep.storage.base import BlobInfo, Gets, Opens, Store
+from shardkeep.storage.base import BlobInfo, Gets, Opens, Store, local_path, parent_of, with_any_names
 from shardkeep.storage.local import LocalStore, PathStore
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_store
 
 logger = logging.getLogger("shardkeep")
@@ -454,7 +453,8 @@ def open_safetensors(store: Store, record: Record, options: Options) -> Safetens
 
 def is_single_file(store: object) -> bool:
     """Say whether a place is a file, and so no directory that a checkpoint could be in."""
-    return isinstance(store, LocalStore) and os.path.isfile(store.url)
+    path = local_path(store)
+    return path is not None and os.path.isfile(path)
 
 
 def _single_blob(store: Store) -> tuple[Store, str] | None:
@@ -462,11 +462,9 @@ def _single_blob(store: Store) -> tuple[Store, str] | None:
     above, _, name = store.url.rpartition("/")
     if not name.endswith(SUFFIX) or "://" not in above:
         return None
-    if isinstance(store, ObjectStore):  # with the options that it was opened with
-        prefix = store.prefix.removesuffix(f"{name}/")
-        found: Store = ObjectStore(store.bucket, prefix, above)
-    else:
-        found = open_store(above, direct=False)
+    # The store's own parent has the options that it was opened with.
+    parent = parent_of(store)
+    found = open_store(above, direct=False) if parent is None else parent[0]
     try:
         found.open(name).close()
     except BlobNotFound:
@@ -476,7 +474,7 @@ def _single_blob(store: Store) -> tuple[Store, str] | None:
 
 def _folder(store: Store) -> ModelDirectory | None:
     """Return which files count, and what opens them by name."""
-    if isinstance(store, LocalStore):
+    if local_path(store) is not None:
         if is_single_file(store):
             where, name = os.path.split(os.path.abspath(store.url))
             if name in (RECORD_NAME, METADATA_NAME):
@@ -484,7 +482,7 @@ def _folder(store: Store) -> ModelDirectory | None:
                     f"{store.url} is a file of a checkpoint, and not the checkpoint",
                     hint=f"give its directory: {where}",
                 )
-            there = LocalStore(where).of_foreign_files()
+            there = LocalStore(where, foreign=True)
             return _found(ModelDirectory(where, {name: name}, None, there))
         try:
             local = list_model(store)
@@ -493,7 +491,7 @@ def _folder(store: Store) -> ModelDirectory | None:
         # By their names in the directory, which may still be temporary ones.
         files = {name: os.path.basename(path) for name, path in local.files.items()}
         index = None if local.index is None else os.path.basename(local.index)
-        return _found(ModelDirectory(local.path, files, index, store.of_foreign_files()))
+        return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
     seen = _found(list_model(store))
     if seen is None and (single := _single_blob(store)):
         above, name = single
@@ -583,7 +581,7 @@ def _record(
 
 def _when(folder: ModelDirectory, names: list[str]) -> str:
     """Return when the last of the files was written."""
-    if isinstance(folder.opens, LocalStore):
+    if local_path(folder.opens) is not None:
         times = [os.stat(os.path.join(folder.path, name)).st_mtime for name in names]
     else:
         infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()

@@ -481,8 +481,8 @@ class BackgroundSave:
         if writer:
             sink = writer.sink(staging, codecs, budget.room_nbytes)
         # The writer process has a memory budget of its own for what it copies on the way.
-        scope = CancelScope(room=None if writer else budget.room, wanted=self._handle.wanted)
-        with scope.held(), staging.running():
+        scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
+        with scope.active(), staging.running():
             sink = _ProgressSink(sink, report)
             write_files(self._session.store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
         if staging.nbytes:

@@ -54,9 +54,8 @@ from shardkeep.layouts.torch import MAX_METADATA_NBYTES, METADATA_NAME, Sums, re
 from shardkeep.layouts.torch_metadata import ItemLocation, TorchMetadata, decode_torch_metadata
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
-from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests
+from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests, with_any_names
 from shardkeep.storage.buffers import address_of
-from shardkeep.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -437,7 +436,7 @@ def open_torch(store: ReadableStore, record: Record, options: Options) -> TorchS
 
 def _as_foreign(store: ReadableStore) -> ReadableStore:
     """Allow file names, and links, that our own writers would not make."""
-    return store.of_foreign_files() if isinstance(store, LocalStore) else store
+    return with_any_names(store)
 
 
 def _when(store: ReadableStore) -> str:

@@ -15,7 +15,7 @@ from contextlib import closing
 
 import numpy as np
 
-from shardkeep.codecs.coded_store import DecodingStore, check_size, damaged_frame, damaged_frames, read_table
+from shardkeep.codecs.coded_store import check_size, collecting_damage, damaged_frame, damaged_frames, read_table
 from shardkeep.engine.reader import (
     DigestCache,
     KeysAt,
@@ -63,8 +63,7 @@ def damage_of_file(
     except DamagedCheckpoint as exc:
         raise _placed(exc) from exc.__cause__
     coded: list[DamagedCheckpoint] = []
-    if isinstance(store, DecodingStore):
-        store = store.noting(coded)  # or the first damaged frame would be the only one that is found
+    store = collecting_damage(store, coded)  # otherwise verification would stop at the first damaged frame
     plan = every_block(number, file.data_nbytes, window_nbytes=window_nbytes)
     damaged: list[int] = []
     read_files(

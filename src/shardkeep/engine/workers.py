@@ -19,8 +19,8 @@ from shardkeep.engine.memory import Scattered, asking_for_memory
 from shardkeep.errors import CheckpointError, SaveCancelled
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.options import Options, cores, local_ranks
-from shardkeep.storage.base import preferred_requests
-from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, part_nbytes_of
+from shardkeep.storage.base import part_nbytes_of, preferred_requests
+from shardkeep.storage.buffers import MemoryBudget, aligned_buffer
 from shardkeep.storage.cancel import current_scope
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def run_workers(
     Threads work on the terms that the caller holds (`store.giving_up`): these are given up with the first failure, and
     when nobody wants the blobs any more, which is a `SaveCancelled`.
     """
-    hope = current_scope()
+    scope = current_scope()
     queue = iter(tasks)
     lock = threading.Lock()
     stop = stop or threading.Event()
@@ -198,16 +198,16 @@ def run_workers(
 
     def give_up() -> None:
         stop.set()
-        if hope is not None:
-            hope.give_up()
+        if scope is not None:
+            scope.cancel()
         if on_stop is not None:
             on_stop()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
             futures = [pool.submit(copy_context().run, worker) for _ in range(threads)]
-            while wait(futures, None if hope is None else _LOOK_S).not_done:
-                if hope is not None and not hope.wanted() and not stop.is_set():
+            while wait(futures, None if scope is None else _LOOK_S).not_done:
+                if scope is not None and not scope.wanted() and not stop.is_set():
                     failed.insert(0, SaveCancelled("it was cancelled while its files were written"))
                     give_up()
         except BaseException:

@@ -154,9 +154,9 @@ def write_files(
     gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or HashingSink(store)
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
-        hope, begun = CancelScope(), list[str]()
+        scope, begun = CancelScope(), list[str]()
         undo.callback(_remove_begun, store, begun)
-        tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, hope)
+        tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, scope)
 
         def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
             file, window = task
@@ -170,7 +170,7 @@ def write_files(
                 _finish(store, file)
             return True
 
-        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=hope.give_up)
+        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=scope.cancel)
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]
 
@@ -199,7 +199,7 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], hope: CancelScope
+    sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], scope: CancelScope
 ) -> Iterator[tuple[_OpenFile, Window]]:
     """Begin each file with the first of its windows, and note the names of all there may be then."""
     opened: dict[str, _OpenFile] = {}
@@ -207,7 +207,7 @@ def _tasks(
         job = window.job
         if job.name not in opened:
             # Only where no other file is ever called so: one that is given up may still appear, and is deleted then.
-            with hope.held() if native.save_id_of(job.name) else contextlib.nullcontext():
+            with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
                 writer = sink.begin(job)
             undo.callback(writer.abandon)
             begun.append(job.name)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -22,8 +21,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
-from shardkeep.storage import uploads
-from shardkeep.storage.base import BlobInfo, Gets, Lists, Puts, Root, Store, is_name
+from shardkeep.storage.base import BlobInfo, Gets, Lists, Puts, Store
 from shardkeep.storage.system import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -136,56 +134,6 @@ def deletable(store: Store, found: Survey) -> list[str]:
         # Files that nobody claims any more may be a checkpoint whose record was lost or is not visible yet.
         return found.dead
     return [name for name in found.dead + found.ended if name not in kept]
-
-
-def sweep_uploads(store: Store, found: Survey) -> int:
-    """Take back uploads that saves began in a place which are dead or over, before their claims are removed."""
-    return sweep_uploads_of(store, {save_id for name in found.dead + found.ended if (save_id := save_id_of(name))})
-
-
-def sweep_uploads_of(store: Store, save_ids: Collection[str]) -> int:
-    """
-    Take back uploads that some saves began in a place, which go on with none of them; returns how many.
-
-    Where nobody can say which there are, none: see `store.uploads`. Whatever goes wrong is logged and no more.
-    """
-    if not save_ids:
-        return 0
-    try:
-        return uploads.sweep(store, lambda each: save_id_of(each.name) in save_ids)
-    except Exception as exc:  # noqa: BLE001 - a save that may have been committed does not fail for tidying up
-        log.info("%s: whether there are uploads that nobody will finish is not known: %s", store.url, exc)
-        return 0
-
-
-def sweep_lost_uploads(root: Root, gone: Collection[str] = ()) -> int:
-    """
-    Take back uploads in any place of a root that nobody goes on with; returns how many.
-
-    A claim stands for as long as a save uploads, and says who that is. What has none was lost on the way (a service began
-    an upload, its answer did not come, and the one who asked began another), or another program copies a checkpoint:
-    that is left alone for longer than any copy takes. So is what has no name that a save gives.
-
-    Raises:
-        CheckpointError: nobody can say which there are: see `store.uploads`.
-
-    """
-
-    @cache
-    def claim_of(place: str, save_id: str) -> Claim | None:
-        return _read(root.place(place), claim_name(save_id))
-
-    def is_over(each: uploads.Unfinished) -> bool:
-        place, _, blob = each.name.rpartition("/")
-        save_id = save_id_of(blob)
-        if save_id is None or not is_name(place):
-            return False
-        claim = claim_of(place, save_id)
-        if claim is None or claim.host not in (host_identity(), *gone):
-            return each.is_older_than(STALE_AFTER_S)
-        return not _alive(claim, save_id)
-
-    return uploads.sweep(root, is_over)
 
 
 def claims_last(names: Iterable[str]) -> list[str]:

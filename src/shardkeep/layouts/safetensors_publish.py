@@ -33,8 +33,7 @@ from shardkeep.layouts.safetensors_stored import (
     read_note,
     temporary_name,
 )
-from shardkeep.storage.base import Store
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import Store, local_path
 from shardkeep.storage.system import directory_lock, make_directory, storage_errors, sync_directory
 
 _MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
@@ -66,14 +65,14 @@ class SaveNames:
 
 def can_rename(store: Store) -> bool:
     """Say whether files of a place can be given other names."""
-    return isinstance(store, LocalStore)
+    return local_path(store) is not None
 
 
 def prepare_directory(store: Store) -> ModelDirectory:
     """Make a place ready to be written to: complete what was interrupted, and remove what never will be."""
-    if not isinstance(store, LocalStore):
+    path = local_path(store)
+    if path is None:
         return stored.prepare_store(store)
-    path = store.url
     with storage_errors("cannot make", path):
         make_directory(os.path.abspath(path))
     _take_over(store)
@@ -83,14 +82,14 @@ def prepare_directory(store: Store) -> ModelDirectory:
         return list_model(store)
 
 
-def _take_over(store: LocalStore) -> None:
+def _take_over(store: Store) -> None:
     """End what somebody began who wrote here as if it were a store."""
     note = read_note(store)
     if note is not None and note.pending:
         stored.prepare_store(store)
 
 
-def _complete(store: LocalStore) -> str | None:
+def _complete(store: Store) -> str | None:
     """Complete what was interrupted, and return whose it was."""
     note = read_note(store)
     if note is None or note.pending:
@@ -167,7 +166,7 @@ def publish_model(
             stale += [name for name in folder.files if name not in set(final) and made_by_writer(folder, name)]
         return PublishNote(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
 
-    if isinstance(store, LocalStore):
+    if can_rename(store):
         _publish(store, names.save_id, files, index, noted)
         return
     folder = list_model(store)
@@ -182,7 +181,7 @@ def publish_model(
 
 
 def _publish(
-    store: LocalStore, save_id: str, files: Sequence[str], index: bytes, noted: Callable[[ModelDirectory], PublishNote]
+    store: Store, save_id: str, files: Sequence[str], index: bytes, noted: Callable[[ModelDirectory], PublishNote]
 ) -> None:
     """Publish in a directory of this machine; the index file is empty where there is none."""
     _check_renamed(store, files, save_id)
@@ -198,7 +197,7 @@ def _publish(
         _finish_renames(store.url, note)
 
 
-def _put_note(store: LocalStore, note: PublishNote) -> None:
+def _put_note(store: Store, note: PublishNote) -> None:
     """Write the note, in one step; also over one of a store's kind."""
     path, written = store.url, temporary_name(NOTE_NAME, note.save_id)
     with storage_errors("cannot publish in", path):
@@ -249,7 +248,7 @@ def discard_save(store: Store, save_id: str, *, last: bool = True, unpublished: 
     began = note is not None and note.save_id == save_id
     if note is not None and began and not note.pending:
         return False
-    if isinstance(store, LocalStore):
+    if can_rename(store):
         _clear(store.url, save_id)
         return True
     if began or unpublished:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
 from shardkeep.layouts.safetensors import INDEX_NAME, SUFFIX, marked_name
-from shardkeep.storage.base import Gets, Opens, Store, Version, is_name
-from shardkeep.storage.local import LocalStore, PathStore
+from shardkeep.storage.base import Gets, Opens, Store, Version, is_name, local_path
+from shardkeep.storage.local import PathStore
 from shardkeep.storage.system import storage_errors
 
 NOTE_NAME = "shardkeep-publish.json"
@@ -76,8 +76,8 @@ def list_model(store: Store) -> ModelDirectory:
         BlobNotFound: it is a directory of this machine that does not exist.
 
     """
-    if isinstance(store, LocalStore):
-        path = store.url
+    path = local_path(store)
+    if path is not None:
         with storage_errors("cannot list", path):
             names = os.listdir(path)
         opens: OpensAndGets = PathStore(direct=False)

@@ -18,9 +18,8 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
-from shardkeep.storage.base import BlobInfo, Gets, Store, check_below
+from shardkeep.storage.base import BlobInfo, Gets, Store, check_below, local_path, with_any_names
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, read_up_to, store_of, write_all
-from shardkeep.storage.local import LocalStore
 from shardkeep.storage.system import storage_errors
 
 _SKEW_S = 3600.0
@@ -70,7 +69,7 @@ def commit_target_for(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Comm
 
 def commit_target(store: Store) -> CommitTarget:
     """Return the place that a store is."""
-    return LocalTarget(store) if isinstance(store, LocalStore) else StoreTarget(store)
+    return StoreTarget(store) if local_path(store) is None else LocalTarget(store)
 
 
 def first_number(place: CommitTarget) -> int:
@@ -131,9 +130,9 @@ class LocalTarget(StoreTarget):
     shared = False
     skew_s = 0.0
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self.reads = store.of_foreign_files()
+        self.reads = with_any_names(store)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
         found: dict[str, int] = {}

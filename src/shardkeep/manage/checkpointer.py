@@ -49,10 +49,9 @@ from shardkeep.manage.schedule import (
     parse_signals,
 )
 from shardkeep.options import Options
-from shardkeep.storage.base import Root
+from shardkeep.storage.base import Root, same_place
 from shardkeep.storage.resolve import open_root
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
-from shardkeep.storage.same_place import same_place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -431,7 +431,7 @@ class Saves:
                 ),
             )
 
-        return RetryPolicy(self._retries, told=on_retry, sleep=self._clock.sleep)
+        return RetryPolicy(self._retries, on_retry=on_retry, sleep=self._clock.sleep)
 
 
 def _succeeded(saved: Saved, step: int, timeline: Timeline) -> bool:

@@ -1,34 +1,48 @@
 """
-Where bytes go: one small Protocol per verb, so that a function asks only for what it uses.
+The store protocol: what every place for checkpoints can do, and what some can do besides.
 
-A store holds named blobs below one place (a directory, a key prefix). Names are flat: no separators, no `..`. There
-are no directories, handles or renames in this vocabulary, so that files and object stores can keep the same promises.
-Every failure leaves a store as an error of `shardkeep.errors`, with the name and offset in it.
+A store holds named blobs in one place (a directory, a key prefix). Blob names are flat: no separators, no `..`. The
+protocol has no directories, handles or renames, so that files and object stores can keep the same promises. A store
+reports every failure as an error of `shardkeep.errors` that carries the blob's name and the offset.
+
+Each verb is a Protocol of its own, so that a function can ask for exactly the verbs it uses.
+
+Verbs that only some stores have are optional. The functions at the end of this module call an optional verb, or return
+its default for a store without it; nothing outside `storage/` checks the class of a store.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
 
-from shardkeep.errors import MalformedFile, StorageError
+from shardkeep.errors import CheckpointError, MalformedFile, StorageError, WrongSize
 from shardkeep.format.record import RECORD_NAME
 
+log = logging.getLogger("shardkeep")
+S = TypeVar("S")
+
+REMOVING_NAME = "shardkeep.removing"
+"""Marks a place that is being removed. It has no meaning in a place that holds a commit."""
+DEFAULT_PART_NBYTES = 8 << 20
+"""How much of an open blob a sequential store is assumed to buffer if it does not say."""
 _NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
-"""No separators, nothing that means a directory, and nothing that a store calls what is not a blob yet."""
+"""No separators, no directory references, and no name that a store uses for its temporary files."""
 
 
 def is_name(name: str) -> bool:
-    """Tell whether a blob may have this name."""
+    """Return whether `name` is a valid blob name."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> str:
-    """Return the name, or raise `MalformedFile` for one that could reach outside the store or upset a file system."""
+    """Return the name, or raise `MalformedFile` if it could reach outside the store or upset a file system."""
     if not is_name(name):
         raise MalformedFile(
             f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', no '-' first",
@@ -38,11 +52,11 @@ def check_name(name: str) -> str:
 
 
 def check_below(name: str) -> str:
-    """Return the name of a file that another program wrote, or raise `MalformedFile` if it leads out of its directory."""
+    """Return the name of a file written by another program, or raise `MalformedFile` if it leads out of its directory."""
     parts = name.replace("\\", "/").split("/")
     if not name or "\0" in name or ":" in parts[0] or ".." in parts or not parts[0]:
         raise MalformedFile(
-            f"{name!r} is no name of a file in a checkpoint", hint="do not trust this checkpoint", name=name
+            f"{name!r} is not the name of a file in a checkpoint", hint="do not trust this checkpoint", name=name
         )
     return name
 
@@ -60,14 +74,14 @@ class BlobInfo:
 @dataclass(frozen=True)
 class Version:
     """
-    Which bytes a blob had when it was asked for them. To be compared and handed back, not to be read.
+    An opaque version of a blob, to compare and to pass back to `put`.
 
-    Bytes that are put over the very same bytes may be of the same version.
+    Putting the same bytes again may or may not change the version.
     """
 
     tag: str
     generation: str = ""
-    """What some stores want besides."""
+    """A second token that some stores require."""
 
 
 class BlobWriter(Protocol):
@@ -80,51 +94,51 @@ class BlobWriter(Protocol):
         """
         Make the blob durable and close it. Called once, after every part was written.
 
-        With `nbytes`, at most what `create` was told, the blob ends there, and the rest of its room is given back. A
-        listing may show the blob before; only one that is finished may be trusted.
+        With `nbytes`, which is at most the size given to `create`, the blob ends there and the unused space is freed. A
+        listing may show the blob before `finish`; only a finished blob can be trusted.
         """
 
     def abandon(self) -> None:
         """
-        Close and remove what was written. Never raises, and does nothing when called again.
+        Close the blob and remove what was written. Never raises, and can be called twice.
 
         After a `finish` that succeeded the blob stays; after one that failed it is removed.
         """
 
 
 class BlobReader(Protocol):
-    """A blob opened for reads at any offset, from any thread."""
+    """A blob that is open for reads at any offset, from any thread."""
 
     @property
     def nbytes(self) -> int:
         """Size of the blob when it was opened."""
 
     def cached(self, offset: int, nbytes: int) -> bool:
-        """Say whether most of a range can be had without waiting, so that small reads cost no more than large ones."""
+        """Return whether most of a range is cached locally, so that many small reads cost no more than a large one."""
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         """
         Fill all of `into` from `offset`; a blob that ends earlier is an error.
 
-        `cached`: the caller knows from `cached` that the bytes are at hand, so it need not be looked up again.
+        `cached=True`: the caller knows from `cached` that the range is cached, so the store need not check again.
         """
 
     def close(self) -> None:
-        """Release what the reader holds. Safe when called twice."""
+        """Release what the reader holds. Can be called twice."""
 
 
 class Creates(Protocol):
     def create(self, name: str, nbytes: int) -> BlobWriter:
         """
-        Begin a new blob of `nbytes`, or less if `finish` says so.
+        Begin a new blob of `nbytes`, or of fewer if `finish` says so.
 
-        One of that name that exists is a `StorageError` with errno EEXIST, here or where `finish` makes the blob appear.
+        If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
         """
 
 
 class Opens(Protocol):
     def open(self, name: str) -> BlobReader:
-        """Open a blob; `BlobNotFound` where there is none."""
+        """Open a blob; raises `BlobNotFound` if it does not exist."""
 
 
 class Puts(Protocol):
@@ -132,73 +146,166 @@ class Puts(Protocol):
         """
         Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
 
-        Without `replace`, an existing blob of that name is a `StorageError` with errno EEXIST and stays as it is. With
-        `over`, the blob is replaced only if it still is of that version; else, also where it is gone, the same error.
+        Without `replace`, an existing blob of that name stays, and `put` raises a `StorageError` with errno EEXIST. With
+        `over`, the blob is replaced only if it still has that version; if it has another or is gone, the same error.
         """
 
 
 class Gets(Protocol):
     def get(self, name: str, *, limit: int) -> bytes:
         """
-        Read a whole small blob; `BlobNotFound` where there is none.
+        Read a whole small blob; raises `BlobNotFound` if it does not exist.
 
-        One of more than `limit` bytes is a `MalformedFile` error, and is not read.
+        A blob of more than `limit` bytes is not read, and raises `MalformedFile`.
         """
 
 
 class Versions(Protocol):
     def version(self, name: str) -> Version | None:
         """
-        Say which version of a small blob is there; None where there is none.
+        Return the current version of a small blob, or None if it does not exist.
 
-        Ask before reading: bytes read later are of this version, or a `put` over it fails.
+        Ask for the version before reading the blob: either the bytes read have this version, or a `put` over it fails.
         """
 
 
 class Lists(Protocol):
     def list(self) -> Iterator[BlobInfo]:
-        """List every blob, by name; a place that does not exist has none."""
+        """List every blob, sorted by name; a place that does not exist has none."""
 
 
 class Deletes(Protocol):
     def delete(self, name: str) -> None:
-        """Remove a blob; one that is not there is no error."""
+        """Delete a blob; a missing blob is not an error."""
 
 
 class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
     """
-    A place that can do all of it. It may also
+    A place for blobs. Besides these verbs, a store may have any of the following.
 
-    - say how much more fits, by a method `free_nbytes() -> int | None`,
-    - remove many blobs at once, by a method `delete_all(names)`,
-    - say by an attribute `sequential` that parts of a blob should come nearly in order of offset, else they are held in
-      memory until it is their turn,
-    - say by an attribute `requests` how many reads or writes it likes to have under way at once.
+    - `free_nbytes() -> int | None`: how many more bytes fit.
+    - `create_upto(name, nbytes)`: as `create`, without reserving the space.
+    - `create_over(name, nbytes)`: a writer whose `finish` atomically replaces an existing blob; see `Replaces`.
+    - `delete_all(names)`: delete many blobs in few requests.
+    - `sequential`: whether parts of a blob should arrive nearly in order of offset; the store buffers those that do not.
+    - `part_nbytes`: how much of each open blob a sequential store buffers.
+    - `requests`: how many reads or writes should be in flight at once.
+    - `local_path`: the directory behind the store, for callers that may bypass it and use the file system.
+    - `any_names()`: the same place, for reading files of other programs: any name, through symbolic links.
+    - `parent()`: the store one level up, and this place's name in it.
+    - `drop_cached(name, offset, nbytes)`: make the next read of a range come from the storage itself.
+    - `verifies_uploads`: whether the service compares everything it receives with a checksum before it accepts it.
+    - `same_place(other)`: whether another store is the same place, however it was named.
+    - `spec()`: a description from which another process opens the store; see `spec_of`.
+    - `inner`: the store that a wrapper passes its calls to; see `wrapper`.
     """
 
     @property
     def url(self) -> str:
-        """The place, as a user would write it; used in messages."""
+        """The place as the user would write it; used in messages."""
+
+
+class Root(Store, Protocol):
+    """
+    A place with other places below it, each of which holds a checkpoint.
+
+    A root is also a store for small blobs of its own, which describe all of its places.
+    """
+
+    def places(self) -> Iterator[str]:
+        """Name all places below, in no order, without reading them. A root that does not exist has none."""
+
+    def place(self, name: str) -> Store:
+        """Return a place below, which need not exist."""
+
+    def remove(self, name: str) -> None:
+        """
+        Delete a place and everything in it, the commit marker first; a missing place is not an error.
+
+        If the place is a symbolic link, only the link is deleted.
+        """
+
+    def drop_empty(self, name: str) -> None:
+        """Delete a place if nothing is in it."""
+
+
+class Replaces(BlobWriter, Protocol):
+    """A writer of `create_over`. The old blob stays whole until `finish`, and if anything fails."""
+
+    @property
+    def in_doubt(self) -> bool:
+        """After `finish`: whether the answer to the last request was lost, so that the old blob may still be there."""
+
+
+# -- removing a place --------------------------------------------------------------------------------------------------
+
+
+class _Removable(Lists, Puts, Deletes, Protocol):
+    @property
+    def url(self) -> str: ...
+
+
+def is_commit_marker(name: str) -> bool:
+    """Return whether this blob makes a checkpoint exist, in any layout: the commit record, or torch's metadata."""
+    return name == RECORD_NAME or name.endswith(".metadata")
+
+
+def delete_contents(store: _Removable) -> None:
+    """
+    Delete all blobs of a place.
+
+    The commit marker goes first, so that an interrupted removal never leaves what looks like a checkpoint. The removal
+    mark stays until everything else is gone, so that an interrupted removal can be told apart from data loss.
+    """
+    names = [info.name for info in store.list()]
+    if not names:
+        return
+    marked = _mark(store)
+    commits = list(filter(is_commit_marker, names))
+    others = [name for name in names if name not in {*commits, REMOVING_NAME}]
+    waiting = [*commits, *others]
+    # One by one until no commit marker is left and the removal is marked.
+    while waiting and (not marked or is_commit_marker(waiting[0])):
+        store.delete(waiting.pop(0))
+        # Try the mark again: without it, what an interrupted removal leaves would never be cleaned up.
+        marked = marked or _mark(store)
+    delete_all(store, waiting)
+    store.delete(REMOVING_NAME)
+
+
+def _mark(store: _Removable) -> bool:
+    """Mark a place as being removed; False where that fails, as on a full disk, which a removal is about to relieve."""
+    try:
+        store.put(REMOVING_NAME, b"", replace=True)
+    except StorageError as exc:
+        log.info("%s is removed without a mark: %s", store.url, exc)
+        return False
+    return True
+
+
+# -- optional verbs ----------------------------------------------------------------------------------------------------
 
 
 def free_nbytes(store: object) -> int | None:
-    """Ask a store how much more fits in it; None where it cannot say."""
+    """Return how many more bytes fit in a store; None if it does not know."""
     ask = getattr(store, "free_nbytes", None)
     return None if ask is None else ask()
 
 
 def create_upto(store: Creates, name: str, nbytes: int) -> BlobWriter:
-    """
-    Begin a blob that is likely to end much earlier.
-
-    No room is taken for it beforehand where the store has a verb `create_upto` for that: all of it may not be there.
-    """
+    """Begin a blob that is likely to be much smaller than `nbytes`, without reserving space if the store can do that."""
     create: Callable[[str, int], BlobWriter] = getattr(store, "create_upto", store.create)
     return create(name, nbytes)
 
 
+def create_over(store: object, name: str, nbytes: int) -> Replaces | None:
+    """Begin a blob that replaces another in one step; None if the store cannot do that."""
+    create = getattr(store, "create_over", None)
+    return None if create is None else create(name, nbytes)
+
+
 def delete_all(store: Deletes, names: Sequence[str]) -> None:
-    """Remove many blobs, in few requests where the store has a verb `delete_all` for that; in no order."""
+    """Delete many blobs, in no particular order and in few requests if the store can do that."""
     together = getattr(store, "delete_all", None)
     if together is not None:
         together(names)
@@ -208,107 +315,174 @@ def delete_all(store: Deletes, names: Sequence[str]) -> None:
 
 
 def is_sequential(store: object) -> bool:
-    """Tell whether a store wants the parts of a blob nearly in order of offset."""
+    """Return whether the parts of a blob should arrive nearly in order of offset."""
     return bool(getattr(store, "sequential", False))
 
 
+def part_nbytes_of(store: object) -> int:
+    """Return how much of each open blob a store buffers before it can send it; 0 if it passes bytes on at once."""
+    if not is_sequential(store):
+        return 0
+    return int(getattr(innermost(store), "part_nbytes", DEFAULT_PART_NBYTES))
+
+
+def preferred_requests(store: object, threads: int) -> int:
+    """Return how many reads or writes should be in flight at once; `threads` if the store has no preference."""
+    return getattr(store, "requests", None) or threads
+
+
+def local_path(store: object) -> str | None:
+    """Return the directory of this machine that a store is, if callers may bypass the store; else None."""
+    path: str | None = getattr(store, "local_path", None)
+    return path
+
+
+def with_any_names(store: S) -> S:
+    """Return the store for reading files of other programs: any name, through symbolic links where there are any."""
+    view: Callable[[], S] | None = getattr(store, "any_names", None)
+    return store if view is None else view()
+
+
+def parent_of(store: object) -> tuple[Store, str] | None:
+    """Return the store one level up and the name of this place in it; None if the store cannot say."""
+    ask = getattr(store, "parent", None)
+    return None if ask is None else ask()
+
+
+def verifies_uploads(store: object) -> bool:
+    """Return whether the service compares everything it receives with a checksum before it accepts it."""
+    return bool(getattr(innermost(store), "verifies_uploads", False))
+
+
+def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:
+    """Make the next read of a range come from the storage itself, where that is cheap; does nothing elsewhere."""
+    drop = getattr(store, "drop_cached", None)
+    if drop is not None:
+        drop(name, offset, nbytes)
+
+
 def innermost(store: object) -> Any:
-    """Return the store that others, which try again or count, pass everything on to."""
+    """Return the store behind all wrappers (`wrapper`)."""
     while (inner := getattr(store, "inner", None)) is not None:
         store = inner
     return store
 
 
-def preferred_requests(store: object, threads: int) -> int:
-    """Tell how many reads or writes a store likes to have under way at once; `threads` where it does not mind."""
-    return getattr(store, "requests", None) or threads
+def same_place(one: Store | Root, other: Store | Root) -> bool:
+    """Return whether two stores or roots are one place, however each of them was named or wrapped."""
+    a, b = innermost(one), innermost(other)
+    if a is b:
+        return True
+    compare = getattr(a, "same_place", None)
+    return bool(compare(b)) if compare is not None else a.url.rstrip("/") == b.url.rstrip("/")
+
+
+def spec_of(store: Store) -> Any:
+    """
+    Return a description (`resolve.StoreSpec`) from which another process opens the store.
+
+    Raises:
+        CheckpointError: there is none.
+
+    """
+    # Only if the very class has the verb: a subclass may behave differently, and a plain store there would not.
+    if "spec" in vars(type(store)):
+        return cast("Any", store).spec()
+    raise CheckpointError(
+        f'{store.url}: writer="process" cannot open a {type(store).__name__} in another process',
+        hint='save to a path or a URL, or pass writer="thread"',
+    )
+
+
+# -- for implementations -----------------------------------------------------------------------------------------------
 
 
 def checked_end(where: str, name: str, nbytes: int | None, room: int) -> int:
-    """Return where a blob for which there is `room` ends, or raise a `StorageError` if it cannot end there."""
+    """Return where a blob created with `room` bytes ends; raises a `StorageError` if it cannot end there."""
     if nbytes is not None and not 0 <= nbytes <= room:
-        raise StorageError(f"{where}: cannot end after {nbytes} bytes: made for {room}", name=name, errno=errno.EINVAL)
+        message = f"{where}: cannot end after {nbytes} bytes: it was created with {room}"
+        raise StorageError(message, name=name, errno=errno.EINVAL)
     return room if nbytes is None else nbytes
 
 
+def check_fits(where: str, name: str, offset: int, nbytes: int, room: int, *, is_open: bool = True) -> None:
+    """Raise a `StorageError` if a write is not within a blob, or the blob is not open any more."""
+    if not is_open or offset < 0 or offset + nbytes > room:
+        what = f"a blob of {room}" if is_open else "a blob that is closed"
+        message = f"{where}: {nbytes} bytes at offset {offset} do not fit {what}"
+        raise StorageError(message, name=name, offset=offset, errno=errno.EINVAL)
+
+
+def name_taken(where: str, name: str) -> StorageError:
+    """Make the error of a blob that already exists."""
+    return StorageError(f"{where}: cannot create: File exists (errno EEXIST)", name=name, errno=errno.EEXIST)
+
+
 def version_conflict(where: str, name: str) -> StorageError:
-    """Make the error of a `put` over a version that is there no more."""
+    """Make the error of a `put` over a version that is no longer current."""
     return StorageError(
-        f"{where}: cannot put: it was replaced or deleted by another writer meanwhile (errno EEXIST)",
+        f"{where}: cannot put: it was replaced or deleted by another writer (errno EEXIST)",
         name=name,
         errno=errno.EEXIST,
     )
 
 
-# A root: one place that has many places below it, each of which holds a checkpoint.
-#
-# A root is a store for small blobs of its own, which say something about all of its places. Nothing is renamed or
-# moved.
-# A place is removed so that nobody takes what is left of it for a checkpoint: what makes it one goes first, and a
-# mark
-# that says so stays until all the rest is gone, so that a removal that was cut short can be told from a loss.
-
-log = logging.getLogger("shardkeep")
-
-REMOVING_NAME = "shardkeep.removing"
-"""The mark of a place that is being removed. It means nothing where there is a commit."""
+def check_limit(where: str, name: str, nbytes: int, limit: int) -> None:
+    """Raise `MalformedFile` if a blob is larger than `get` may read."""
+    if nbytes > limit:
+        raise MalformedFile(f"{where}: {nbytes} bytes, expected at most {limit}", name=name)
 
 
-class Root(Store, Protocol):
-    """A place that has places below it."""
-
-    def places(self) -> Iterator[str]:
-        """Name all places below, in no order; reads nothing of them. A root that does not exist has none."""
-
-    def place(self, name: str) -> Store:
-        """Return a place below, which need not exist."""
-
-    def remove(self, name: str) -> None:
-        """
-        Delete a place and all that is in it, what makes it a checkpoint first; one that is not there is no error.
-
-        A place that is a link to elsewhere is unlinked, and what it leads to stays.
-        """
-
-    def drop_empty(self, name: str) -> None:
-        """Delete a place if nothing is in it."""
+def short_read(where: str, name: str, offset: int, wanted: int, got: int) -> WrongSize:
+    """Make the error of a blob that ends before the bytes that were asked for."""
+    return WrongSize(
+        f"{where}: wanted {wanted} bytes at offset {offset}, got {got}: it ends there",
+        name=name, offset=offset, wanted=wanted, got=got,
+    )  # fmt: skip
 
 
-class _Empties(Lists, Puts, Deletes, Protocol):
-    """What emptying needs of a store."""
-
-    @property
-    def url(self) -> str: ...
-
-
-def is_commit_marker(name: str) -> bool:
-    """Tell whether a blob makes a checkpoint exist, in any layout: the commit record, or torch's metadata."""
-    return name == RECORD_NAME or name.endswith(".metadata")
-
-
-def delete_contents(store: _Empties) -> None:
-    """Delete all blobs of a place, what makes it a checkpoint first."""
-    names = [info.name for info in store.list()]
-    if not names:
-        return
-    marked = _mark(store)
-    commits = list(filter(is_commit_marker, names))
-    others = [name for name in names if name not in {*commits, REMOVING_NAME}]
-    waiting = [*commits, *others]
-    # One by one, until it can no longer be taken for a checkpoint, nor for something else than a removal.
-    while waiting and (not marked or is_commit_marker(waiting[0])):
-        store.delete(waiting.pop(0))
-        # Without a mark, what a removal leaves that is cut short now would stay for ever.
-        marked = marked or _mark(store)
-    delete_all(store, waiting)
-    store.delete(REMOVING_NAME)
-
-
-def _mark(store: _Empties) -> bool:
-    """Say that a place is being removed, if that can be said: on a full disk it cannot, and room is what comes of removing."""
+def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
+    """Read all of an open blob and close it: what `get` does in stores that have nothing faster."""
     try:
-        store.put(REMOVING_NAME, b"", replace=True)
-    except StorageError as exc:
-        log.info("%s is removed without a mark: %s", store.url, exc)
-        return False
-    return True
+        check_limit(where, name, reader.nbytes, limit)
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(data))
+        return bytes(data)
+    finally:
+        reader.close()
+
+
+def not_shared(url: str, kind: str) -> CheckpointError:
+    """Make the error of a store in memory that another process is to write to."""
+    return CheckpointError(
+        f'{url}: writer="process" cannot open a {kind} in another process, which does not share this one\'s memory',
+        hint='save to a path or a URL of files or objects, or pass writer="thread"',
+    )
+
+
+def sendable_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in a form that can be sent to another process. Errors do not show values, which may be secret."""
+    sent = {}
+    for name, value in options.items():
+        try:
+            sent[name] = _sendable(value)
+        except TypeError as exc:
+            raise CheckpointError(
+                f'{url}: writer="process" cannot pass the option {name!r} to another process: {exc}',
+                hint='give text and numbers, a profile, or environment variables instead, or pass writer="thread"',
+            ) from None
+    return sent
+
+
+def _sendable(value: Any) -> Any:
+    if value is None or type(value) in (str, bytes, bool, int, float):
+        return value
+    if isinstance(value, timedelta):  # only obstore's client options have these, and it also accepts them as text
+        return f"{value // timedelta(microseconds=1)}us"
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): _sendable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_sendable(each) for each in value]
+    raise TypeError(f"it is a {type(value).__name__}")

@@ -1,13 +1,14 @@
 """
-On what terms some blobs are written: all of them or none, in how much memory, and as long as somebody wants them.
+Cancelling a group of uploads as one unit, and the memory they may use.
 
-    hope = Hope(room=Room(64 << 20))
-    with hope.held():
+    scope = CancelScope(budget=MemoryBudget(64 << 20))
+    with scope.active():
         writer = store.create(name, nbytes)
     ...
-    hope.give_up()  # from any thread: whoever waits in this writer raises, and `abandon` need not wait for long
+    scope.cancel()  # from any thread: calls that wait in this writer raise, and its `abandon` returns soon
 
-What is held reaches a store however many stores of other kinds lie between, of users too: their verbs are the same.
+The active scope is a context variable, not an argument of `create`, so that it reaches the store behind any number of
+wrappers, including those that users write.
 """
 
 from __future__ import annotations
@@ -26,128 +27,123 @@ from shardkeep.storage.buffers import MemoryBudget
 
 T = TypeVar("T")
 
-CANCELLED = "was given up, as something else failed"
+CANCELLED = "was cancelled because another part of the save failed"
 CANCEL_DEADLINE_S = 10.0
-"""For what was given up to be taken back, before it is left to whoever sweeps."""
-_LOOK_S = 0.5
+"""How long cancelled work may take to clean up. What it leaves after that is an orphan, which a later save removes."""
+_POLL_S = 0.5
 
 
 class CancelScope:
     """
-    That some blobs come to be, all of them. Lost once, and for all.
+    Cancels a group of uploads as one unit. Cancelling is permanent.
 
-    To be held only where no other blobs are ever called so: one that is given up may still appear, and is deleted then.
+    Only use it for blobs whose names are never used again: a cancelled upload may still appear, and is then deleted.
     """
 
-    def __init__(self, *, room: MemoryBudget | None = None, wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, *, budget: MemoryBudget | None = None, wanted: Callable[[], bool] = lambda: True) -> None:
         """
-        Begin to hope. If another hope is held, this one is lost with it, and has its memory.
+        Make a scope. If another scope is active, it is the parent: cancelling the parent cancels this one.
 
         Args:
-            room: for what stores copy on the way; None: what they have for all blobs together.
-            wanted: says whether the blobs are still to be; must neither wait nor raise.
+            budget: memory for the bytes that stores buffer; None: the parent's budget, or else the store's own.
+            wanted: whether the blobs are still wanted; must neither block nor raise.
 
         """
         self.wanted = wanted
-        """Whether anybody still wants these blobs: whoever waits for them looks now and then."""
-        outer = current_scope()
-        self.room: MemoryBudget | None = outer.room if room is None and outer is not None else room
-        """Memory for what is copied on the way, if there is a bound."""
+        """Whether the blobs are still wanted; code that waits for them asks from time to time."""
+        parent = current_scope()
+        self.budget: MemoryBudget | None = parent.budget if budget is None and parent is not None else budget
+        """Memory for the bytes that stores buffer; None: no budget of its own."""
         self._lock = threading.Lock()
-        self._lost = False
-        self._told: list[weakref.WeakMethod[Callable[[], object]]] = []
-        if outer is not None:
-            outer.tell(self.give_up)
+        self._cancelled = False
+        self._callbacks: list[weakref.WeakMethod[Callable[[], object]]] = []
+        if parent is not None:
+            parent.on_cancel(self.cancel)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let what is created on this thread in the meantime hear of it."""
-        token = _HELD.set(self)
+    def active(self) -> Iterator[None]:
+        """Make this the scope of the writers that this thread creates inside."""
+        token = _ACTIVE.set(self)
         try:
             yield
         finally:
-            _HELD.reset(token)
+            _ACTIVE.reset(token)
 
     @property
-    def is_lost(self) -> bool:
-        """Whether it was given up."""
-        return self._lost
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled
 
-    def tell(self, told: Callable[[], object]) -> None:
-        """Call this method when all is lost, or now; its object is not kept alive for that."""
+    def on_cancel(self, callback: Callable[[], object]) -> None:
+        """Call a bound method when the scope is cancelled, or now if it was; does not keep its object alive."""
         with self._lock:
-            self._told.append(weakref.WeakMethod(told))
-            lost = self._lost
-        if lost:
-            told()
+            self._callbacks.append(weakref.WeakMethod(callback))
+            cancelled = self._cancelled
+        if cancelled:
+            callback()
 
-    def give_up(self) -> None:
-        """Tell everybody. Waits for nothing; may be called again."""
+    def cancel(self) -> None:
+        """Cancel everything in the scope. Does not wait; can be called again."""
         with self._lock:
-            self._lost = True
-            told = list(self._told)
-        for each in told:
-            if (method := each()) is not None:
-                method()
+            self._cancelled = True
+            callbacks = list(self._callbacks)
+        for each in callbacks:
+            if (callback := each()) is not None:
+                callback()
 
 
-_HELD: ContextVar[CancelScope | None] = ContextVar("shardkeep.storage.cancel", default=None)
+_ACTIVE: ContextVar[CancelScope | None] = ContextVar("shardkeep.storage.cancel", default=None)
 
 
 def current_scope() -> CancelScope | None:
-    """Return what a writer that is created now should listen to."""
-    return _HELD.get()
+    """Return the scope that a writer created now belongs to."""
+    return _ACTIVE.get()
 
 
 def spawn_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """Do some work on a thread of that name, which can be left behind, also by a process that ends."""
-    answer: Future[T] = Future()
+    """Run `work` on a daemon thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(work())
-        except BaseException as exc:  # noqa: BLE001 - raised to whoever asks for the answer
-            answer.set_exception(exc)
+            future.set_result(work())
+        except BaseException as exc:  # noqa: BLE001 - raised by `Future.result`
+            future.set_exception(exc)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
+    return future
 
 
-def run_with_deadline(work: Callable[[], object], name: str, within_s: float = CANCEL_DEADLINE_S) -> bool:
+def run_with_deadline(work: Callable[[], object], name: str, within_s: float | None = None) -> bool:
     """
-    Run `work` on a daemon thread of that name, and wait for it; return False if it does not end in time, and goes on.
+    Run clean-up work on a thread, and wait for it (`CANCEL_DEADLINE_S` by default); returns whether it ended in time.
 
-    An error of `work` is raised here.
+    An exception that `work` raises in that time is raised here.
     """
     try:
-        answer = spawn_daemon(work, name)
-    except RuntimeError:  # there is no thread to be had: that may be why it is taken back
+        future = spawn_daemon(work, name)
+    except RuntimeError:  # no thread could be started, which may be why there is something to clean up
         work()
         return True
-    if not wait([answer], within_s).done:
+    if not wait([future], CANCEL_DEADLINE_S if within_s is None else within_s).done:
         return False
-    answer.result()
+    future.result()
     return True
 
 
-def run_cancellable(work: Callable[[], T], where: str, hope: CancelScope | None) -> T:
+def run_cancellable(work: Callable[[], T], where: str, scope: CancelScope | None) -> T:
     """
-    Ask a store for something, which changes nothing there, and wait for the answer no longer than there is hope.
-
-    Args:
-        work: asks.
-        where: what is asked for, for messages.
-        hope: None: the answer is waited for in any case.
+    Run a request that changes nothing in the store, and stop waiting for it when the scope is cancelled.
 
     Raises:
-        StorageError: it was given up; or whatever `work` raises.
+        StorageError: the scope was cancelled; or the exception that `work` raises.
 
     """
-    if hope is None:
+    if scope is None:
         return work()
-    answer = spawn_daemon(work, f"ask for {where}")
-    while not answer.done() and not hope.is_lost:
-        wait([answer], _LOOK_S)
-    if not answer.done():
+    future = spawn_daemon(work, f"request {where}")
+    while not future.done() and not scope.cancelled:
+        wait([future], _POLL_S)
+    if not future.done():
         raise StorageError(f"{where}: {CANCELLED}", errno=errno.ECANCELED)
-    return answer.result()
+    return future.result()

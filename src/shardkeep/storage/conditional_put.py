@@ -1,53 +1,53 @@
 """
-Putting a small blob so that of several writers one wins: by conditions that the service checks, or without them.
+Puts of which only one of several concurrent writers succeeds.
 
-Without conditions a put looks whether the name is free, puts, and looks a moment later whose bytes are there. Threads of
-one process are always told apart; writers elsewhere are if their puts come within that moment of each other, and one
-that was held up for longer between looking and putting may replace what another was told is there to stay.
+Services that check conditions do this themselves. For the others, `ConditionalPuts` looks whether the name is free, puts,
+and reads back a moment later whose bytes are there. Threads of one process always exclude each other. Writers in other
+processes are detected if their puts fall within that moment; a writer that stalls for longer between looking and putting
+can overwrite a put that was already reported as successful.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import random
 import threading
 import time
 import warnings
 from typing import Any, Protocol
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
-from shardkeep.storage.base import Version, version_conflict
-from shardkeep.storage.retry import TRANSIENT
+from shardkeep.storage.base import Version, name_taken, version_conflict
+from shardkeep.storage.retry import TRANSIENT, backoff_s
 
 log = logging.getLogger("shardkeep")
 
-_TRIES = 4
-_FIRST_WAIT_S = 0.2
+_ATTEMPTS = 4
+_FIRST_DELAY_S = 0.4
 
 
 class PutRequests(Protocol):
-    """What swapping needs of a service."""
+    """The requests that `ConditionalPuts` makes."""
 
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
-        """Put a blob whole, once; with a condition, which does not hold if it raises a `StorageError` with EEXIST."""
+        """Put a blob, once. Raises a `StorageError` with EEXIST if the condition does not hold."""
 
     def read(self, name: str, limit: int) -> bytes:
         """Read a whole blob."""
 
     def version(self, name: str) -> Version | None:
-        """Say which version is there."""
+        """Return the current version."""
 
-    def keeps_conditions(self, over: Version | None) -> bool:
-        """Tell whether a condition is checked by the service."""
+    def checks_conditions(self, over: Version | None) -> bool:
+        """Return whether the service checks this kind of condition."""
 
 
 class ConditionalPuts:
-    """Puts to one place."""
+    """Makes conditional puts to one place."""
 
     def __init__(
         self,
-        puts: PutRequests,
+        requests: PutRequests,
         url: str,
         *,
         settle_s: float,
@@ -55,8 +55,8 @@ class ConditionalPuts:
         warned: set[str],
         retry_s: float = float("inf"),
     ) -> None:
-        """`lock` and `warned` belong to all places of one service that this process sees; see also `Manners`."""
-        self._puts = puts
+        """`lock` and `warned` are shared by all places of one service in this process."""
+        self._requests = requests
         self._url = url
         self._settle_s = settle_s
         self._retry_s = retry_s
@@ -64,45 +64,45 @@ class ConditionalPuts:
         self._warned = warned
 
     def put(self, name: str, data: Any, *, replace: bool = False, over: Version | None = None) -> None:
-        """Put one: if there is none, or if it still is of that version, or in any case."""
+        """Put a blob: if there is none, or over a version, or unconditionally."""
         if replace and over is None:
             self._send(name, data)
-        elif self._puts.keeps_conditions(over):
+        elif self._requests.checks_conditions(over):
             self._send(name, data, create=over is None, over=over)
         else:
             self._look_and_send(name, data, over)
 
     def _send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
-        """Put it, also where an answer is lost: then what is there is compared with what was sent."""
+        """Put the blob, retrying; where an answer was lost, compare what is stored with what was sent."""
         unsure = False
         until = time.monotonic() + self._retry_s
-        for failed in range(1, _TRIES + 1):
+        for failed in range(1, _ATTEMPTS + 1):
             try:
-                return self._puts.send(name, data, create=create, over=over)
+                return self._requests.send(name, data, create=create, over=over)
             except StorageError as error:
-                # One that is to be replaced and is gone is a condition that does not hold; some say it this way.
+                # Some services answer "not found" where a blob to replace is gone: the condition does not hold.
                 if error.errno == errno.EEXIST or (over is not None and isinstance(error, BlobNotFound)):
-                    # A request that was made again may have been refused because of itself.
-                    if (unsure or error.details.get("retried")) and self._is_there(name, data):
+                    # A retried request may have been refused because its first attempt succeeded.
+                    if (unsure or error.details.get("retried")) and self._holds(name, data):
                         return None
                     raise self._refused(name, over) from None
-                # What the library has tried again itself has had its time.
-                over_time = error.details.get("retried") or time.monotonic() > until
-                if error.errno not in TRANSIENT or failed == _TRIES or over_time:
+                # What the client library already retried is not retried again.
+                exhausted = error.details.get("retried") or time.monotonic() > until
+                if error.errno not in TRANSIENT or failed == _ATTEMPTS or exhausted:
                     raise
                 unsure = True
-                log.info("to put %s/%s is tried again: %s", self._url, name, error)
-                time.sleep(_FIRST_WAIT_S * 2**failed * (0.5 + random.random()))  # noqa: S311 - no secret
+                log.info("retrying to put %s/%s: %s", self._url, name, error)
+                time.sleep(backoff_s(failed, first_s=_FIRST_DELAY_S, longest_s=5.0))
         return None
 
     def _look_and_send(self, name: str, data: Any, over: Version | None) -> None:
         self._warn()
         with self._lock:
-            if self._puts.version(name) != over:
+            if self._requests.version(name) != over:
                 raise self._refused(name, over)
             self._send(name, data)
         time.sleep(self._settle_s)
-        if not self._is_there(name, data):
+        if not self._holds(name, data):
             raise self._refused(name, over)
 
     def _warn(self) -> None:
@@ -110,22 +110,17 @@ class ConditionalPuts:
             return
         self._warned.add("conditions")
         warnings.warn(
-            f"{self._url.partition('://')[0]}: this service does not check the conditions of puts: jobs that commit to one"
-            " place at the same time are told apart only by looking again a moment later; let one job at a time save to"
-            " a place",
+            f"{self._url.partition('://')[0]}: this service does not check the conditions of puts, so shardkeep can only"
+            " detect concurrent commits by reading back a moment later; let one job at a time save to a place",
             stacklevel=5,
         )
 
-    def _is_there(self, name: str, data: Any) -> bool:
+    def _holds(self, name: str, data: Any) -> bool:
         try:
-            return self._puts.read(name, len(data)) == bytes(data)
+            return self._requests.read(name, len(data)) == bytes(data)
         except (BlobNotFound, MalformedFile):
             return False
 
     def _refused(self, name: str, over: Version | None) -> StorageError:
-        return name_taken(self._url, name) if over is None else version_conflict(f"{self._url}/{name}", name)
-
-
-def name_taken(url: str, name: str) -> StorageError:
-    """Make the error of a name that is in use."""
-    return StorageError(f"{url}/{name}: there is one of that name (errno EEXIST)", name=name, errno=errno.EEXIST)
+        where = f"{self._url}/{name}"
+        return name_taken(where, name) if over is None else version_conflict(where, name)

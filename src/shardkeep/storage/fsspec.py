@@ -1,14 +1,15 @@
 """
-Any place that fsspec opens, as a store: as atomic and as durable as that file system is, and no more.
+A store on any file system that fsspec opens: as atomic and as durable as that file system is, and no more.
 
-Parts of a blob are written in order; what comes early is kept in memory, up to a bound, and then waits. Of several
-writers of one blob one wins by looking again, unless the file system has puts that create only.
+The parts of a blob are written in order; early ones are buffered up to a bound, and then wait. Of several writers of one
+blob, one wins by reading back (`conditional_put`), unless the file system has puts that only create.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -20,30 +21,49 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import Any
 
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
-from shardkeep.storage.base import BlobInfo, Version, check_name, checked_end, delete_contents, is_name
+import msgspec
+
+from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.storage.base import (
+    BlobInfo,
+    Store,
+    Version,
+    check_fits,
+    check_limit,
+    check_name,
+    checked_end,
+    delete_contents,
+    is_name,
+    name_taken,
+    not_shared,
+    sendable_options,
+    short_read,
+)
 from shardkeep.storage.buffers import MemoryBudget, copy, flat
 from shardkeep.storage.cancel import CANCELLED, current_scope
-from shardkeep.storage.conditional_put import ConditionalPuts, name_taken
+from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.system import storage_errors
 
-# Files of fsspec's file systems, written in order and read by ranges, and their errors in our words.
-
+_SETTLE_S = 1.0
+_EARLY_NBYTES = 128 << 20
+"""Budget for early bytes, unless the `CancelScope` has one."""
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+"""The names that file systems give to the time of the last change."""
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
     PermissionError: errno.EACCES,
     TimeoutError: errno.ETIMEDOUT,
 }
-"""Many raise these without a number."""
+"""Many file systems raise these without an errno."""
 _PATIENCE_S = 30.0
-"""For the next bytes, where there is no room for more that come after them."""
-_LOOK_S = 0.1
+"""How long an early write waits for the next bytes when the budget is used up."""
+_POLL_S = 0.1
 _USER = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def without_user(text: str) -> str:
-    """Leave `user:password@` out of all URLs in a text: it is to be shown."""
+    """Remove `user:password@` from all URLs in a text that will be shown."""
     return _USER.sub("", text)
 
 
@@ -52,9 +72,9 @@ def fs_errors(
     action: str, url: str, name: str = "", offset: int | None = None, *, looks: bool = False
 ) -> Iterator[None]:
     """
-    Turn whatever a file system raises into ours; each raises what its own library does.
+    Turn any exception of a file system into one of our errors; each file system raises those of its own library.
 
-    `looks`: something is looked for that may not be there. So it is below a file, whatever else is said of that.
+    `looks`: the action looks for a blob that may not exist, so that "not a directory" means "not found".
     """
     try:
         with storage_errors(action, url, name, offset), _numbered(looks=looks):
@@ -83,29 +103,32 @@ def _numbered(*, looks: bool) -> Iterator[None]:
 
 
 def _is_clean(exc: Exception) -> bool:
-    """Tell whether an exception can be shown as it is."""
+    """Return whether the text of an exception contains no password."""
     return without_user(str(exc)) == str(exc)
 
 
 class FsspecWriter:
     """
-    A new file, written from its beginning on. What comes early is kept in memory, and waits where there is no room.
+    A new file, written in order. Early bytes are buffered, and wait when the budget is used up.
 
-    Whoever brings the next bytes never waits. Where nobody does for long, early bytes are an error; but on terms that
-    promise them nearly in order (`giving_up.Hope`) they are taken all the same, as the next ones may wait for it.
+    The thread that brings the next bytes never waits. If no thread brings them for long, early bytes are an error; but
+    in a `CancelScope`, which promises them nearly in order, they are buffered beyond the budget, because the next bytes
+    may be waiting for them.
     """
 
-    def __init__(self, fs: Any, path: str, url: str, name: str, nbytes: int, *, room: MemoryBudget) -> None:
-        """Begin one; `room` is for what comes early, unless the terms on which it is made have one."""
-        self._fs, self._path, self._url, self._name, self._nbytes = fs, path, url, name, nbytes
-        self._hope = hope = current_scope()
-        self._room = room if hope is None or hope.room is None else hope.room
+    def __init__(self, fs: Any, path: str, url: str, name: str, nbytes: int, *, budget: MemoryBudget) -> None:
+        """Begin a file; `budget` is for early bytes, unless the `CancelScope` has one."""
+        self._fs, self._path, self._name, self._nbytes = fs, path, name, nbytes
+        self._url = url
+        self._where = f"{url}/{name}"
+        self._scope = scope = current_scope()
+        self._budget = budget if scope is None or scope.budget is None else scope.budget
         self._state = threading.Condition()
         self._at = 0
         self._early: dict[int, Any] = {}
         self._open = True
         with fs_errors("cannot create", url, name):
-            with suppress(Exception):  # object stores have no directories, and some say so
+            with suppress(Exception):  # object stores have no directories, and some raise
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._file = fs.open(path, "wb")
 
@@ -123,7 +146,7 @@ class FsspecWriter:
             self._state.notify_all()
 
     def _memory_for(self, offset: int, view: memoryview) -> Any:
-        """Return memory for bytes that are early, when there is room; None once it is their turn."""
+        """Return memory for early bytes when the budget allows it; None once it is their turn."""
         at, since = self._at, time.monotonic()
         while True:
             self._check(offset, view)
@@ -132,26 +155,25 @@ class FsspecWriter:
             if self._at > at:
                 at, since = self._at, time.monotonic()
             in_vain = time.monotonic() - since > _PATIENCE_S
-            memory = self._room.take(len(view), must=in_vain and self._hope is not None)
+            memory = self._budget.take(len(view), must=in_vain and self._scope is not None)
             if memory is not None:
                 return memory
             if in_vain:
                 raise self._too_early(offset, view)
-            self._state.wait(_LOOK_S)  # the room is looked at again in any case
+            self._state.wait(_POLL_S)  # not woken when other files release memory: look again
 
     def _check(self, offset: int, view: memoryview) -> None:
-        if self._hope is not None and self._hope.is_lost:
+        if self._scope is not None and self._scope.cancelled:
             raise self._error(CANCELLED, errno.ECANCELED)
-        if not self._open or offset < 0 or offset + len(view) > self._nbytes:
-            raise self._error(f"{len(view)} bytes at offset {offset} do not fit an open blob of {self._nbytes}")
+        check_fits(self._where, self._name, offset, len(view), self._nbytes, is_open=self._open)
         if view and (offset < self._at or offset in self._early):
             raise self._error(f"the bytes at offset {offset} were written already")
 
     def _too_early(self, offset: int, view: memoryview) -> StorageError:
         held = sum(map(len, self._early.values()))
         what = (
-            f"no room for {len(view)} bytes at offset {offset}: it is written in order, nobody has written what comes"
-            f" at {self._at} for {_PATIENCE_S:g} s, and {held} bytes wait for that; {self._room.nbytes} may wait in all"
+            f"no room for {len(view)} bytes at offset {offset}: the file is written in order, the bytes at offset {self._at}"
+            f" have been missing for {_PATIENCE_S:g} s, and {held} bytes of at most {self._budget.nbytes} wait for them"
         )
         return self._error(what, errno.ENOBUFS, hint="write its parts nearly in order of offset")
 
@@ -161,10 +183,10 @@ class FsspecWriter:
             self._at += len(view)
 
     def finish(self, nbytes: int | None = None) -> None:
-        end = checked_end(f"{self._url}/{self._name}", self._name, nbytes, self._nbytes)
+        end = checked_end(self._where, self._name, nbytes, self._nbytes)
         with self._state, fs_errors("cannot finish", self._url, self._name):
             if not self._open or end != self._at:
-                raise self._error(f"cannot end after {end} bytes: it has {self._at} from its beginning on")
+                raise self._error(f"cannot end after {end} bytes: {self._at} were written without a gap")
             self._file.close()
             self._open = False
             self._fs.invalidate_cache(self._path.rpartition("/")[0])
@@ -182,7 +204,7 @@ class FsspecWriter:
                 self._fs.rm_file(self._path)
 
     def _error(self, what: str, number: int = errno.EINVAL, hint: str = "") -> StorageError:
-        return StorageError(f"{self._url}/{self._name}: {what}", hint=hint, name=self._name, errno=number)
+        return StorageError(f"{self._where}: {what}", hint=hint, name=self._name, errno=number)
 
 
 class FsspecReader:
@@ -197,74 +219,83 @@ class FsspecReader:
     def nbytes(self) -> int:
         return self._nbytes
 
-    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - it cannot say
+    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - fsspec does not say
         return False
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002
         view = flat(into)
         if offset < 0:
-            message = f"{self._url}/{self._name}: there is no offset {offset}"
+            message = f"{self._url}/{self._name}: cannot read at offset {offset}: is negative"
             raise StorageError(message, name=self._name, offset=offset, errno=errno.EINVAL)
         found = b""
         if view:
             with fs_errors("cannot read", self._url, self._name, offset):
                 found = self._fs.cat_file(self._path, start=offset, end=offset + len(view))
         if len(found) != len(view):
-            raise WrongSize(
-                f"{self._url}/{self._name}: wanted {len(view)} bytes at offset {offset}, got {len(found)}",
-                name=self._name, offset=offset, wanted=len(view), got=len(found),
-            )  # fmt: skip
+            raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), len(found))
         view[:] = found
 
     def close(self) -> None:
         """Nothing to release: each read opens and closes what it needs."""
 
 
-_SETTLE_S = 1.0
-_EARLY_NBYTES = 128 << 20
-"""What is kept of bytes that come early, where whoever writes them sets no other bound."""
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-"""What file systems call when something was written."""
-
-
 class FsspecStore:
-    """A directory, or what passes for one, of a file system of fsspec."""
+    """A directory, or its equivalent, of a file system of fsspec. It is also a root of the directories below it."""
 
     sequential = True
-    """Files are written from their beginning on."""
+    """Files are written in order."""
 
     def __init__(self, fs: Any, path: str, url: str, *, settle_s: float = _SETTLE_S) -> None:
-        """Point to a place; `url` is what the user wrote, `settle_s` how long after a put it is looked whose it is."""
+        """Point to a place; `url` is what the user wrote, `settle_s` the wait after a put before it is read back."""
         self.url = url
         self._fs = fs
         self._path = path.rstrip("/")
         self._settle_s = settle_s
-        self._lock, warned, self._room = _shared(type(fs).__name__)
-        self._swaps = ConditionalPuts(self, url, settle_s=settle_s, lock=self._lock, warned=warned)
+        self._lock, warned, self._budget = _shared(type(fs).__name__)
+        self._puts = ConditionalPuts(self, url, settle_s=settle_s, lock=self._lock, warned=warned)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+    def spec(self) -> FsspecStoreSpec:
+        """Describe the store for another process."""
+        fs = self._fs
+        kind = type(fs)
+        names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
+        if "memory" in (*names, fs.storage_options.get("target_protocol")):
+            raise not_shared(self.url, kind.__name__)
+        if kind.__module__ == "__main__" or "." in kind.__qualname__:
+            raise CheckpointError(
+                f'{self.url}: writer="process" cannot import the class {kind.__qualname__} in another process',
+                hint="that process does not run your program: define the class at the top level of a module, or pass"
+                ' writer="thread"',
+            )
+        args = sendable_options(self.url, {str(number): value for number, value in enumerate(fs.storage_args)})
+        options = sendable_options(self.url, fs.storage_options)
+        return FsspecStoreSpec(
+            kind.__module__, kind.__name__, [*args.values()], options, self._path, self.url, self._settle_s
+        )
 
     def create(self, name: str, nbytes: int) -> FsspecWriter:
         path = self._at(name)
         with self._lock:
             with fs_errors("cannot create", self.url, name):
                 if self._fs.exists(path):
-                    raise name_taken(self.url, name)
-            return FsspecWriter(self._fs, path, self.url, name, nbytes, room=self._room)
+                    raise name_taken(f"{self.url}/{name}", name)
+            return FsspecWriter(self._fs, path, self.url, name, nbytes, budget=self._budget)
 
     def open(self, name: str) -> FsspecReader:
         return FsspecReader(self._fs, self._at(name), self.url, name)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        self._swaps.put(check_name(name), data, replace=replace, over=over)
+        self._puts.put(check_name(name), data, replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         return self.read(check_name(name), limit)
 
     def version(self, name: str) -> Version | None:
         try:
-            with fs_errors("cannot look at", self.url, name, looks=True):
+            with fs_errors("cannot look up", self.url, name, looks=True):
                 return Version(blake2b(self._fs.cat_file(self._at(name)), digest_size=16).hexdigest())
         except BlobNotFound:
             return None
@@ -281,10 +312,10 @@ class FsspecStore:
         with suppress(BlobNotFound), fs_errors("cannot delete", self.url, name):
             self._fs.rm_file(self._at(name))
 
-    # -- what swapping needs -------------------------------------------------------------------------------------
+    # -- the requests of `ConditionalPuts` -----------------------------------------------------------------------------
 
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:  # noqa: ARG002
-        """Put a blob whole, once."""
+        """Put a whole blob, once."""
         with fs_errors("cannot put", self.url, name):
             with suppress(Exception):
                 self._fs.makedirs(self._path, exist_ok=True)
@@ -293,63 +324,22 @@ class FsspecStore:
     def read(self, name: str, limit: int) -> bytes:
         """Read a whole blob of at most so many bytes."""
         with fs_errors("cannot get", self.url, name, looks=True):
-            nbytes = int(self._fs.info(self._at(name))["size"])
-            if nbytes > limit:
-                raise MalformedFile(f"{self.url}/{name}: {nbytes} bytes, expected at most {limit}", name=name)
+            check_limit(f"{self.url}/{name}", name, int(self._fs.info(self._at(name))["size"]), limit)
             return bytes(self._fs.cat_file(self._at(name)))
 
-    def keeps_conditions(self, over: Version | None) -> bool:
-        """Tell whether its own puts can create only; none can replace a version only."""
+    def checks_conditions(self, over: Version | None) -> bool:
+        """Return whether the file system has puts that only create; none can replace only a certain version."""
         if over is not None:
             return False
         kind = type(self._fs)
         verb = getattr(kind, "_pipe_file", None) or kind.pipe_file
-        # The one that all inherit looks first and puts then, as we do.
+        # fsspec's own default looks first and then puts, as `ConditionalPuts` does.
         return (
             not verb.__module__.startswith(("fsspec.spec", "fsspec.asyn"))
             and "mode" in inspect.signature(verb).parameters
         )
 
-    # --
-
-    def _at(self, name: str) -> str:
-        return f"{self._path}/{check_name(name)}"
-
-    def _level(self) -> Sequence[dict[str, Any]]:
-        with fs_errors("cannot list", self.url):
-            self._fs.invalidate_cache(self._path)
-            try:
-                level = self._fs.ls(self._path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        # A file is listed as being in itself.
-        itself = self._fs._strip_protocol(self._path)
-        return [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
-
-
-def _modified_s(info: dict[str, Any]) -> float:
-    """Say when a file was written. Where that is not known it is now: what seems old may be taken for abandoned."""
-    when = next((info[key] for key in _TIMES if info.get(key) is not None), None)
-    if isinstance(when, str):
-        with suppress(ValueError):
-            when = datetime.fromisoformat(when)
-    if isinstance(when, datetime):
-        return when.timestamp()
-    return float(when) if isinstance(when, (int, float)) else time.time()
-
-
-@functools.cache
-def _shared(kind: str) -> tuple[threading.Lock, set[str], MemoryBudget]:
-    """Return what all places of one kind of file system share: a lock, what users were told of, room for early bytes."""
-    del kind
-    return threading.Lock(), set(), MemoryBudget(_EARLY_NBYTES)
-
-
-# A root that fsspec opens.
-
-
-class FsspecRoot(FsspecStore):
-    """A directory of directories, of a file system of fsspec."""
+    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         found = [
@@ -371,3 +361,72 @@ class FsspecRoot(FsspecStore):
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
             if self._fs.isdir(path) and not self._fs.ls(path):
                 self._fs.rmdir(path)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{check_name(name)}"
+
+    def _level(self) -> Sequence[dict[str, Any]]:
+        with fs_errors("cannot list", self.url):
+            self._fs.invalidate_cache(self._path)
+            try:
+                level = self._fs.ls(self._path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # `ls` of a file lists the file itself.
+        itself = self._fs._strip_protocol(self._path)
+        return [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
+
+
+class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):
+    """An `FsspecStore`, described for another process. It may contain passwords, and must only pass through pipes."""
+
+    module: str
+    kind: str
+    """The file system's class in that module."""
+    args: list[Any]
+    options: dict[str, Any]
+    path: str
+    url: str
+    settle_s: float
+
+    def __repr__(self) -> str:
+        return f"FsspecStoreSpec({self.url!r})"  # without passwords
+
+    def open(self) -> Store:
+        """
+        Open it in this process.
+
+        Raises:
+            CheckpointError: the file system's class cannot be imported here.
+            StorageError: it cannot be opened.
+
+        """
+        try:
+            kind = getattr(importlib.import_module(self.module), self.kind)
+        except (ImportError, AttributeError) as exc:
+            raise CheckpointError(
+                f'{self.url}: writer="process" cannot import {self.module}.{self.kind} in another process: {exc}',
+                hint="that process does not run your program: install the file system as a package, or pass"
+                ' writer="thread"',
+            ) from exc
+        with fs_errors("cannot open", self.url):
+            fs = kind(*self.args, **self.options)
+        return FsspecStore(fs, self.path, self.url, settle_s=self.settle_s)
+
+
+def _modified_s(info: dict[str, Any]) -> float:
+    """Return when a file was written; now if that is unknown, because a file that seems old may be taken for an orphan."""
+    when = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if isinstance(when, str):
+        with suppress(ValueError):
+            when = datetime.fromisoformat(when)
+    if isinstance(when, datetime):
+        return when.timestamp()
+    return float(when) if isinstance(when, (int, float)) else time.time()
+
+
+@functools.cache
+def _shared(kind: str) -> tuple[threading.Lock, set[str], MemoryBudget]:
+    """Return what all places of one kind of file system share: a lock, the warnings given, the budget for early bytes."""
+    del kind
+    return threading.Lock(), set(), MemoryBudget(_EARLY_NBYTES)

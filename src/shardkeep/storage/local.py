@@ -1,15 +1,16 @@
 """
-Blobs as files of one directory.
+A store that is a directory: blobs are its files, places below it are its directories.
 
-Large reads and writes go past the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes
-a fifth of the CPU time; everything else, and every system without O_DIRECT, is buffered. A blob is durable when
-`finish` or `put` returns. Nothing is ever read or written outside the directory, or from anything that is not a
-regular file; through a symbolic link only where the caller allows it.
+Large reads and writes bypass the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes a
+fifth of the CPU time; everything else, and every system without O_DIRECT, is buffered. A blob is durable when `finish`
+or `put` returns. The store never reads or writes outside its directory, opens only regular files, and follows symbolic
+links only if the caller allows it.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import secrets
@@ -18,16 +19,20 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from hashlib import blake2b
 
-from shardkeep.errors import MalformedFile, StorageError, WrongSize
+import msgspec
+
 from shardkeep.storage.base import (
     BlobInfo,
     BlobReader,
     Version,
     check_below,
+    check_fits,
     check_name,
     checked_end,
     delete_contents,
     is_name,
+    read_whole,
+    short_read,
     version_conflict,
 )
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, copy, flat
@@ -50,16 +55,15 @@ from shardkeep.storage.system import (
 )
 
 _REQUEST_BYTES = 4 << 20
-"""One read from the disk: the bytes are still in the CPU's cache when they are copied out of a scratch buffer."""
+"""Size of one read: small enough that the bytes are still in the CPU's cache when they leave a scratch buffer."""
 _DIRECT_READ_BYTES = 1 << 20
-"""Shorter reads are buffered: headers and indexes are read again, and the page cache reads ahead for them."""
+"""Shorter reads are buffered: headers and indexes are read more than once, and the page cache reads ahead for them."""
 _SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
-"""Room to take the last few bytes of a range along, instead of asking the disk once more for them."""
+"""Room for the last few bytes of a range, so that they need no request of their own."""
 _MEMORY_ALIGNMENT = 64
-"""Where torch puts a tensor. NVMe takes such memory as it is; other disks refuse it, and are then given whole pages."""
+"""How torch aligns tensors. NVMe accepts such memory; other disks refuse it, and are then given whole pages."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
-
-
+_NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
 
 
@@ -68,7 +72,7 @@ def _host_mark() -> str:
 
 
 def _temporary_name() -> str:
-    """Name a file that is not a blob yet after the process that writes it, so that it can be known for abandoned."""
+    """Name a temporary file after the process that writes it, so that it can be recognised as abandoned."""
     return f".tmp-{_host_mark()}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(8)}"
 
 
@@ -86,18 +90,14 @@ class _LocalWriter:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        if offset < 0 or offset + len(view) > self._nbytes:
-            raise StorageError(
-                f"{self._path}: {len(view)} bytes at offset {offset} do not fit a blob of {self._nbytes}",
-                name=self._name, offset=offset, errno=errno.EINVAL,
-            )  # fmt: skip
+        check_fits(self._path, self._name, offset, len(view), self._nbytes)
         done = 0
         with storage_errors("cannot write", self._url, self._name, offset), self._files:
             while done < len(view):
                 done += self._write_some(offset + done, view[done:])
 
     def _write_some(self, offset: int, view: memoryview) -> int:
-        # Direct and buffered writes never share a page: whichever thread writes it, a partial page is buffered.
+        # Direct and buffered writes must never share a page, so a partial page is buffered, whichever thread writes it.
         head = -offset % ALIGNMENT
         body = (len(view) - head) // ALIGNMENT * ALIGNMENT
         direct, alignment = self._direct, self._memory_alignment
@@ -110,7 +110,7 @@ class _LocalWriter:
         except OSError as exc:
             if exc.errno not in NO_DIRECT:
                 raise
-            # Judged by what this call asked for: another thread may have learned the same in the meantime.
+            # Compare with what this call used: another thread may have found out the same in the meantime.
             if alignment < ALIGNMENT:
                 self._memory_alignment = ALIGNMENT
             else:
@@ -121,7 +121,7 @@ class _LocalWriter:
         end = checked_end(self._path, self._name, nbytes, self._nbytes)
         with storage_errors("cannot make durable", self._url, self._name):
             with self._files:
-                # What was reserved beyond the end is given back even where the size is right: it may lie behind it.
+                # Even if the size is right, the reservation may reach beyond it: truncating frees that space.
                 if os.fstat(self._files.buffered).st_size != end or end < self._nbytes:
                     os.ftruncate(self._files.buffered, end)
                 if self._durable:
@@ -169,11 +169,7 @@ class _LocalReader:
             while done < len(view):
                 got = self._read_some(offset + done, view[done:], cached=cached)
                 if not got:
-                    raise WrongSize(
-                        f"{os.path.join(self._url, self._name)}: wanted {len(view)} bytes at offset {offset}, "
-                        f"got {done}: the file ends there",
-                        name=self._name, offset=offset, wanted=len(view), got=done,
-                    )  # fmt: skip
+                    raise short_read(os.path.join(self._url, self._name), self._name, offset, len(view), done)
                 done += got
 
     def _read_some(self, offset: int, view: memoryview, *, cached: bool = False) -> int:
@@ -201,7 +197,7 @@ class _LocalReader:
             return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
         with self._scratch.lease() as scratch:
             window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
-            # The end of the file may cut the last page short.
+            # The last page may be cut short by the end of the file.
             got = min(read_at(fd, scratch[:window], offset - skip) - skip, len(view))
             if got <= 0:
                 return 0
@@ -212,8 +208,8 @@ class _LocalReader:
         """
         Ask the page cache whether it holds most of a range.
 
-        A read with RWF_NOWAIT would give the bytes at once, but where they are missing it makes the kernel read ahead
-        as much as was asked for, and a cold load then reads everything twice.
+        A read with RWF_NOWAIT would return cached bytes directly, but for bytes that are missing it makes the kernel
+        read ahead as much as was asked for, and a cold load then reads everything twice.
         """
         if not self._asks_cache:
             return False
@@ -224,14 +220,18 @@ class _LocalReader:
     def close(self) -> None:
         try:
             first = self._files.close()
-        except OSError:  # of a file only read, nothing is lost
+        except OSError:  # nothing is lost when a file was only read
             first = True
         if first:
             self._scratch.let_go()
 
 
 class LocalStore:
-    """A directory of this machine or of a network file system; it is made when the first blob is."""
+    """
+    A directory of this machine or of a network file system. It is made when the first blob is.
+
+    It is also a root: the places below it are its directories.
+    """
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class LocalStore:
         Args:
             path: the directory.
             direct: bypass the page cache where that is possible.
-            durable: make what is written survive a loss of power before `finish` and `put` return.
+            durable: make what is written survive a power failure before `finish` and `put` return.
             foreign: read files of other programs: through symbolic links, and of any name below the directory.
 
         """
@@ -259,12 +259,30 @@ class LocalStore:
         self._scratch = ScratchPool(_SCRATCH_BYTES)
         self._cleared = False
 
-    def of_foreign_files(self) -> LocalStore:
-        """Return the same directory, to read files in it that other programs named and linked as they liked."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r}, direct={self._direct})"
+
+    @property
+    def local_path(self) -> str:
+        """The directory."""
+        return self.url
+
+    def any_names(self) -> LocalStore:
+        """Return the same directory, for reading files that other programs named or linked."""
         return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
-    def __repr__(self) -> str:
-        return f"LocalStore({self.url!r}, direct={self._direct})"
+    def spec(self) -> LocalStoreSpec:
+        """Describe the store for another process."""
+        return LocalStoreSpec(os.fsencode(self._path), self._direct, self._durable)
+
+    def same_place(self, other: object) -> bool:
+        """Compare directories by identity, because mounts and links may show one under two paths; else by path."""
+        if not isinstance(other, LocalStore):
+            return False
+        try:
+            return os.path.samefile(self.url, other.url)
+        except OSError:  # one does not exist, or may not be looked at
+            return os.path.realpath(self.url) == os.path.realpath(other.url)
 
     def create(self, name: str, nbytes: int) -> _LocalWriter:
         return self._create(name, nbytes, reserved=nbytes)
@@ -273,7 +291,7 @@ class LocalStore:
         return self._create(name, nbytes, reserved=0)
 
     def _create(self, name: str, nbytes: int, *, reserved: int) -> _LocalWriter:
-        path = os.path.join(self._path, check_name(name))
+        path = self._path_of(name)
         with storage_errors("cannot create", self.url, name):
             files = self._new_file(path, direct=self._direct)
             writer = _LocalWriter(self.url, name, path, nbytes, files, durable=self._durable)
@@ -292,17 +310,30 @@ class LocalStore:
             make_directory(self._path)
             return open_files(path, flags, direct=direct)
 
-    def open(self, name: str) -> _LocalReader:
+    def open(self, name: str) -> BlobReader:
         return self._open(name, direct=self._direct)
 
-    def _open(self, name: str, *, direct: bool) -> _LocalReader:
-        path = os.path.join(self._path, check_below(name) if self._foreign else check_name(name))
+    def _open(self, name: str, *, direct: bool) -> BlobReader:
+        path = os.path.join(self._path, check_below(name)) if self._foreign else self._path_of(name)
         with storage_errors("cannot open", self.url, name):
             files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._foreign)
             return _LocalReader(self.url, name, files, self._scratch)
 
+    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
+        """Drop a range from the page cache, so that it is read from the disk; 0 bytes mean the rest of the file."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError):  # then it is read from wherever it comes
+            fd = os.open(os.path.join(self.url, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # only whole pages are dropped
+                end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        path = os.path.join(self._path, check_name(name))
+        path = self._path_of(name)
         temporary = os.path.join(self._path, _temporary_name())
         with storage_errors("cannot put", self.url, name):
             self._write_whole(name, temporary, data)
@@ -324,7 +355,7 @@ class LocalStore:
             self._clear()
 
     def _clear(self) -> None:
-        """Remove what processes of this machine left that died in a `put`; once is enough, and nothing depends on it."""
+        """Remove temporary files of processes of this machine that died in a `put`; best effort, once per store."""
         with suppress(OSError), os.scandir(self._path) as entries:
             for entry in entries:
                 left = _TEMPORARY.fullmatch(entry.name)
@@ -338,7 +369,7 @@ class LocalStore:
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
-            # Without links a crash can leave a part of a new blob, but never harms one that is there.
+            # Without hard links, a crash can leave a part of a new blob, but never damages an existing one.
             self._write_whole(name, path, data)
 
     def _write_whole(self, name: str, path: str, data: bytes) -> None:
@@ -354,20 +385,12 @@ class LocalStore:
             raise
 
     def get(self, name: str, *, limit: int) -> bytes:
-        with closing(self._open(name, direct=False)) as reader:
-            if reader.nbytes > limit:
-                raise MalformedFile(
-                    f"{os.path.join(self.url, name)}: {reader.nbytes} bytes, expected at most {limit}", name=name
-                )
-            data = bytearray(reader.nbytes)
-            reader.read_into(0, memoryview(data))
-            return bytes(data)
+        return read_whole(self._open(name, direct=False), os.path.join(self.url, name), name, limit)
 
     def version(self, name: str) -> Version | None:
-        path = os.path.join(self._path, check_name(name))
-        with storage_errors("cannot look at", self.url, name):
+        with storage_errors("cannot look up", self.url, name):
             try:
-                files = open_files(path, os.O_RDONLY, direct=False)
+                files = open_files(self._path_of(name), os.O_RDONLY, direct=False)
             except FileNotFoundError:
                 return None
             with closing(files):
@@ -385,7 +408,7 @@ class LocalStore:
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def free_nbytes(self) -> int | None:
-        """Say how much more fits on the file system; None where it does not say."""
+        """Return the free space of the file system; None if it does not say."""
         path = self._path
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
@@ -396,19 +419,11 @@ class LocalStore:
         return room.free if room.total else None
 
     def delete(self, name: str) -> None:
-        path = os.path.join(self._path, check_name(name))
         with storage_errors("cannot delete", self.url, name), suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(self._path_of(name))
             sync_directory(self._path)
 
-
-# A root that is a directory of directories.
-
-_NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
-
-
-class LocalRoot(LocalStore):
-    """A directory whose directories are places; it is made when the first blob in it or below it is."""
+    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         found: list[str] = []
@@ -426,7 +441,7 @@ class LocalRoot(LocalStore):
                 os.unlink(path)
             else:
                 delete_contents(self.place(name))
-                # What no blob is called, or is no file: left by others, and never looked at through a link.
+                # What is left has no blob's name or is not a file: other programs left it. Links are not followed.
                 shutil.rmtree(path)
             sync_directory(self._path)
 
@@ -443,11 +458,21 @@ class LocalRoot(LocalStore):
         return os.path.join(self._path, check_name(name))
 
 
-# Files of this machine by their paths, whatever they are called and wherever they are: for reading what others wrote.
+class LocalStoreSpec(msgspec.Struct, frozen=True, tag=True):
+    """A `LocalStore`, described for another process of this machine."""
+
+    path: bytes
+    """Absolute."""
+    direct: bool
+    durable: bool
+
+    def open(self) -> LocalStore:
+        """Open it in this process."""
+        return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
 
 
 class PathStore:
-    """Opens files through symbolic links, as in a Hugging Face cache; a blob's name is its path."""
+    """Reads files of this machine by their paths, through symbolic links, as in a Hugging Face cache."""
 
     def __init__(self, *, direct: bool) -> None:
         """Bypass the page cache where that is possible, if `direct`."""
@@ -461,9 +486,4 @@ class PathStore:
             return _LocalReader(where, last, files, self._scratch)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        with closing(self.open(name)) as reader:
-            if reader.nbytes > limit:
-                raise MalformedFile(f"{name}: {reader.nbytes} bytes, expected at most {limit}", file=name)
-            data = bytearray(reader.nbytes)
-            reader.read_into(0, memoryview(data))
-            return bytes(data)
+        return read_whole(self.open(name), name, name, limit)

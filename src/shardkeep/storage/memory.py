@@ -1,7 +1,7 @@
 """
-Blobs in this process's memory, for tests and for handing a checkpoint on without a disk.
+Blobs in this process's memory, for tests and for passing on a checkpoint without a disk.
 
-Only the process that made a store sees it, and nothing is durable; every other promise of the protocol holds.
+Only the process that made the store sees it, and nothing is durable; every other promise of the protocol holds.
 """
 
 from __future__ import annotations
@@ -11,18 +11,32 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
-from shardkeep.storage.base import BlobInfo, Version, check_name, checked_end, delete_contents, version_conflict
+from shardkeep.errors import BlobNotFound
+from shardkeep.storage.base import (
+    BlobInfo,
+    Version,
+    check_fits,
+    check_limit,
+    check_name,
+    checked_end,
+    delete_contents,
+    name_taken,
+    not_shared,
+    short_read,
+    version_conflict,
+)
 from shardkeep.storage.buffers import copy, flat
 
 
 class _MemoryBlob:
-    """One blob's bytes, open for writing until finished; an open blob outlives its deletion."""
+    """The bytes of one blob, writable until it is finished; an open blob outlives its deletion."""
 
     def __init__(self, store: MemoryStore, name: str, nbytes: int) -> None:
         self._store = store
         self._name = name
+        self._where = f"{store.url}/{name}"
         self.data = bytearray(nbytes)
         self.modified_s = time.time()
         self.version = store.next_version()
@@ -34,13 +48,11 @@ class _MemoryBlob:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        if not self._open or offset < 0 or offset + len(view) > self.nbytes:
-            message = f"{self._store.url}/{self._name}: {len(view)} bytes at offset {offset} do not fit an open blob"
-            raise StorageError(f"{message} of {self.nbytes}", name=self._name, offset=offset, errno=errno.EINVAL)
+        check_fits(self._where, self._name, offset, len(view), self.nbytes, is_open=self._open)
         copy(memoryview(self.data)[offset : offset + len(view)], view)
 
     def finish(self, nbytes: int | None = None) -> None:
-        end = checked_end(f"{self._store.url}/{self._name}", self._name, nbytes, self.nbytes)
+        end = checked_end(self._where, self._name, nbytes, self.nbytes)
         if end < self.nbytes:
             self.data = self.data[:end]
         self._open = False
@@ -53,31 +65,39 @@ class _MemoryBlob:
     def cached(self, offset: int, nbytes: int) -> bool:
         return 0 <= offset <= len(self.data) - nbytes
 
-    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is at hand
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is cached
         view = flat(into)
         found = memoryview(self.data)[max(offset, 0) : max(offset, 0) + len(view)]
         if offset < 0 or len(found) != len(view):
-            message = f"{self._store.url}/{self._name}: wanted {len(view)} bytes at offset {offset}, got {len(found)}"
-            raise WrongSize(message, name=self._name, offset=offset, wanted=len(view), got=len(found))
+            raise short_read(self._where, self._name, offset, len(view), len(found))
         copy(view, found)
 
     def close(self) -> None:
-        """Nothing to release: the bytes belong to whoever still holds them."""
+        """Nothing to release."""
 
 
 class MemoryStore:
-    """A store that lives as long as this object."""
+    """A store that lives as long as this object, with all places below it."""
 
     def __init__(self, url: str = "") -> None:
-        """Make an empty store; `url` is what it is called in messages."""
+        """Make an empty store; `url` is its name in messages."""
         self.url = url or f"memory://{id(self):x}"
         self._lock = threading.Lock()
         self._blobs: dict[str, _MemoryBlob] = {}
         self._versions = itertools.count(1)
+        self._places: dict[str, MemoryStore] = {}
 
     def next_version(self) -> Version:
-        """Name the version of a blob that is made now; no two are called the same."""
+        """Return a version that no other blob has."""
         return Version(str(next(self._versions)))
+
+    def same_place(self, other: object) -> bool:
+        """Only the same object is the same place: two stores may have the same URL."""
+        return other is self
+
+    def spec(self) -> Any:
+        """Refuse: another process cannot open the store."""
+        raise not_shared(self.url, type(self).__name__)
 
     def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: Version | None = None) -> None:
         with self._lock:
@@ -85,8 +105,7 @@ class MemoryStore:
             if over is not None and (there is None or there.version != over):
                 raise version_conflict(f"{self.url}/{name}", name)
             if there is not None and over is None and not replace:
-                message = f"{self.url}/{name}: cannot create: File exists (errno EEXIST)"
-                raise StorageError(message, name=name, errno=errno.EEXIST)
+                raise name_taken(f"{self.url}/{name}", name)
             self._blobs[name] = blob
 
     def create(self, name: str, nbytes: int) -> _MemoryBlob:
@@ -110,8 +129,7 @@ class MemoryStore:
 
     def get(self, name: str, *, limit: int) -> bytes:
         blob = self.open(name)
-        if blob.nbytes > limit:
-            raise MalformedFile(f"{self.url}/{name}: {blob.nbytes} bytes, expected at most {limit}", name=name)
+        check_limit(f"{self.url}/{name}", name, blob.nbytes, limit)
         return bytes(blob.data)
 
     def version(self, name: str) -> Version | None:
@@ -128,14 +146,7 @@ class MemoryStore:
         with self._lock:
             self._blobs.pop(check_name(name), None)
 
-
-class MemoryRoot(MemoryStore):
-    """A root that lives as long as this object, with all of its places."""
-
-    def __init__(self, url: str = "") -> None:
-        """Make an empty root; `url` is what it is called in messages."""
-        super().__init__(url)
-        self._places: dict[str, MemoryRoot] = {}
+    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         with self._lock:
@@ -143,12 +154,12 @@ class MemoryRoot(MemoryStore):
         return iter([name for name, store in places if store.holds_any()])
 
     def holds_any(self) -> bool:
-        """Tell whether there is a blob here or further below."""
+        """Return whether there is a blob here or further below."""
         return next(self.list(), None) is not None or next(self.places(), None) is not None
 
-    def place(self, name: str) -> MemoryRoot:
+    def place(self, name: str) -> MemoryStore:
         with self._lock:
-            return self._places.setdefault(check_name(name), MemoryRoot(f"{self.url}/{name}"))
+            return self._places.setdefault(check_name(name), MemoryStore(f"{self.url}/{name}"))
 
     def remove(self, name: str) -> None:
         place = self.place(name)
@@ -157,4 +168,5 @@ class MemoryRoot(MemoryStore):
             place.remove(below)
 
     def drop_empty(self, name: str) -> None:
-        check_name(name)  # that is all: a place without blobs is none
+        """Do nothing: a place without blobs does not exist."""
+        check_name(name)

@@ -1,28 +1,24 @@
 """
-Which bucket, with which keys, and how patiently: the one place that opens connections to object stores.
+Opening buckets: which one, with which credentials, and how requests are made.
 
-A bucket is opened once a process and set of options, so that its connections are used again. Keys come from options, else
-from the environment variables that everybody uses, else from the machine's role; for S3 also from a profile, by boto3.
+A bucket is opened once per process and set of options, so that its connections are reused. Credentials come from
+options, else from the usual environment variables, else from the machine's role. Profiles of AWS need boto3.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib
 import logging
 import os
-import random
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
-from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.options import MIB
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.object_config import (
@@ -33,192 +29,14 @@ from shardkeep.storage.object_config import (
     resolve_options,
     server_identity,
 )
-from shardkeep.storage.retry import TRANSIENT
+from shardkeep.storage.object_errors import is_obstore_error, object_errors
+from shardkeep.storage.retry import TRANSIENT, backoff_s
 
-# What goes wrong with an object store, in our words: which object, what the service said, and what to do about it.
-#
-# The library's own exceptions are not kept, not even as a cause: their text has whole URLs, and those may have keys
-# in them.
-
-_STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
-_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
-_MESSAGE = re.compile(r"<Message>([^<\n]{1,500})")  # Azure has a number and a time below it
-_RETRIES = re.compile(r"after (\d+) retries")
-_QUERY = re.compile(r"\?[^\s\"',]*")
-_UNTRUSTED = "the server's certificate was not accepted"
-_REASONS = (
-    ("Connection refused", errno.ECONNREFUSED, "the connection was refused"),
-    ("dns error", errno.EHOSTUNREACH, "the host's name was not found"),
-    ("failed to lookup address", errno.EHOSTUNREACH, "the host's name was not found"),
-    ("TimedOut", errno.ETIMEDOUT, "no answer in time"),
-    ("kind: Timeout", errno.ETIMEDOUT, "no answer in time"),
-    ("timed out", errno.ETIMEDOUT, "no answer in time"),
-    ("lacked valid authentication", errno.EACCES, "the keys are none"),
-    ("BadScheme", errno.EINVAL, "plain http is not allowed"),
-    ("InvalidCertificate", errno.EACCES, _UNTRUSTED),
-    ("certificate", errno.EACCES, _UNTRUSTED),
-    ("Network is unreachable", errno.ENETUNREACH, "the network cannot be reached"),
-    ("ConnectionReset", errno.ECONNRESET, "the connection was reset"),
-    ("connection closed", errno.ECONNRESET, "the connection was closed"),
-    ("IncompleteMessage", errno.ECONNRESET, "the connection was closed"),
-    ("error decoding response body", errno.ECONNRESET, "the answer broke off"),
-    ("kind: Connect", errno.ECONNREFUSED, "no connection could be made"),
-    ("kind: Interrupted", errno.ECONNRESET, "the connection broke off"),
-)
-"""What to look for in the library's words, most telling first."""
-_BUSY = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
-_TAKEN = "BlobAlreadyExists"
-"""What Azure says, with a 409, of a put that is to create only; elsewhere it is a 412."""
-_SAME = {
-    "ContainerNotFound": "NoSuchBucket",
-    "ResourceNotFound": "NoSuchBucket",  # nor such an account; of a blob it is another code
-    "InvalidBlockList": "NoSuchUpload",  # who commits an upload again finds its parts gone
-    "Md5Mismatch": "BadDigest",
-}
-"""What Azure says, in the words of the others."""
-_NO_CONTAINER = "container does not exist"
-"""Of a deletion of many there is no code."""
-_DAMAGED = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
-"""What is said of bytes that arrived otherwise than they were sent."""
-_BY_STATUS = {
-    400: errno.EINVAL, 401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT,
-    409: errno.EBUSY, 412: errno.EEXIST, 416: errno.EINVAL, 429: errno.EBUSY, 503: errno.EBUSY, 504: errno.ETIMEDOUT,
-}  # fmt: skip
-_NO_KEYS = (
-    "/latest/api/token",
-    "/latest/meta-data",
-    "metadata.google.internal",
-    "/computeMetadata/",
-    "/metadata/identity",
-    "MissingAccessKeyId",
-)
-"""Where it is looked for keys when there are none anywhere else."""
-_HINTS_BY_CODE = {
-    "NoSuchBucket": "make the bucket, or correct its name{account}; nothing was written",
-    "InvalidAccessKeyId": "the access key is unknown there: {keys}",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key: {keys}",
-    "AuthenticationFailed": "the key does not belong to the account: {keys}",
-    "AccessDenied": "these keys may not do this there; the bucket's policy must allow it",
-    "AuthorizationPermissionMismatch": "these keys may not do this there; they need the rights to read, write and delete",
-    "ExpiredToken": "the session's token has expired: get a new one",
-    "RequestTimeTooSkewed": "this machine's clock is wrong",
-    "BadDigest": "something on the way there changes bytes; nothing of it was kept",
-    "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
-}
-_HINTS_BY_ERRNO = {
-    errno.ECONNREFUSED: "nothing answers there: correct the endpoint ({endpoint}), or start the service",
-    errno.EHOSTUNREACH: "correct the endpoint ({endpoint}), the region or the account",
-    errno.EACCES: "check keys and rights: {keys}",
-    errno.EBUSY: "the service is overloaded or asks to be asked less: lower requests=, or try later",
-    errno.ETIMEDOUT: "raise timeout_s=, or see whether the service is well",
-}
-_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
-
-
-@contextmanager
-def object_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn whatever the library raises inside into an error of ours."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as exc:
-        if not is_obstore_error(exc):
-            raise
-        raise translate(exc, action, url, name, offset) from None
-
-
-def is_obstore_error(exc: BaseException) -> bool:
-    """Tell whether an exception is of the library: its own, or a built-in one that it raises for a missing object."""
-    return isinstance(exc, FileNotFoundError) or (type(exc).__module__ or "").startswith("obstore")
-
-
-def translate(exc: BaseException, action: str, url: str, name: str = "", offset: int | None = None) -> StorageError:
-    """Say what went wrong, in our words."""
-    text = str(exc)
-    code = _code_in(text)
-    number, summary = _judged(type(exc).__name__, text, code)
-    where = f"{url}/{name}" if name else url
-    at = "" if offset is None else f" at offset {offset}"
-    message = f"{where}: {action}{at}: {summary} (errno {errno.errorcode.get(number, number)})"
-    if any(mark in text for mark in _NO_KEYS):
-        message = f"{where}: {action}{at}: no keys to sign requests with"
-    hint = _hint(text, code, number, summary).format(**_names(url))
-    details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
-    missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
-    return (BlobNotFound if missing else StorageError)(message, hint=hint, **details)
-
-
-def _hint(text: str, code: str, number: int, summary: str) -> str:
-    """Say what to do; names of variables are left open."""
-    if summary.startswith(_UNTRUSTED):
-        return "set SSL_CERT_FILE to a file of the certificates to trust, or pass client_options=dict(root_certificate=...)"
-    if code not in _DAMAGED and "x-amz-checksum" in text.lower():
-        return "this service takes no checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
-    if "BadScheme" in text:
-        return "use an https:// endpoint, or {allow_http}"
-    if any(mark in text for mark in _NO_KEYS):
-        return "no keys were found here: {keys}"
-    return _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
-
-
-def _names(url: str) -> dict[str, str]:
-    """Return what hints speak of, as it is called where the place is."""
-    service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
-    return {
-        "keys": CREDENTIAL_HINTS[service],
-        "endpoint": _ENDPOINTS[service],
-        "account": " or the account's" if service == "az" else "",
-        "allow_http": "set AWS_ALLOW_HTTP=true" if service == "s3" else "pass client_options=dict(allow_http=True)",
-    }
-
-
-def _code_in(text: str) -> str:
-    code = _found(_CODE, text)
-    return _SAME.get(code, code) or ("NoSuchBucket" if _NO_CONTAINER in text else "")
-
-
-def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
-    """Return an errno and one line."""
-    found = _STATUS.search(text)
-    if found is None and kind == "FileNotFoundError":
-        return errno.ENOENT, code or "no such object"
-    if found is None:
-        for word, number, reason in _REASONS:
-            if word in text:
-                return number, reason + _after(text)
-        return errno.EIO, _QUERY.sub("", text.partition("\n\nDebug source")[0])[:500]
-    status = int(found[1])
-    said = _found(_MESSAGE, text)
-    summary = f"{status} {code or found[2].strip()}{': ' + said if said else ''}{_after(text)}"
-    if code in _BUSY:
-        return errno.EBUSY, summary
-    if code == _TAKEN:
-        return errno.EEXIST, summary
-    if code in _DAMAGED:
-        return errno.EIO, f"what arrived there is not what was sent: {summary}"
-    if code == "RequestTimeout":
-        return errno.ETIMEDOUT, summary
-    return _BY_STATUS.get(status, errno.EIO if status >= 500 else errno.EINVAL), summary
-
-
-def _retried(text: str) -> bool:
-    return bool(int(_found(_RETRIES, text) or 0))
-
-
-def _after(text: str) -> str:
-    times = _found(_RETRIES, text)
-    return f", after {times} retries" if times else ""
-
-
-def _found(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found else ""
-
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
-"""What people write, and which service it is."""
+"""The schemes of URLs, and the service of each."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _KEY_OPTIONS = frozenset({
     "access_key_id", "credential_provider", "skip_signature", "web_identity_token_file",
@@ -229,85 +47,85 @@ _OTHER_KEYS = (
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
 _MOST_PARTS = 10_000
-"""Of one upload to S3."""
+"""Limit of S3 for one upload."""
 _LEAST_PART_BYTES = 5 * MIB
-"""Of one to S3, but for the last part."""
-_KEYS_LAST = timedelta(minutes=10)
+"""Limit of S3 for all parts but the last."""
+_CREDENTIAL_LIFETIME = timedelta(minutes=10)
 _INSTALL = "pip install 'shardkeep[cloud]'"
 
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """How requests are made."""
+    """How requests are made, from the options of `open_place`."""
 
     timeout_s: float = 60.0
-    """Of one request, with its body."""
+    """Timeout of one request, including its body."""
     retries: int = 8
-    """Of one request that failed in passing."""
+    """Retries of one request that failed for a passing reason."""
     retry_s: float = 180.0
-    """No request is begun again after so long."""
+    """No request is retried after so long."""
     requests: int = 16
-    """Under way at once, at most."""
+    """Limit of requests in flight."""
     part_bytes: int = 8 * MIB
-    """Of an upload; larger where there would be too many."""
+    """Size of a part of an upload; larger if there would be too many."""
     conditional_puts: bool | None = None
-    """Whether the service refuses a put whose condition does not hold; None: it is tried out."""
+    """Whether the service checks the conditions of puts; None: find out by a probe."""
     settle_s: float = 1.0
-    """Where it does not: how long after a put it is looked whose bytes are there."""
+    """If it does not: how long to wait after a put before reading back whose bytes are stored."""
 
     def part_bytes_for(self, nbytes: int) -> int:
-        """Say how large the parts of a blob are."""
+        """Return the size of the parts of a blob."""
         least = -(-nbytes // _MOST_PARTS)
         return max(self.part_bytes, -(-least // MIB) * MIB)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Connections to a bucket."""
+    """An open bucket, with what all places in it share."""
 
-    opened: Any
-    """The library's client."""
-    manners: RequestPolicy
+    raw_client: Any
+    """obstore's client; use `client`, which checks the process."""
+    policy: RequestPolicy
     official: bool
-    """Whether it is the service's own endpoint, whose behaviour is known."""
+    """Whether this is the provider's own endpoint, whose behaviour is known."""
     service: str
     name: str
     all_slots: threading.BoundedSemaphore
-    room: MemoryBudget
-    """For parts that are copied before they are sent, of all uploads together."""
-    tried: dict[str, bool] = field(default_factory=dict)
-    """What was found out about it."""
+    budget: MemoryBudget
+    """Memory for parts that are copied before they are sent, shared by all uploads."""
+    probed: dict[str, bool] = field(default_factory=dict)
+    """Results of probes."""
     warned: set[str] = field(default_factory=set)
-    """What the user was told of."""
+    """Warnings that were given already."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """For what threads of this process must do one after the other."""
-    given: dict[str, Any] = field(default_factory=dict)
-    """The options it was opened with; there are keys among them."""
+    """Serialises puts of this process where the service checks no conditions."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The options it was opened with; they may contain secrets."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """What its variables were when it was opened: whoever opens it again goes by these. There may be keys among them."""
-    home: tuple[str, ...] = ()
-    """Of which server and account it is, however they were named."""
+    """The environment variables it was opened with, for opening it again; they may contain secrets."""
+    server: tuple[str, ...] = ()
+    """Identifies server and account, however they were named."""
 
     def __repr__(self) -> str:
-        return f"Bucket({self.service}, {self.name!r})"  # and no keys
+        return f"Bucket({self.service}, {self.name!r})"  # without secrets
 
     @property
     def client(self) -> Any:
-        """The library's client, in a process that can use it."""
+        """Obstore's client, in a process that can use it."""
         self.check_process()
-        return self.opened
+        return self.raw_client
 
     @property
     def slots(self) -> threading.BoundedSemaphore:
-        """One for each request that may be under way."""
-        self.check_process()  # threads that hold some were not forked with it, and give none back
+        """One slot for each request that may be in flight."""
+        self.check_process()  # after a fork, slots of threads that are gone are never released
         return self.all_slots
 
     def check_process(self) -> None:
         """
-        See whether the library works in this process, which becomes the one that uses it if there was none.
+        Raise if obstore cannot be used in this process: one that was forked from a process that used it.
 
-        Its threads are not there after a fork, also not for a new client: whoever asked them would wait for ever.
+        obstore's threads do not exist after a fork, not even for a new client, so every request would hang.
         """
         if os.getpid() != _first_user():
             raise CheckpointError(
@@ -315,25 +133,59 @@ class Bucket:
                 hint="start it with spawn or forkserver (DataLoader: multiprocessing_context='forkserver')",
             )
 
+    def request(self, verb: str, url: str, name: str, work: Callable[[Any], T]) -> T:
+        """Call `work` with the client, for a request that can safely be made twice; retries it, raises our errors."""
+
+        def once() -> T:
+            with self.slots, object_errors(f"cannot {verb}", url, name):
+                return work(self.client)
+
+        return self.retry(f"{verb} {url}/{name}", once)
+
+    def retry(self, what: str, work: Callable[[], T], *, can: Callable[[], bool] = lambda: True) -> T:
+        """
+        Call `work` until it succeeds or the retries are used up; `can` says whether another attempt is possible.
+
+        obstore retries requests itself, but not an answer that broke off after it had begun. What obstore has retried
+        is not retried here.
+        """
+        until = time.monotonic() + self.policy.retry_s
+        failed = 0
+        while True:
+            try:
+                return work()
+            except StorageError as error:
+                failed += 1
+                again = error.errno in TRANSIENT and not error.details.get("retried") and can()
+                if not again or failed > self.policy.retries or time.monotonic() > until:
+                    raise
+                log.info("retrying to %s: %s", what, error)
+                time.sleep(request_backoff_s(failed))
+
+
+def request_backoff_s(failed: int) -> float:
+    """Return the delay after `failed` failures of a request (from 1)."""
+    return backoff_s(failed, first_s=0.2, longest_s=5.0)
+
 
 @functools.cache
 def _first_user() -> int:
-    """Return the process that was the first to use the library, of this one and those it was forked from."""
+    """Return the first process to use obstore, of this one and those it was forked from."""
     return os.getpid()
 
 
 def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
     """
-    Open a bucket. Asks nothing of it yet.
+    Open a bucket, without any request.
 
     Raises:
-        CheckpointError: an option is unknown or makes no sense, or the library is missing.
+        CheckpointError: an option is unknown or invalid, or obstore is not installed.
 
     """
     service = SCHEMES[scheme]
     try:
-        # The environment is part of what is asked for: it may change between two calls.
-        return _opened(service, name, _frozen(options), tuple(environment_of(service).items()))
+        # The environment is part of the cache key: it may change between two calls.
+        return _open(service, name, _frozen(options), tuple(environment_of(service).items()))
     except TypeError as exc:
         raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
 
@@ -347,11 +199,11 @@ def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(
+def _open(
     service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str | None], ...]
 ) -> Bucket:
     given, environment = dict(options), dict(read)
-    manners = _manners(given)
+    policy = _policy(given)
     url = f"{service}://{name}"
     more = resolve_options(service, given, url, environment)
     official, at = is_official(service, more), server_identity(service, more)
@@ -359,12 +211,12 @@ def _opened(
     if service == "gs" and endpoint:
         more["base_url"] = more.pop("endpoint")
     if service == "s3" and endpoint and environment.get("AWS_ENDPOINT_URL_S3") is not None:
-        more["aws_endpoint_url_s3"] = endpoint  # or the variable would come before the option
-    client: dict[str, Any] = {"timeout": timedelta(seconds=manners.timeout_s), "connect_timeout": timedelta(seconds=10)}
+        more["aws_endpoint_url_s3"] = endpoint  # otherwise the variable would take precedence
+    client: dict[str, Any] = {"timeout": timedelta(seconds=policy.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
     if "default_headers" in client:
         client["default_headers"] = dict(client["default_headers"])
-    if endpoint.lower().startswith("http://"):  # somebody said so
+    if endpoint.lower().startswith("http://"):  # explicitly asked for
         client.setdefault("allow_http", True)
     if service == "s3":
         _add_checksums(more, environment)
@@ -372,20 +224,20 @@ def _opened(
     if service == "s3" and (provider := _boto3_keys(more, environment)):
         more["credential_provider"] = provider
     isolate_credentials(service, more, url, environment)
-    retry = {"max_retries": manners.retries, "retry_timeout": timedelta(seconds=manners.retry_s)}
+    retry = {"max_retries": policy.retries, "retry_timeout": timedelta(seconds=policy.retry_s)}
     store = _client(service, name, client_options=client, retry_config=retry, **more)
-    slots = threading.BoundedSemaphore(manners.requests)
-    room = MemoryBudget(manners.requests * manners.part_bytes)
+    slots = threading.BoundedSemaphore(policy.requests)
+    budget = MemoryBudget(policy.requests * policy.part_bytes)
     return Bucket(
-        store, manners, official, service, name, slots, room, given=dict(options), environment=environment, home=at
+        store, policy, official, service, name, slots, budget, options=dict(options), environment=environment, server=at
     )
 
 
 def _add_checksums(more: dict[str, Any], environment: Mapping[str, str | None]) -> None:
     """
-    Let S3 compare what arrives with a checksum, unless somebody says which one, or that there shall be none.
+    Let S3 verify uploads by a checksum, unless the user chose one, or none.
 
-    SHA-256, because requests are signed with it anyway: it costs nothing.
+    SHA-256 costs nothing, because requests are signed with it anyway.
     """
     if not environment.get("AWS_CHECKSUM_ALGORITHM"):
         more.setdefault("checksum_algorithm", "sha256")
@@ -394,7 +246,7 @@ def _add_checksums(more: dict[str, Any], environment: Mapping[str, str | None]) 
 
 
 def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
-    """Trust, as the AWS tools do, what a variable names; the library does not read it."""
+    """Trust the certificates that AWS_CA_BUNDLE names, as the AWS tools do; obstore does not read it."""
     file = environment.get("AWS_CA_BUNDLE")
     if file and "root_certificate" not in client:
         try:
@@ -406,22 +258,22 @@ def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str
             ) from None
 
 
-def _manners(given: dict[str, Any]) -> RequestPolicy:
-    """Take what is ours out of the options."""
+def _policy(given: dict[str, Any]) -> RequestPolicy:
+    """Take our own options out of `given`."""
     mine = {key: given.pop(key) for key in RequestPolicy.__dataclass_fields__ if key in given}
-    manners = RequestPolicy(**mine)
+    policy = RequestPolicy(**mine)
     for key in ("timeout_s", "retry_s", "requests", "part_bytes"):
-        if not getattr(manners, key) > 0:
-            raise CheckpointError(f"{key}={getattr(manners, key)!r}: must be more than 0")
-    if manners.retries < 0 or manners.settle_s < 0:
+        if not getattr(policy, key) > 0:
+            raise CheckpointError(f"{key}={getattr(policy, key)!r}: must be more than 0")
+    if policy.retries < 0 or policy.settle_s < 0:
         raise CheckpointError("retries and settle_s cannot be negative")
-    if manners.part_bytes < _LEAST_PART_BYTES:
-        raise CheckpointError(f"part_bytes={manners.part_bytes}: S3 takes no parts of less than {_LEAST_PART_BYTES}")
-    return manners
+    if policy.part_bytes < _LEAST_PART_BYTES:
+        raise CheckpointError(f"part_bytes={policy.part_bytes}: S3 takes no parts of less than {_LEAST_PART_BYTES}")
+    return policy
 
 
 def obstore() -> Any:
-    """Return the library, or say how to install it."""
+    """Import obstore, or say how to install it."""
     try:
         return importlib.import_module("obstore")
     except ModuleNotFoundError as exc:
@@ -435,7 +287,7 @@ def _client(service: str, name: str, **more: Any) -> Any:
     except Exception as exc:
         if not is_obstore_error(exc) and not isinstance(exc, ValueError):
             raise
-        # Not all of what it says: there may be keys in it.
+        # Only the first paragraph: the rest may contain keys.
         said = str(exc).partition("\n\nDebug")[0]
         hint = (
             "see shardkeep.open_place"
@@ -446,14 +298,14 @@ def _client(service: str, name: str, **more: Any) -> Any:
 
 
 def has_keys(options: dict[str, Any], environment: Mapping[str, str | None]) -> bool:
-    """Tell whether keys for S3 were given, or the want of them, so that no profile counts."""
+    """Return whether credentials for S3, or their absence, were chosen explicitly, so that no profile applies."""
     if _KEY_OPTIONS & options.keys():
         return True
     return not options.get("profile") and any(map(environment.get, _OTHER_KEYS))
 
 
 def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str | None]) -> Any:
-    """Return keys by a profile, where one is asked for, or where there are no others and the machine has profiles."""
+    """Return credentials of a profile, if one was chosen, or if there are no others and the machine has profiles."""
     if has_keys(more, environment):
         more.pop("profile", None)
         return None
@@ -467,60 +319,23 @@ def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str | None]) -> 
     except ModuleNotFoundError as exc:
         if not profile:
             return None
-        raise CheckpointError(f"the profile {profile!r} needs the package boto3", hint=_INSTALL) from exc
+        raise CheckpointError(f"the profile {profile!r} needs the package boto3", hint="pip install boto3") from exc
     try:
         keys = boto3.Session(profile_name=profile).get_credentials()
-    except Exception as exc:  # noqa: BLE001 - of botocore, which need not be there to name them
+    except Exception as exc:  # noqa: BLE001 - botocore's, which cannot be imported by name here
         raise CheckpointError(f"the profile {profile or 'default'!r} gives no keys: {exc}") from None
-    return None if keys is None else _Refreshed(keys)
+    return None if keys is None else _Boto3Credentials(keys)
 
 
-class _Refreshed:
-    """Keys that boto3 renews."""
+class _Boto3Credentials:
+    """Credentials that boto3 renews."""
 
     def __init__(self, keys: Any) -> None:
         self._keys = keys
 
     def __call__(self) -> dict[str, Any]:
         now = self._keys.get_frozen_credentials()
-        until = datetime.now(timezone.utc) + _KEYS_LAST
+        until = datetime.now(timezone.utc) + _CREDENTIAL_LIFETIME
         return {
             "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
         }  # fmt: skip
-
-
-# Asking an object store again where the library does not: an answer that broke off after it had begun.
-
-log = logging.getLogger("shardkeep")
-T = TypeVar("T")
-
-_FIRST_WAIT_S = 0.2
-_LONGEST_WAIT_S = 5.0
-
-
-def backoff_s(failed: int) -> float:
-    """Say how long to wait after so many failures: longer each time, and not as long as others do."""
-    spread = 0.5 + random.random()  # noqa: S311 - no secret
-    return float(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (failed - 1) * spread))
-
-
-def retry_request(
-    manners: RequestPolicy, what: str, work: Callable[[], T], *, can: Callable[[], bool] = lambda: True
-) -> T:
-    """
-    Do what can be done twice, until it succeeds or is to be given up; `can` tells whether it still can be.
-
-    What the library has tried again itself has had its time, and is not tried here once more.
-    """
-    until = time.monotonic() + manners.retry_s
-    failed = 0
-    while True:
-        try:
-            return work()
-        except StorageError as error:
-            failed += 1
-            mine = error.errno in TRANSIENT and not error.details.get("retried")
-            if not mine or not can() or failed > manners.retries or time.monotonic() > until:
-                raise
-            log.info("%s is tried again: %s", what, error)
-            time.sleep(backoff_s(failed))

@@ -1,8 +1,8 @@
 """
-Blobs as objects of a bucket, below a prefix: S3 and what speaks its language, Google Cloud Storage, Azure.
+A store in a bucket, below a prefix: S3 and compatible services, Google Cloud Storage, Azure.
 
 Nothing is written to this machine, nothing depends on a directory, and nothing is renamed. An object appears all at once
-or not at all. Requests that fail in passing are made again by the library, with growing and uneven waits, for a time.
+or not at all. obstore retries requests that fail for a passing reason, with exponential delays and jitter, for a time.
 """
 
 from __future__ import annotations
@@ -14,30 +14,48 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, WrongSize
-from shardkeep.storage.base import BlobInfo, Version, check_name, delete_contents, is_name
+import msgspec
+
+from shardkeep.errors import BlobNotFound, StorageError
+from shardkeep.options import set_for_children, setting
+from shardkeep.storage.base import (
+    BlobInfo,
+    Store,
+    Version,
+    check_limit,
+    check_name,
+    delete_contents,
+    is_name,
+    name_taken,
+    sendable_options,
+    short_read,
+)
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
-from shardkeep.storage.conditional_put import ConditionalPuts, name_taken
-from shardkeep.storage.multipart import ObjectWriter
-from shardkeep.storage.object_client import Bucket, backoff_s, object_errors, obstore, retry_request
+from shardkeep.storage.conditional_put import ConditionalPuts
+from shardkeep.storage.multipart import ObjectWriter, ReplacingWriter
+from shardkeep.storage.object_client import Bucket, obstore, open_bucket, request_backoff_s
+from shardkeep.storage.object_errors import object_errors
 from shardkeep.storage.retry import TRANSIENT
 
-# Reading an object: any range of it, straight into place, and only as long as it is the same object.
-#
-# Opening asks for the first bytes and learns the size with them, in one request; headers are then at hand already. An
-# answer that breaks off is asked for again from where it broke off.
-
 HEAD_BYTES = 64 << 10
-"""Asked for when a blob is opened: less would not come sooner."""
+"""Read when a blob is opened; fewer bytes would not arrive sooner."""
 _CHUNK_BYTES = 256 << 10
+_PROBE = "shardkeep.probe"
+_CREATE = "a put that may only create is refused if the object exists"
+_OVER = "a put over a version is refused if the object has another"
 
 
 class ObjectReader:
-    """An object that is open for reading."""
+    """
+    An object that is open for reading, and that must not be replaced meanwhile.
+
+    Opening reads the first bytes, and learns the size in the same request; headers need no request of their own. An
+    answer that breaks off is requested again from there.
+    """
 
     def __init__(self, bucket: Bucket, path: str, *, url: str, name: str) -> None:
-        """Open one, or raise `BlobNotFound`."""
+        """Open an object, or raise `BlobNotFound`."""
         self._bucket = bucket
         self._path = path
         self._url = url
@@ -46,17 +64,17 @@ class ObjectReader:
         self._head = b""
         self._tag: str | None
         with object_errors("cannot open", url, name):
-            self._nbytes, self._tag = retry_request(bucket.manners, f"to open {url}/{name}", self._looked_up)
+            self._nbytes, self._tag = bucket.retry(f"open {url}/{name}", self._look_up)
 
-    def _looked_up(self) -> tuple[int, str | None]:
+    def _look_up(self) -> tuple[int, str | None]:
         try:
             with self._bucket.slots, object_errors("cannot open", self._url, self._name):
                 found = obstore().get(self._bucket.client, self._path, options={"range": (0, HEAD_BYTES)})
                 meta = found.meta
-                with contextlib.suppress(Exception):  # then it is read when it is wanted
+                with contextlib.suppress(Exception):  # then these bytes are read when they are needed
                     self._head = bytes(found.bytes())
         except StorageError as error:
-            if error.errno != errno.EINVAL:  # an empty object has no first byte
+            if error.errno != errno.EINVAL:  # the range of an empty object is invalid
                 raise
             meta = obstore().head(self._bucket.client, self._path)
         return meta["size"], meta["e_tag"]
@@ -72,23 +90,19 @@ class ObjectReader:
         view = flat(into)
         there = max(0, min(len(view), self._nbytes - max(offset, 0)))
         if self._closed or offset < 0:
-            what = "is closed" if self._closed else f"there is no offset {offset}"
-            raise StorageError(f"{self._url}/{self._name}: {what}", name=self._name, offset=offset, errno=errno.EINVAL)
+            raise self._error(offset, "is closed" if self._closed else "is negative", errno.EINVAL)
         if there < len(view):
-            raise WrongSize(
-                f"{self._url}/{self._name}: wanted {len(view)} bytes at offset {offset}, got {there}: it ends there",
-                name=self._name, offset=offset, wanted=len(view), got=there,
-            )  # fmt: skip
+            raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), there)
         if self.cached(offset, len(view)):
             view[:] = self._head[offset : offset + len(view)]
             return
         self._read(offset, view)
 
     def _read(self, offset: int, view: memoryview) -> None:
-        """Read until all is there; every answer that brings something begins the count of failures anew."""
-        manners = self._bucket.manners
+        """Read everything; every answer that brings some bytes resets the count of failures."""
+        policy = self._bucket.policy
         done = failed = 0
-        until = time.monotonic() + manners.retry_s
+        until = time.monotonic() + policy.retry_s
         while done < len(view):
             begun = done
             try:
@@ -96,12 +110,12 @@ class ObjectReader:
                     done += got
             except StorageError as error:
                 failed = 1 if done > begun else failed + 1
-                if error.errno not in TRANSIENT or failed > manners.retries or time.monotonic() > until:
+                if error.errno not in TRANSIENT or failed > policy.retries or time.monotonic() > until:
                     raise
-                time.sleep(backoff_s(failed))
+                time.sleep(request_backoff_s(failed))
 
-    def _chunks(self, offset: int, view: memoryview) -> Any:
-        """Ask once, and fill what comes; yields how much came each time."""
+    def _chunks(self, offset: int, view: memoryview) -> Iterator[int]:
+        """Make one request and fill `view` as bytes arrive; yields how many arrived each time."""
         wanted: dict[str, Any] = {"range": (offset, offset + len(view))}
         if self._tag:
             wanted["if_match"] = self._tag
@@ -114,7 +128,7 @@ class ObjectReader:
                 if error.errno == errno.EEXIST:  # the condition does not hold
                     raise self._replaced(offset) from None
                 raise
-            if found.meta["e_tag"] != self._tag or found.meta["size"] != self._nbytes:  # some do not look at conditions
+            if found.meta["e_tag"] != self._tag or found.meta["size"] != self._nbytes:  # some ignore the condition
                 raise self._replaced(offset)
             stream = iter(found.stream(min_chunk_size=_CHUNK_BYTES))
             while True:
@@ -124,20 +138,20 @@ class ObjectReader:
                     break
                 piece = memoryview(chunk)
                 if done + len(piece) > len(view):
-                    raise self._broken(offset, "more came than was asked for", errno.EPROTO)
+                    raise self._error(offset, "the service sent more than was asked for", errno.EPROTO)
                 copy(view[done : done + len(piece)], piece)
                 done += len(piece)
                 yield len(piece)
         if done < len(view):
-            raise self._broken(offset + done, "the answer broke off", errno.ECONNRESET)
+            raise self._error(offset + done, "the answer broke off", errno.ECONNRESET)
 
-    def _broken(self, offset: int, what: str, number: int) -> StorageError:
+    def _error(self, offset: int, what: str, number: int) -> StorageError:
         message = f"{self._url}/{self._name}: cannot read at offset {offset}: {what}"
         return StorageError(message, name=self._name, offset=offset, errno=number)
 
     def _replaced(self, offset: int) -> BlobNotFound:
         return BlobNotFound(
-            f"{self._url}/{self._name}: cannot read at offset {offset}: another was put in its place since it was opened",
+            f"{self._url}/{self._name}: cannot read at offset {offset}: the object was replaced since it was opened",
             name=self._name,
             offset=offset,
             errno=errno.ENOENT,
@@ -147,28 +161,21 @@ class ObjectReader:
         self._closed = True
 
 
-# Small objects, put whole and read whole, with the conditions of the service.
-#
-# Whether a service keeps to conditions is tried out once, unless it is known: some answer that all is well and look
-# at
-# none.
-
-_PROBE = "shardkeep.probe"
-_CREATE = "a put that is to create only is refused where there is one"
-_OVER = "a put over a version is refused where there is another"
-
-
 class SmallObjects:
-    """The small objects of one place."""
+    """
+    The small objects of one place, put and read whole, with the conditions of the service.
+
+    Some services accept conditions and ignore them. Whether one does is found out by a probe, once, unless it is known.
+    """
 
     def __init__(self, bucket: Bucket, prefix: str, url: str) -> None:
-        """Take objects whose paths begin with `prefix`."""
+        """Take the objects whose paths begin with `prefix`."""
         self._bucket = bucket
         self._prefix = prefix
         self._url = url
 
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
-        """Put one whole, with a condition."""
+        """Put an object, with a condition; see `PutRequests`."""
         mode: Any = "create" if create else "overwrite"
         if over is not None:
             mode = {"e_tag": over.tag, **({"version": over.generation} if over.generation else {})}
@@ -176,54 +183,51 @@ class SmallObjects:
             obstore().put(self._bucket.client, self._prefix + name, data, mode=mode, use_multipart=False)
 
     def read(self, name: str, limit: int) -> bytes:
-        """Read one whole, of at most so many bytes."""
-        return retry_request(self._bucket.manners, f"to get {self._url}/{name}", lambda: self._read(name, limit))
+        """Read an object of at most so many bytes."""
 
-    def _read(self, name: str, limit: int) -> bytes:
-        with self._bucket.slots, object_errors("cannot get", self._url, name):
-            found = obstore().get(self._bucket.client, self._prefix + name)
-            nbytes = found.meta["size"]
-            if nbytes > limit:  # before any of it is read
-                raise MalformedFile(f"{self._url}/{name}: {nbytes} bytes, expected at most {limit}", name=name)
+        def read(client: Any) -> bytes:
+            found = obstore().get(client, self._prefix + name)
+            check_limit(f"{self._url}/{name}", name, found.meta["size"], limit)  # before any of it is read
             return bytes(found.bytes())
 
+        return self._bucket.request("get", self._url, name, read)
+
     def version(self, name: str) -> Version | None:
-        """Say which version is there."""
+        """Return the current version, or None if the object does not exist."""
         try:
-            with self._bucket.slots, object_errors("cannot look at", self._url, name):
+            with self._bucket.slots, object_errors("cannot look up", self._url, name):
                 found = obstore().head(self._bucket.client, self._prefix + name)
         except BlobNotFound:
             return None
-        # Where there are no tags there are no conditions either, and this is compared by us.
+        # A service without tags has no conditions either: this is only compared by us.
         return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
 
-    def keeps_conditions(self, over: Version | None) -> bool:
-        """Tell whether conditions are checked: that there is none, or that it is of a version. Some check one of them."""
-        self._bucket.check_process()  # whoever asks may wait for a lock next
-        wanted = self._bucket.manners.conditional_puts
+    def checks_conditions(self, over: Version | None) -> bool:
+        """Return whether the service checks a condition: that there is no object, or its version. Some check only one."""
+        self._bucket.check_process()  # before the caller waits for a lock
+        wanted = self._bucket.policy.conditional_puts
         if wanted is not None or self._bucket.official:
             return wanted is not False
-        tried = self._bucket.tried
-        what = _CREATE if over is None else _OVER
-        if what not in tried:
-            again = f"to try out conditions at {self._url}"
-            tried[what] = retry_request(self._bucket.manners, again, lambda: self._try_out(what))
-        return tried[what]
+        probed = self._bucket.probed
+        condition = _CREATE if over is None else _OVER
+        if condition not in probed:
+            probed[condition] = self._bucket.retry(f"probe conditions at {self._url}", lambda: self._probe(condition))
+        return probed[condition]
 
-    def _try_out(self, what: str) -> bool:
-        """Put something against a condition that does not hold: who lets that pass looks at none."""
-        # By one name for all, so that what a killed process left is deleted by the next. Others who try just now, and
-        # delete it, may make it seem that all puts pass: then it is tried by a name of its own.
-        return any(self._refuses(what, name) for name in (_PROBE, f"{_PROBE}-{secrets.token_hex(8)}"))
+    def _probe(self, condition: str) -> bool:
+        """Make a put whose condition does not hold: a service that accepts it ignores the condition."""
+        # First under a fixed name, so that what a killed process left is deleted by the next one. Another process that
+        # probes at the same time may delete it and so make the put succeed: then probe again under a name of our own.
+        return any(self._refuses(condition, name) for name in (_PROBE, f"{_PROBE}-{secrets.token_hex(8)}"))
 
-    def _refuses(self, what: str, name: str) -> bool:
+    def _refuses(self, condition: str, name: str) -> bool:
         try:
             self.send(name, b"1")
             seen = None
-            if what == _OVER:
+            if condition == _OVER:
                 seen = self.version(name)
                 self.send(name, b"22")
-            self.send(name, b"333", create=what == _CREATE, over=seen)
+            self.send(name, b"333", create=condition == _CREATE, over=seen)
         except BlobNotFound:
             return False
         except StorageError as error:
@@ -234,15 +238,13 @@ class SmallObjects:
             return False
         finally:
             with contextlib.suppress(StorageError):
-                retry_request(self._bucket.manners, f"to delete {self._url}/{name}", lambda: self._delete(name))
-
-    def _delete(self, name: str) -> None:
-        with self._bucket.slots, object_errors("cannot delete", self._url, name):
-            obstore().delete(self._bucket.client, self._prefix + name)
+                self._bucket.request(
+                    "delete", self._url, name, lambda client: obstore().delete(client, self._prefix + name)
+                )
 
 
 class ObjectStore:
-    """The objects of a bucket right below a prefix."""
+    """The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below."""
 
     sequential = True
     """The parts of an upload are sent in order."""
@@ -253,8 +255,8 @@ class ObjectStore:
         self.bucket = bucket
         self.prefix = prefix
         self._small = SmallObjects(bucket, prefix, url)
-        self._swaps = ConditionalPuts(
-            self._small, url, settle_s=bucket.manners.settle_s, retry_s=bucket.manners.retry_s,
+        self._puts = ConditionalPuts(
+            self._small, url, settle_s=bucket.policy.settle_s, retry_s=bucket.policy.retry_s,
             lock=bucket.lock, warned=bucket.warned,
         )  # fmt: skip
 
@@ -263,23 +265,74 @@ class ObjectStore:
 
     @property
     def requests(self) -> int:
-        """How many requests may be under way at once."""
-        return self.bucket.manners.requests
+        """How many requests may be in flight at once."""
+        return self.bucket.policy.requests
+
+    @property
+    def part_nbytes(self) -> int:
+        """The size of a part of an upload."""
+        return self.bucket.policy.part_bytes
+
+    @property
+    def verifies_uploads(self) -> bool:
+        """Whether this is S3, which compares each part with the SHA-256 sent along; of compatible services it is unknown."""
+        bucket = self.bucket
+        return bucket.service == "s3" and bucket.official and bool(bucket.raw_client.config.get("checksum_algorithm"))
+
+    def same_place(self, other: object) -> bool:
+        """Compare server, account, bucket and prefix."""
+        if not isinstance(other, ObjectStore):
+            return False
+        return (self.bucket.server, self.bucket.name, self.prefix) == (
+            other.bucket.server,
+            other.bucket.name,
+            other.prefix,
+        )
+
+    def parent(self) -> tuple[Store, str] | None:
+        """Return the place above, opened with the same options."""
+        above, _, name = self.url.rpartition("/")
+        if not name or above.endswith("/"):
+            return None
+        return ObjectStore(self.bucket, self.prefix.removesuffix(f"{name}/"), above), name
+
+    def spec(self) -> BucketStoreSpec:
+        """Describe the store for another process."""
+        bucket = self.bucket
+        given = dict(bucket.options)
+        if "client_options" in given:  # kept as pairs
+            given["client_options"] = client = dict(given["client_options"])
+            if "default_headers" in client:
+                client["default_headers"] = dict(client["default_headers"])
+        return BucketStoreSpec(
+            bucket.service,
+            bucket.name,
+            self.prefix,
+            self.url,
+            sendable_options(self.url, given),
+            dict(bucket.environment),
+        )
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
-        check_name(name)
-        if run_cancellable(lambda: self._small.version(name), f"{self.url}/{name}", current_scope()) is not None:
-            raise name_taken(self.url, name)
+        where = f"{self.url}/{check_name(name)}"
+        if run_cancellable(lambda: self._small.version(name), where, current_scope()) is not None:
+            raise name_taken(where, name)
         return ObjectWriter(
             self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes,
-            put=lambda data: self._swaps.put(name, data),
+            put=lambda data: self._puts.put(name, data),
+        )  # fmt: skip
+
+    def create_over(self, name: str, nbytes: int) -> ReplacingWriter:
+        return ReplacingWriter(
+            self.bucket, self.prefix + check_name(name), url=self.url, name=name, nbytes=nbytes,
+            put=lambda data: self._puts.put(name, data, replace=True), version=lambda: self._small.version(name),
         )  # fmt: skip
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self.bucket, self.prefix + check_name(name), url=self.url, name=name)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        self._swaps.put(check_name(name), data, replace=replace, over=over)
+        self._puts.put(check_name(name), data, replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         return self._small.read(check_name(name), limit)
@@ -291,7 +344,7 @@ class ObjectStore:
         found = []
         for each in self._level()["objects"]:
             name = each["path"].removeprefix(self.prefix)
-            # Some services list a prefix itself, as an object of no bytes.
+            # Some services list the prefix itself, as an empty object.
             if each["path"].startswith(self.prefix) and is_name(name):
                 found.append(BlobInfo(name, each["size"], each["last_modified"].timestamp()))
         return iter(sorted(found, key=lambda blob: blob.name))
@@ -300,48 +353,37 @@ class ObjectStore:
         self.delete_all([name])
 
     def delete_all(self, names: Sequence[str]) -> None:
-        """Delete many, in as few requests as the service allows; those that are not there are no error."""
+        """Delete many objects in as few requests as the service allows; missing ones are not an error."""
         self._delete([self.prefix + check_name(name) for name in names])
 
     def _delete(self, paths: Sequence[str]) -> None:
         if not paths:
             return
         name = paths[0].removeprefix(self.prefix) if len(paths) == 1 else ""
-
-        def deleted() -> None:
-            with self.bucket.slots, object_errors("cannot delete", self.url, name):
-                obstore().delete(self.bucket.client, list(paths))
-
         try:
-            retry_request(self.bucket.manners, f"to delete {self.url}/{name}", deleted)
+            self.bucket.request("delete", self.url, name, lambda client: obstore().delete(client, list(paths)))
         except BlobNotFound:
-            # Some services say so for one that is not there, and then not what became of the others.
+            # Some services answer this for a missing object, and do not say what became of the others.
             if len(paths) > 1:
-                left = self._left_of(paths)
+                left = self._remaining(paths)
                 for each in [left] if len(left) < len(paths) else [[path] for path in left]:
                     self._delete(each)
 
-    def _left_of(self, paths: Sequence[str]) -> Sequence[str]:
-        """Return those of some paths that are there, or lie deeper than a listing shows."""
+    def _remaining(self, paths: Sequence[str]) -> Sequence[str]:
+        """Return the paths that exist, or are deeper than a listing shows."""
         there = {each["path"] for each in self._level()["objects"]}
         return [path for path in paths if path in there or "/" in path.removeprefix(self.prefix)]
 
     def _level(self) -> dict[str, Any]:
-        """List what is right below the prefix: objects, and further prefixes."""
+        """List objects and prefixes directly below the prefix."""
 
-        def listed() -> dict[str, Any]:
-            with self.bucket.slots, object_errors("cannot list", self.url):
-                found: dict[str, Any] = obstore().list_with_delimiter(self.bucket.client, self.prefix or None)
-                return found
+        def listed(client: Any) -> dict[str, Any]:
+            found: dict[str, Any] = obstore().list_with_delimiter(client, self.prefix or None)
+            return found
 
-        return retry_request(self.bucket.manners, f"to list {self.url}", listed)
+        return self.bucket.request("list", self.url, "", listed)
 
-
-# A root in a bucket: its places are the prefixes below its own.
-
-
-class ObjectRoot(ObjectStore):
-    """A prefix with prefixes below it."""
+    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         found = [path.rstrip("/").removeprefix(self.prefix) for path in self._level()["common_prefixes"]]
@@ -354,14 +396,36 @@ class ObjectRoot(ObjectStore):
         place = self.place(name)
         delete_contents(place)
 
-        def below() -> list[str]:
-            with self.bucket.slots, object_errors("cannot list", place.url):
-                found = obstore().list(self.bucket.client, place.prefix, chunk_size=1000)
-                return [each["path"] for chunk in found for each in chunk]
+        def listed(client: Any) -> list[str]:
+            found = obstore().list(client, place.prefix, chunk_size=1000)
+            return [each["path"] for chunk in found for each in chunk]
 
-        # What no blob is called, or lies deeper: left by others.
-        paths = retry_request(self.bucket.manners, f"to list {place.url}", below)
+        # What is left has no blob's name, or is deeper: other programs left it.
+        paths = self.bucket.request("list", place.url, "", listed)
         self._delete([path for path in paths if path.startswith(place.prefix)])
 
     def drop_empty(self, name: str) -> None:
-        check_name(name)  # that is all: a prefix without objects is none
+        """Do nothing: a prefix without objects does not exist."""
+        check_name(name)
+
+
+class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
+    """An `ObjectStore`, described for another process. It may contain secrets, and must only pass through pipes."""
+
+    service: str
+    name: str
+    prefix: str
+    url: str
+    options: dict[str, Any]
+    environment: dict[str, str | None]
+    """The environment variables with which the bucket was opened."""
+
+    def __repr__(self) -> str:
+        return f"BucketStoreSpec({self.url!r})"  # without secrets
+
+    def open(self) -> Store:
+        """Open it in this process; the connections to one bucket are reused."""
+        for name, value in self.environment.items():
+            if setting(name) != value:  # only if necessary: obstore's threads may be reading variables
+                set_for_children(name, value)
+        return ObjectStore(open_bucket(self.service, self.name, self.options), self.prefix, self.url)

@@ -1,63 +1,60 @@
 """
-Bytes whose digest does not fit, read once more: a network, a cache or memory may have changed them on the way.
+Reading bytes a second time after a checksum mismatch: the network, a cache or memory may have changed them on the way.
 
-If they fit now, all goes on, and a warning says that the copy in the store is fine. If not, both reads are compared:
-equal ones mean that the store's copy is damaged, different ones that something between it and here is. The second read
-comes from the store itself as far as that can be had: from a blob that is opened anew, of a file past the page cache.
+If the second read matches, the load goes on, and a warning says that the stored copy is fine. If not, both reads are
+compared: if they are equal, the stored copy is damaged; if they differ, something between the store and this process is.
+The second read bypasses caches where possible: it opens the blob again, and drops a local file from the page cache.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import operator
-import os
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 from shardkeep.errors import DamagedCheckpoint
 from shardkeep.events import log_safely
-from shardkeep.storage.base import BlobReader, Opens
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.base import BlobReader, Opens, drop_cached
 
 D = TypeVar("D", bytes, bytearray)
 T = TypeVar("T")
 E = TypeVar("E", bound=DamagedCheckpoint)
 
 _ON_THE_WAY = (
-    "it was read twice, and came out different each time: what brings it here (network, disk, memory) changes bytes;"
-    " try again, or on another machine"
+    "two reads returned different bytes: the network, the disk or the memory of this machine corrupts data; try again, or"
+    " on another machine"
 )
 
 
 class RereadResult(NamedTuple):
-    """What a second read brought."""
+    """The result of a second read."""
 
     fits: bool
-    """What should be there."""
+    """Whether its bytes are the expected ones."""
     same: bool | None = False
-    """What the first read had brought; None if it did, and may be but a copy of that."""
+    """Whether its bytes equal those of the first read; None if they do, but may come from the same cache."""
 
 
 class SecondRead:
-    """Reads parts of a blob a second time; opens it when the first is wanted. To be closed."""
+    """Reads ranges of a blob a second time; opens it when it is first needed. Must be closed."""
 
     def __init__(self, name: str, store: Opens | None, reader: BlobReader | None = None) -> None:
-        """`store` is where it is opened anew. Where that is not known, `reader` is asked, which may keep what it read."""
+        """The blob is opened again in `store`. Without a store, `reader` is used, which may return cached bytes."""
         self._name = name
         self._store = store
         self._given = reader
         self._opened: BlobReader | None = None
         self.is_fresh = True
-        """Whether all that was read came from the store, as far as can be told."""
+        """Whether no byte came from a cache, as far as is known."""
 
     def read(self, offset: int, nbytes: int) -> bytearray:
-        """Return so many bytes."""
+        """Read a range."""
         data = bytearray(nbytes)
         reader = self._given
         if self._store is not None:
-            _forget(self._store, self._name, offset, nbytes)
+            drop_cached(self._store, self._name, offset, nbytes)
             if self._opened is None:
                 self._opened = self._store.open(self._name)
             reader = self._opened
@@ -68,7 +65,7 @@ class SecondRead:
         return data
 
     def mend(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
-        """Read what is in `piece` once more; if it fits now, it is put there."""
+        """Read the range of `piece` again; if it is right now, copy it into `piece`."""
         data = self.read(offset, len(piece))
         if fits(data):
             piece[:] = data
@@ -76,11 +73,11 @@ class SecondRead:
         return RereadResult(fits=False, same=self.same(piece, data))
 
     def same(self, first: bytes | bytearray | memoryview, second: bytes | bytearray) -> bool | None:
-        """Say whether two reads brought the same; None if they did, and the second may be but a copy of the first."""
+        """Return whether two reads are equal; None if they are, but the second may come from a cache."""
         return (True if self.is_fresh else None) if first == second else False
 
     def close(self) -> None:
-        """Close what was opened. Safe when called twice."""
+        """Close the blob. Can be called twice."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -94,7 +91,7 @@ def reread(
     piece: memoryview,
     fits: Callable[[bytearray], bool],
 ) -> RereadResult:
-    """Read one piece of a blob once more, and warn if it fits now; as `Again` does it."""
+    """Read one range of a blob again, and warn if it is right now; see `SecondRead.mend`."""
     with closing(SecondRead(name, store, reader)) as again:
         verdict = again.mend(offset, piece, fits)
     if verdict.fits:
@@ -112,18 +109,10 @@ def decode_or_reread(
     same: Callable[[D, D], bool | None] = operator.eq,
 ) -> T:
     """
-    Decode what was read; if it is damaged, once more, from a second read.
-
-    Args:
-        data: what was read.
-        decode: checks and decodes it.
-        again: reads it anew.
-        name: of the blob, for the warning.
-        offset: where in the blob it is.
-        same: says whether two reads brought the same.
+    Decode bytes; if they are damaged, decode a second read (`again`) of them. `same` compares two reads.
 
     Raises:
-        DamagedCheckpoint: both reads are damaged: what is wrong with the first, and whether they were the same.
+        DamagedCheckpoint: both reads are damaged. The error is that of the first, and says whether they were equal.
 
     """
     try:
@@ -140,7 +129,7 @@ def decode_or_reread(
 
 
 def with_reread_result(error: E, *, same: bool | None) -> E:
-    """Say in an error that its bytes were read twice, and whether that brought the same; None: that is not known."""
+    """Add to an error that its bytes were read twice, and whether the reads were equal; None: unknown."""
     if same is False:
         hint = _ON_THE_WAY
     else:
@@ -150,32 +139,12 @@ def with_reread_result(error: E, *, same: bool | None) -> E:
 
 
 def warn_reread_ok(name: str, offset: int, nbytes: int) -> None:
-    """Warn of bytes that were damaged on the way, and right when they were read again."""
+    """Warn of bytes that were damaged at first, and right when they were read again."""
     log_safely(
         logging.WARNING,
-        "%s: bytes %d to %d came damaged, and were right when read again: the copy in the store is fine, but what brings"
-        " it here (network, disk, memory) changed them",
+        "%s: bytes %d to %d were damaged when first read and right when read again: the stored copy is fine, but the"
+        " network, the disk or the memory of this machine corrupted data",
         name,
         offset,
         offset + nbytes,
     )
-
-
-def _forget(store: Opens, name: str, offset: int, nbytes: int) -> None:
-    """Let the page cache drop a part of a file of this machine, so that it is read from the disk; where that is cheap."""
-    place: object = store
-    while (inner := getattr(place, "inner", None)) is not None:
-        is_coded = getattr(place, "is_coded", None)  # of a store that decodes
-        if is_coded is not None and is_coded(name):
-            offset, nbytes = 0, 0  # to the system that is all of it
-        place = inner
-    if not isinstance(place, LocalStore) or not hasattr(os, "posix_fadvise"):
-        return
-    with suppress(OSError):  # then it is read from wherever it comes
-        file = os.open(os.path.join(place.url, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # only whole pages are dropped
-            end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)

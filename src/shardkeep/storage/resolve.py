@@ -1,4 +1,4 @@
-"""From what a user writes (a path, a URL, a store of their own) to a store."""
+"""From what a user passes (a path, a URL, a store of their own) to a store."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from urllib.request import url2pathname
 
 from shardkeep.errors import CheckpointError
 from shardkeep.storage.base import Root, Store
-from shardkeep.storage.fsspec import FsspecRoot, fs_errors, without_user
-from shardkeep.storage.local import LocalRoot, LocalStore
-from shardkeep.storage.memory import MemoryRoot
+from shardkeep.storage.fsspec import FsspecStore, FsspecStoreSpec, fs_errors, without_user
+from shardkeep.storage.local import LocalStore, LocalStoreSpec
+from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.object_client import SCHEMES, open_bucket
-from shardkeep.storage.object_store import ObjectRoot
+from shardkeep.storage.object_store import BucketStoreSpec, ObjectStore
 
+StoreSpec = LocalStoreSpec | BucketStoreSpec | FsspecStoreSpec
+"""A store, described for another process (`base.spec_of`); its method `open` opens the store there."""
 _SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
 _HINT = (
-    "give a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
+    "pass a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
     " shardkeep.storage.base.Store"
 )
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """
-    Find the store for a place. Touches no disk, makes no directory and asks no service.
+    Return the store for a place. Does no I/O.
 
     Args:
-        where: a path, a URL, or an object with a store's verbs, which is returned as it is.
+        where: a path, a URL, or an object with the verbs of a store, which is returned as it is.
         direct: whether local files may bypass the page cache.
 
     Raises:
-        CheckpointError: the place is of a kind shardkeep does not know.
+        CheckpointError: shardkeep does not support this kind of place.
 
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
@@ -45,45 +47,45 @@ def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
 
 def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
     """
-    Find the root for a place that has places below it. Touches no disk, makes no directory and asks no service.
+    Return the root for a place that has places below it. Does no I/O.
 
     Args:
-        where: a path, a URL, or an object with a root's verbs, which is returned as it is.
+        where: a path, a URL, or an object with the verbs of a root, which is returned as it is.
         direct: whether local files may bypass the page cache.
 
     Raises:
-        CheckpointError: the place is of a kind shardkeep does not know.
+        CheckpointError: shardkeep does not support this kind of place.
 
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("places", "place", "url")):
         return where
     path = _text_of(where)
-    return _by_url(path, {}) or LocalRoot(_local_path(path), direct=direct)
+    return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
 
 
 def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
     """
-    Open a place with options of its own, to be handed to whatever takes a path or a URL.
+    Open a place with options of its own; the result can be passed wherever a path or a URL can.
 
         sk.save(state, sk.open_place("s3://bucket/run/step-100", endpoint="http://10.0.0.7:9000", requests=32))
 
     Options of paths are `direct` and `durable`. Those of `s3://`, `gs://` and `az://`:
 
-    - `endpoint`, and keys, which are used alone, whatever the environment says of others. S3: `region`, `access_key_id`,
+    - `endpoint`, and credentials, which are then used alone, whatever the environment says. S3: `region`, `access_key_id`,
       `secret_access_key`, `session_token`, `profile`. Google: `service_account`, `service_account_key`,
       `application_credentials`, `bearer_token`. Azure: `account_name`, `account_key`, `sas_key`, `token`,
-      `connection_string`, `use_emulator`. And whatever else obstore knows (`skip_signature`, …);
-    - `timeout_s` of a request, `retries` of one that failed in passing, `retry_s` after which none is made again;
-    - `requests` under way at once, `part_bytes` of an upload;
-    - `checksum_algorithm`: by which S3 checks what arrives ("sha256", which costs nothing; "crc64nvme"; "none");
-    - `conditional_puts`: whether the service refuses a put whose condition does not hold (default: it is tried out), and
-      `settle_s`, the wait before looking again where it does not;
+      `connection_string`, `use_emulator`. And all other options of obstore (`skip_signature`, …);
+    - `timeout_s` of a request, `retries` of one that failed for a passing reason, `retry_s` after which none is retried;
+    - `requests` in flight at once, `part_bytes` of an upload;
+    - `checksum_algorithm`: how S3 verifies uploads ("sha256", which costs nothing; "crc64nvme"; "none");
+    - `conditional_puts`: whether the service checks the conditions of puts (default: found out by a probe), and
+      `settle_s`, the wait before reading back where it does not;
     - `client_options`: of the HTTP client (`proxy_url`, `root_certificate`, `allow_http`, …).
 
-    Those of other URLs are handed to fsspec.
+    Options of other URLs are passed to fsspec.
 
     Raises:
-        CheckpointError: the place is of a kind shardkeep does not know, or an option is.
+        CheckpointError: shardkeep does not support this kind of place, or an option.
 
     """
     path = _text_of(where)
@@ -92,7 +94,7 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
         return found
     if unknown := options.keys() - {"direct", "durable"}:
         raise CheckpointError(f"{path}: a path has no option {min(unknown)!r}", hint="it has direct= and durable=")
-    return LocalRoot(_local_path(path), **options)
+    return LocalStore(_local_path(path), **options)
 
 
 def _text_of(where: object) -> str:
@@ -105,7 +107,7 @@ def _text_of(where: object) -> str:
 
 
 def _by_url(url: str, options: dict[str, Any]) -> Root | None:
-    """Open what is no path of this machine; None for what is one."""
+    """Open a URL; None for a path of this machine."""
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else "file"
     if scheme == "file":
@@ -121,15 +123,15 @@ def _by_url(url: str, options: dict[str, Any]) -> Root | None:
 
 
 def _refuse_keys(url: str, scheme: str) -> None:
-    """See that there are no keys in the URL of a bucket; where there are, they are not shown."""
+    """Refuse keys in the URL of a bucket, without showing them."""
     rest = url.partition("://")[2]
     name = rest.partition("/")[0]
-    # A secret may have slashes in it, a bucket's name no colon. Of Azure there is container@account.
+    # A secret may contain slashes; the name of a bucket has no colon. Azure has container@account.
     if ("@" in name and SCHEMES[scheme] != "az") or (":" in name and "@" in rest):
         shown = f"{scheme}://{rest.rpartition('@')[2]}"
         raise CheckpointError(
-            f"{shown}: keys do not belong into URLs, and there is something before the '@' of this one",
-            hint="pass access_key_id= and the like to shardkeep.open_place, or set the service's variables",
+            f"{shown}: a URL must not contain keys, and this one has something before the '@'",
+            hint="pass access_key_id= and so on to shardkeep.open_place, or set the environment variables of the service",
         )
 
 
@@ -148,7 +150,7 @@ def _local_path(path: str) -> str:
 
 
 def _segments(url: str) -> list[str]:
-    """Cut what comes after the scheme at its slashes."""
+    """Split what comes after the scheme at its slashes."""
     segments = url.partition("://")[2].rstrip("/").split("/")
     if not all(segments) or {".", ".."} & {*segments}:
         raise CheckpointError(
@@ -157,17 +159,17 @@ def _segments(url: str) -> list[str]:
     return segments
 
 
-def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectRoot:
+def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectStore:
     name, *below = _segments(url)
     if "@" in name:  # abfss://container@account.dfs.core.windows.net/path
         name, _, host = name.partition("@")
         options = {**_account_at(host), **options}
     prefix = "".join(f"{segment}/" for segment in below)
-    return ObjectRoot(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
+    return ObjectStore(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
 
 
 def _account_at(host: str) -> dict[str, str]:
-    """Say which account of Azure a host is of; its clouds that are apart have endpoints of their own."""
+    """Return the Azure account of a host, and the endpoint of the separate national clouds."""
     account, _, cloud = host.partition(".")
     suffix = cloud.partition(".")[2] if cloud.startswith(("dfs.", "blob.")) else ""
     if suffix in {"", "core.windows.net"}:
@@ -175,7 +177,7 @@ def _account_at(host: str) -> dict[str, str]:
     return {"account_name": account, "endpoint": f"https://{account}.blob.{suffix}"}
 
 
-def _in_memory(url: str) -> MemoryRoot:
+def _in_memory(url: str) -> MemoryStore:
     name, *below = _segments(url)
     place = _memory(name)
     for segment in below:
@@ -184,24 +186,24 @@ def _in_memory(url: str) -> MemoryRoot:
 
 
 @functools.cache
-def _memory(name: str) -> MemoryRoot:
-    """Return what this process keeps in its memory under a name."""
-    return MemoryRoot(f"memory://{name}")
+def _memory(name: str) -> MemoryStore:
+    """Return the store of this process with this name."""
+    return MemoryStore(f"memory://{name}")
 
 
-def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> FsspecRoot:
+def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> FsspecStore:
     shown = without_user(url).rstrip("/")
     try:
         fsspec = importlib.import_module("fsspec")
     except ModuleNotFoundError as exc:
         raise CheckpointError(
-            f"{shown}: no store for {scheme}:// places; fsspec, which may have one, is not installed",
+            f"{shown}: no store for {scheme}:// URLs; fsspec, which may have one, is not installed",
             hint="pip install 'shardkeep[fsspec]', or " + _HINT,
         ) from exc
     with fs_errors("cannot open", shown):
         try:
             fs, path = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError, TypeError) as exc:
-            message = without_user(f"{shown}: no store for {scheme}:// places: {exc}")
+            message = without_user(f"{shown}: no store for {scheme}:// URLs: {exc}")
             raise CheckpointError(message, hint=_HINT) from None
-    return FsspecRoot(fs, path, shown)
+    return FsspecStore(fs, path, shown)

@@ -1,8 +1,9 @@
 """
-A store that tries again what failed in passing: a server that restarts, a network that was gone for a moment.
+Retrying what failed for a passing reason: a server that restarts, a network that was down for a moment.
 
-To make a blob durable is never tried again: after a failed fsync the kernel takes lost pages for written, and a second
-one would say that all is well.
+`RetryPolicy` says how often and after which delays; `RetryingStore` applies it to every verb of a store. Making a blob
+durable is never retried: after a failed fsync the kernel may take lost pages for written, and a second fsync would then
+report success.
 """
 
 from __future__ import annotations
@@ -15,19 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from shardkeep.errors import BlobNotFound, MalformedFile, SaveCancelled, StorageError
-from shardkeep.storage.base import (
-    BlobInfo,
-    BlobReader,
-    BlobWriter,
-    Root,
-    Store,
-    Version,
-    create_upto,
-    delete_all,
-    free_nbytes,
-    is_sequential,
-    preferred_requests,
-)
+from shardkeep.storage.base import BlobInfo, BlobReader, BlobWriter, Root, Store, Version, spec_of
+from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -37,102 +27,94 @@ _NAMES = (
     "ECONNABORTED", "ECONNRESET", "ECONNREFUSED", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "EPIPE",
 )  # fmt: skip
 TRANSIENT = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
-"""What may be gone in a moment. A full disk, a lack of rights and a name that is taken are not."""
-_FIRST_WAIT_S = 0.5
-_LONGEST_WAIT_S = 15.0
-_LONGEST_DEAF_S = 0.5
-"""A wait is looked up from so often, to see whether it is still wanted."""
+"""Errors that may pass. A full disk, missing permissions and a name that is taken do not."""
+_LONGEST_SLEEP_S = 0.5
+"""Between two checks whether a retry is still wanted."""
 
 OnRetry = Callable[[int, StorageError, float], object]
-"""Is called with the attempt that failed (from 1), its error, and how long the next one waits."""
+"""Called with the number of the attempt that failed (from 1), its error, and the delay before the next one."""
+
+
+def backoff_s(failed: int, *, first_s: float, longest_s: float) -> float:
+    """Return the delay after `failed` failures (from 1): exponential, with jitter."""
+    # Jitter, because what fails for one rank fails for all, and they should not all come back at the same moment.
+    jitter = 0.5 + random.random()  # noqa: S311 - no secret
+    return float(min(longest_s, first_s * 2 ** (failed - 1) * jitter))
 
 
 class RetryPolicy:
-    """How often, and after which waits, something is tried again."""
+    """How often, and after which delays, an operation is retried."""
 
     def __init__(
         self,
         retries: int,
         *,
-        told: OnRetry | None = None,
+        on_retry: OnRetry | None = None,
         sleep: Callable[[float], object] = time.sleep,
         wanted: Callable[[], bool] | None = None,
     ) -> None:
-        """
-        Say how often.
-
-        Args:
-            retries: how many times more than once.
-            told: is told of each failure that is tried again.
-            sleep: waits.
-            wanted: is asked before each attempt whether there is to be one.
-
-        """
+        """`on_retry` is called before each retry; `wanted` is asked before each attempt whether to make it."""
         self._retries = retries
-        self._told = told
+        self._on_retry = on_retry
         self._sleep = sleep
         self._wanted = wanted
 
     def attempt(self, what: str, work: Callable[[int], T]) -> T:
         """
-        Do some work, which is told how many attempts failed before, until it succeeds or is to be given up.
+        Call `work` with the number of attempts that failed before, until it succeeds or the retries are used up.
 
         Raises:
-            SaveCancelled: it is not wanted any more.
+            SaveCancelled: the work is no longer wanted.
 
         """
         for failed in range(self._retries):
-            self._insist(what)
+            self._check_wanted(what)
             try:
                 return work(failed)
             except StorageError as error:
                 if error.errno not in TRANSIENT:
                     raise
-                wait_s = self._wait_s(failed)
-                log.warning("%s failed (attempt %d), tried again in %.1f s: %s", what, failed + 1, wait_s, error)
-                if self._told is not None:
-                    self._told(failed + 1, error, wait_s)
-                self._pause(wait_s)
-        self._insist(what)
+                delay_s = backoff_s(failed + 1, first_s=0.5, longest_s=15.0)
+                log.warning("could not %s (attempt %d), retrying in %.1f s: %s", what, failed + 1, delay_s, error)
+                if self._on_retry is not None:
+                    self._on_retry(failed + 1, error, delay_s)
+                self._pause(delay_s)
+        self._check_wanted(what)
         return work(self._retries)
 
-    def _insist(self, what: str) -> None:
+    def _check_wanted(self, what: str) -> None:
         if self._wanted is not None and not self._wanted():
-            raise SaveCancelled(f"{what} is not tried: it is not wanted any more")
+            raise SaveCancelled(f"did not {what}: the save was cancelled")
 
-    def _pause(self, wait_s: float) -> None:
+    def _pause(self, delay_s: float) -> None:
         if self._wanted is None:
-            self._sleep(wait_s)
+            self._sleep(delay_s)
             return
-        while wait_s > 0 and self._wanted():
-            self._sleep(min(_LONGEST_DEAF_S, wait_s))
-            wait_s -= _LONGEST_DEAF_S
-
-    @staticmethod
-    def _wait_s(failed: int) -> float:
-        # Spread: what fails for one rank fails for all, and they should not come back in one moment.
-        spread = 0.5 + random.random()  # noqa: S311 - no secret
-        return float(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**failed * spread))
+        while delay_s > 0 and self._wanted():
+            self._sleep(min(_LONGEST_SLEEP_S, delay_s))
+            delay_s -= _LONGEST_SLEEP_S
 
 
-class RetryingStore:
-    """Pass everything on to `inner`, and try it again where it fails in passing."""
+class RetryingStore(StoreWrapper):
+    """Passes everything on to `inner`, and retries what fails for a passing reason."""
 
-    def __init__(self, inner: Store, patience: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
-        """Wrap a store; `before_put` is called before each `put`, which does not happen if it raises."""
-        self.inner = inner
-        self.url = inner.url
-        self._patience = patience
+    def __init__(self, inner: Store, policy: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
+        """`before_put` is called before each `put`, which is not made if it raises."""
+        super().__init__(inner)
+        self._policy = policy
         self._before_put = before_put
 
-    def __repr__(self) -> str:
-        return f"RetryingStore({self.inner!r})"
+    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
+        return _RetryingReader(reader, f"{self.url}/{name}", self._policy)
+
+    def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
+        return _RetryingWriter(writer, f"{self.url}/{name}", self._policy)
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        return self._create(name, lambda: self.inner.create(name, nbytes))
+        return self._create(name, lambda: super(RetryingStore, self).create(name, nbytes))
 
     def create_upto(self, name: str, nbytes: int) -> BlobWriter:
-        return self._create(name, lambda: create_upto(self.inner, name, nbytes))
+        return self._create(name, lambda: super(RetryingStore, self).create_upto(name, nbytes))
 
     def _create(self, name: str, create: Callable[[], BlobWriter]) -> BlobWriter:
         def work(failed: int) -> BlobWriter:
@@ -141,39 +123,34 @@ class RetryingStore:
             except StorageError as error:
                 if not failed or error.errno != errno.EEXIST:
                     raise
-            # Made by the attempt that failed: nobody else makes a blob of that name at the same time.
+            # The failed attempt created it: no one else creates a blob of that name at the same time.
             self.inner.delete(name)
             return create()
 
-        writer = self._patience.attempt(f"to create {self.url}/{name}", work)
-        return _RetryingWriter(writer, f"{self.url}/{name}", self._patience)
+        return self._policy.attempt(f"create {self.url}/{name}", work)
 
     def open(self, name: str) -> BlobReader:
-        reader = self._again("open", name, lambda: self.inner.open(name))
-        return _RetryingReader(reader, f"{self.url}/{name}", self._patience)
+        return self._retry("open", name, lambda: super(RetryingStore, self).open(name))
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        # Stores of a user's own may know no versions, and are asked for none where none is meant.
-        how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
-
         def work(failed: int) -> None:
             if self._before_put is not None:
                 self._before_put()
             try:
-                self.inner.put(name, data, **how)
+                super(RetryingStore, self).put(name, data, replace=replace, over=over)
             except StorageError as error:
-                mine = self._mine(name, data) if failed and error.errno == errno.EEXIST else None
+                mine = self._version_of(name, data) if failed and error.errno == errno.EEXIST else None
                 if mine is None:
                     raise
             else:
                 return
-            # Put there by the attempt that failed, perhaps before it was durable.
+            # The failed attempt put it there, perhaps before it was durable.
             self.inner.put(name, data, over=mine)
 
-        self._patience.attempt(f"to put {self.url}/{name}", work)
+        self._policy.attempt(f"put {self.url}/{name}", work)
 
-    def _mine(self, name: str, data: bytes) -> Version | None:
-        """Return the version of a blob that has these bytes; None where it has others or is gone."""
+    def _version_of(self, name: str, data: bytes) -> Version | None:
+        """Return the version of a blob that holds exactly `data`; None if it holds something else or is gone."""
         version = self.inner.version(name)
         try:
             return version if self.inner.get(name, limit=len(data)) == data else None
@@ -181,99 +158,67 @@ class RetryingStore:
             return None
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return self._again("get", name, lambda: self.inner.get(name, limit=limit))
+        return self._retry("get", name, lambda: self.inner.get(name, limit=limit))
 
     def version(self, name: str) -> Version | None:
-        return self._again("look at", name, lambda: self.inner.version(name))
+        return self._retry("look up", name, lambda: self.inner.version(name))
 
     def list(self) -> Iterator[BlobInfo]:
-        return iter(self._again("list", "", lambda: list(self.inner.list())))
+        return iter(self._retry("list", "", lambda: list(self.inner.list())))
 
     def delete(self, name: str) -> None:
-        self._again("delete", name, lambda: self.inner.delete(name))
+        self._retry("delete", name, lambda: self.inner.delete(name))
 
     def delete_all(self, names: Sequence[str]) -> None:
-        """Remove many blobs, in few requests where the inner store can."""
-        self._again("delete", "", lambda: delete_all(self.inner, names))
+        self._retry("delete blobs of", "", lambda: super(RetryingStore, self).delete_all(names))
 
-    def free_nbytes(self) -> int | None:
-        """Say what the inner store says."""
-        return free_nbytes(self.inner)
+    def spec(self) -> Any:
+        """Describe the inner store: the writer process writes data files, and this process retries and commits."""
+        return spec_of(self.inner)
 
-    @property
-    def sequential(self) -> bool:
-        """Say what the inner store says."""
-        return is_sequential(self.inner)
-
-    @property
-    def requests(self) -> int:
-        """Say what the inner store says; 0 where it does not mind."""
-        return preferred_requests(self.inner, 0)
-
-    def _again(self, verb: str, name: str, work: Callable[[], T]) -> T:
-        return self._patience.attempt(f"to {verb} {self.url}/{name}", lambda _: work())
-
-
-class _RetryingWriter:
-    def __init__(self, inner: BlobWriter, where: str, patience: RetryPolicy) -> None:
-        self._inner = inner
-        self._where = where
-        self._patience = patience
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        self._patience.attempt(f"to write {self._where} at {offset}", lambda _: self._inner.write_at(offset, data))
-
-    def finish(self, nbytes: int | None = None) -> None:
-        self._inner.finish(nbytes)
-
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-
-class _RetryingReader:
-    def __init__(self, inner: BlobReader, where: str, patience: RetryPolicy) -> None:
-        self._inner = inner
-        self._where = where
-        self._patience = patience
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
-
-    def cached(self, offset: int, nbytes: int) -> bool:
-        return self._inner.cached(offset, nbytes)
-
-    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        self._patience.attempt(
-            f"to read {self._where} at {offset}", lambda _: self._inner.read_into(offset, into, cached=cached)
-        )
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-# A root that tries again what failed in passing, on itself and on all places below it.
+    def _retry(self, verb: str, name: str, work: Callable[[], T]) -> T:
+        return self._policy.attempt(f"{verb} {self.url}/{name}", lambda _: work())
 
 
 class RetryingRoot(RetryingStore):
-    """Pass everything on to `inner`, and try it again where it fails in passing."""
+    """A `RetryingStore` over a root, and over all places below it."""
 
-    def __init__(self, inner: Root, patience: RetryPolicy) -> None:
-        """Wrap a root."""
-        super().__init__(inner, patience)
+    def __init__(self, inner: Root, policy: RetryPolicy) -> None:
+        super().__init__(inner, policy)
         self._root = inner
 
-    def __repr__(self) -> str:
-        return f"RetryingRoot({self._root!r})"
+    spec = RetryingStore.spec
 
     def places(self) -> Iterator[str]:
-        return iter(self._again("list the places of", "", lambda: list(self._root.places())))
+        return iter(self._retry("list the places of", "", lambda: list(self._root.places())))
 
     def place(self, name: str) -> RetryingStore:
-        return RetryingStore(self._root.place(name), self._patience)
+        return RetryingStore(self._root.place(name), self._policy)
 
     def remove(self, name: str) -> None:
-        self._again("remove", name, lambda: self._root.remove(name))
+        self._retry("remove", name, lambda: self._root.remove(name))
 
     def drop_empty(self, name: str) -> None:
-        self._again("remove", name, lambda: self._root.drop_empty(name))
+        self._retry("remove", name, lambda: self._root.drop_empty(name))
+
+
+class _RetryingWriter(WriterWrapper):
+    def __init__(self, inner: BlobWriter, where: str, policy: RetryPolicy) -> None:
+        super().__init__(inner)
+        self._where = where
+        self._policy = policy
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._policy.attempt(f"write {self._where} at {offset}", lambda _: self.inner.write_at(offset, data))
+
+
+class _RetryingReader(ReaderWrapper):
+    def __init__(self, inner: BlobReader, where: str, policy: RetryPolicy) -> None:
+        super().__init__(inner)
+        self._where = where
+        self._policy = policy
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
+        self._policy.attempt(
+            f"read {self._where} at {offset}", lambda _: self.inner.read_into(offset, into, cached=cached)
+        )

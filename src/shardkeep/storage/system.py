@@ -1,8 +1,9 @@
 """
-What the operating system offers for files: opening, reading and writing at an offset, making durable.
+What the operating system offers for files: opening, reading and writing at an offset, making durable, locking.
 
-The one place that knows which calls Linux, macOS and Windows have, and the one place where an OSError becomes an error
-of ours. Nothing is opened through a symbolic link unless the caller allows it, and nothing but regular files is.
+This is the only module that knows which calls Linux, macOS and Windows have, and where an OSError becomes one of our
+errors. Only regular files are opened, and through a symbolic link only if the caller allows it. It also identifies
+processes, so that files can name the process that wrote them, and says how much memory is available.
 """
 
 from __future__ import annotations
@@ -26,22 +27,33 @@ from typing import Any
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
 from shardkeep.storage.base import Version
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""What a file system answers that has no direct I/O, or not with this alignment."""
+"""Errors of a file system that has no direct I/O, or not with this alignment."""
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# O_NOFOLLOW and O_NONBLOCK: a symbolic link is refused, a FIFO does not hang. O_BINARY: Windows changes no newline.
+# O_NONBLOCK: opening a FIFO does not hang. O_BINARY: Windows translates no newlines.
 _O_PLAIN: int = sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
-"""How tmpfs and ramfs are called."""
+"""Magic numbers of tmpfs and ramfs."""
 _CACHESTAT = 451
-"""Linux 6.5; the same number on every architecture that has torch."""
+"""System call number, from Linux 6.5 on; the same on every architecture that has torch."""
+_VERSION_CHUNK_BYTES = 1 << 20
+_LOCK_TIMEOUT_S = 30.0
+"""The lock is held for about two system calls, unless its holder was stopped in between."""
+_LOCK_POLL_S = 0.002
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK})
 _seek_lock = threading.Lock()
+_process_lock = threading.Lock()
 
 
 @contextmanager
 def storage_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn any OSError raised inside into ours, with the place, the name, the offset and the errno in it."""
+    """Turn an OSError raised inside into one of our errors, with the place, the name, the offset and the errno."""
     try:
         yield
     except StorageError:
@@ -60,9 +72,9 @@ def storage_errors(action: str, url: str, name: str = "", offset: int | None = N
 
 class Descriptors:
     """
-    File descriptors in use by any number of threads.
+    The descriptors of one open file, used by any number of threads.
 
-    They close when the last user has let go: a number closed under a running call may by then name another file.
+    They are closed when the last user is done: a descriptor closed during a call may by then refer to another file.
     """
 
     def __init__(self, buffered: int, direct: int | None, nbytes: int) -> None:
@@ -90,7 +102,7 @@ class Descriptors:
             self._close()
 
     def close(self) -> bool:
-        """Close now or when the last user lets go; True for the first call."""
+        """Close now, or when the last user is done; True for the first call."""
         with self._lock:
             first, self._closing = not self._closing, True
             idle = not self._users
@@ -107,7 +119,7 @@ class Descriptors:
 
 
 def open_files(path: str, flags: int, *, direct: bool, follow_links: bool = False) -> Descriptors:
-    """Open a regular file, a second time for direct I/O if that is wanted and possible."""
+    """Open a regular file, and a second time for direct I/O if that is wanted and possible."""
     flags |= _O_PLAIN | (0 if follow_links else _O_NOFOLLOW)
     try:
         buffered = os.open(path, flags, 0o666)
@@ -120,7 +132,7 @@ def open_files(path: str, flags: int, *, direct: bool, follow_links: bool = Fals
         second = _open_direct(path, flags & ~(os.O_CREAT | os.O_EXCL), status) if direct and _O_DIRECT else None
     except BaseException:
         os.close(buffered)
-        if flags & os.O_EXCL:  # made just now
+        if flags & os.O_EXCL:  # this call created it
             with suppress(OSError):
                 os.unlink(path)
         raise
@@ -139,7 +151,7 @@ def _open_direct(path: str, flags: int, wanted: os.stat_result) -> int | None:
         fd = os.open(path, flags | _O_DIRECT)
     except OSError:
         return None
-    # The name may have come to mean another file since the first open.
+    # The name may refer to another file since the first open.
     with suppress(OSError):
         if os.path.samestat(os.fstat(fd), wanted):
             return fd
@@ -148,7 +160,7 @@ def _open_direct(path: str, flags: int, wanted: os.stat_result) -> int | None:
 
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:
-    """Read once into `view`; less than asked is possible, 0 is the end of the file."""
+    """Read once into `view`; may read less than asked for, and 0 bytes at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     with _seek_lock:
@@ -159,7 +171,7 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> int:
-    """Write once from `view`; less than asked is possible."""
+    """Write once from `view`; may write less than asked for."""
     if hasattr(os, "pwrite"):
         done = os.pwrite(fd, view, offset)
     else:
@@ -167,7 +179,7 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
             os.lseek(fd, offset, os.SEEK_SET)
             done = os.write(fd, view)
     if view and not done:
-        raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+        raise OSError(errno.EIO, "the system wrote nothing and reported no error")
     return done
 
 
@@ -178,19 +190,19 @@ def sync(fd: int) -> None:
 def sync_directory(path: str) -> None:
     """Make names added to or removed from a directory durable."""
     if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows has no handle to sync; its file systems journal names themselves
+        return  # Windows cannot sync a directory; its file systems journal names
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as exc:
-        if exc.errno != errno.EINVAL:  # some network file systems cannot, and need not
+        if exc.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need not
             raise
     finally:
         os.close(fd)
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and its parents; each new name is durable before the next one is made below it."""
+    """Make a directory and its parents; each name is durable before the next one is made below it."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_directory(parent)
@@ -201,14 +213,14 @@ def make_directory(path: str) -> None:
 
 def reserve(fd: int, nbytes: int) -> None:
     """
-    Take the space now, so that a full disk is known before the first byte; does nothing where it cannot be done.
+    Reserve space, so that a full disk is reported before the first byte; does nothing where that is not supported.
 
-    By fallocate itself and not `os.posix_fallocate`: where the file system has no such thing (NFS, FUSE), glibc
-    imitates it with a write to every single block.
+    Calls fallocate itself, not `os.posix_fallocate`: on file systems without it (NFS, FUSE), glibc emulates it with a
+    write to every block.
     """
     if not nbytes or not sys.platform.startswith("linux"):
         return
-    if _lies_in_memory(fd):  # there every page would be zeroed now, and written later all the same
+    if _lies_in_memory(fd):  # fallocate would zero every page now, for nothing
         room = os.fstatvfs(fd)
         if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -222,16 +234,16 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def _lies_in_memory(fd: int) -> bool:
-    """Tell whether a file is on a file system that has no disk."""
-    found = (ctypes.c_long * 32)()  # longer than the kernel's answer, which begins with the kind of file system
+    """Return whether a file is on a file system in memory."""
+    found = (ctypes.c_long * 32)()  # longer than the kernel's struct, whose first field is the type of file system
     return not _libc().fstatfs(fd, found) and found[0] in _IN_MEMORY
 
 
 def cached_bytes(fd: int, offset: int, nbytes: int) -> int | None:
-    """Tell how much of a range the page cache holds; None where the system does not say."""
+    """Return how much of a range is in the page cache; None if the system does not say."""
     wanted = (ctypes.c_uint64 * 2)(offset, nbytes)
     found = (ctypes.c_uint64 * 5)()
-    # Refused by an older kernel, by a container's filter, or for somebody else's file.
+    # Fails on an older kernel, under a container's seccomp filter, or for a file of another user.
     if not sys.platform.startswith("linux") or _libc().syscall(_CACHESTAT, fd, wanted, found, 0):
         return None
     return found[0] * mmap.PAGESIZE
@@ -242,49 +254,37 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-# Compare-and-swap of files: which version of one is there, and a moment in which nobody else of this machine swaps.
-#
-# A version is when the bytes were written and what they are. The lock is one on the directory itself, so nothing is
-# left
-# there, and it ends with whoever holds it. Over NFS it holds between processes of one machine only; where two
-# machines
-# swap one file in the same millisecond, there, both may be told that they did. Where directories cannot be locked
-# (Windows, Lustre mounted without flock), it holds between threads of one process, or not at all.
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_CHUNK_BYTES = 1 << 20
-_WAIT_S = 30.0
-"""Others hold the lock for as long as two system calls take, unless they were stopped in between."""
-_LOOK_S = 0.002
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK})
-_within_process = threading.Lock()
-
-
 def file_version(files: Descriptors) -> Version:
-    """Say which version of a small file is open."""
+    """
+    Return the version of a small file: a digest of its bytes, and when it was written.
+
+    Not its inode: the next file may get the inode of a file that was just deleted.
+    """
     found = blake2b(digest_size=16)
     with files:
         at = 0
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, files.nbytes) or 1))
+        buffer = memoryview(bytearray(min(_VERSION_CHUNK_BYTES, files.nbytes) or 1))
         while got := read_at(files.buffered, buffer, at):
             found.update(buffer[:got])
             at += got
-        # Not its inode: that of a file just deleted is given to the next one.
         return Version(found.hexdigest(), str(os.fstat(files.buffered).st_mtime_ns))
 
 
 @contextmanager
 def directory_lock(directory: str) -> Iterator[None]:
-    """Keep other processes and threads of this machine out of a directory's swaps, where the system can."""
+    """
+    Keep other processes and threads of this machine from replacing files of a directory.
+
+    The lock is on the directory itself, so it leaves no file behind and ends with its holder. On NFS it only works
+    between processes of one machine; if two machines replace a file in the same millisecond, both may succeed. Where
+    directories cannot be locked (Windows, Lustre mounted without flock), it works between threads of this process, or
+    not at all.
+    """
     if fcntl is None or not hasattr(os, "O_DIRECTORY"):
-        with _within_process:
+        with _process_lock:
             yield
         return
-    # A descriptor of its own: locks belong to what `open` returned, and so hold between threads too.
+    # A new descriptor each time: a lock belongs to an open file description, so this also excludes other threads.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(fd)
@@ -294,16 +294,16 @@ def directory_lock(directory: str) -> Iterator[None]:
 
 
 def _lock(fd: int) -> None:
-    until = time.monotonic() + _WAIT_S
+    until = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 raise OSError(
-                    errno.EBUSY, f"another process has held the directory's lock for {_WAIT_S:.0f} s"
+                    errno.EBUSY, f"another process has held the lock on the directory for {_LOCK_TIMEOUT_S:.0f} s"
                 ) from None
-            time.sleep(_LOOK_S)
+            time.sleep(_LOCK_POLL_S)
         except OSError as exc:
             if exc.errno not in _NO_LOCKS:  # Lustre without its mount option, some FUSE
                 raise
@@ -312,25 +312,20 @@ def _lock(fd: int) -> None:
             return
 
 
-# Which process it is that writes something, in words that can be left on disk, whether it is still there, and how
-# much
-# memory there is for it.
-
-
 def host_identity() -> str:
-    """Name machine, boot and process namespace: equal only where process numbers mean the same."""
+    """Identify machine, boot and process namespace; equal only where a process id means the same process."""
     boot = namespace = ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        pass  # not Linux: the host name has to do
+        pass  # not Linux: use the host name alone
     return f"{socket.gethostname()} {boot} {namespace}".strip()
 
 
 def process_start(pid: int) -> str:
-    """Say when a process of this host began, so that a reused number is not taken for it; empty where it is gone."""
+    """Return when a process of this host started, to recognise a reused process id; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -340,7 +335,7 @@ def process_start(pid: int) -> str:
 
 
 def available_memory() -> int:
-    """Return how many bytes of memory the machine could still give; a cautious guess where it does not say."""
+    """Return how many bytes of memory are available; a cautious guess if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
             found = dict(line.split(":", 1) for line in file)

@@ -1,8 +1,8 @@
 """
-A store that goes wrong on purpose, at one chosen operation.
+A store that fails on purpose, at one chosen operation.
 
-Wrap any store, name a fault and the number of the operation it strikes; the rest passes through untouched. Run the
-same code with `at` = 0, 1, 2, … and every point where a disk can fail has been tried.
+Wrap any store, and choose a fault and the number of the operation that it strikes; all others pass through. Run the same
+code with `at` = 0, 1, 2, … to test every point where storage can fail.
 """
 
 from __future__ import annotations
@@ -10,40 +10,33 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Collection, Iterator
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.storage.base import (
-    BlobInfo,
-    BlobReader,
-    BlobWriter,
-    Store,
-    Version,
-    is_sequential,
-    preferred_requests,
-)
+from shardkeep.storage.base import BlobInfo, BlobReader, BlobWriter, Store, Version
 from shardkeep.storage.buffers import flat
+from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
 Fault = Literal["error", "full", "short", "slow", "crash", "truncate", "flip"]
 """
 error: fails with EIO. full: fails with ENOSPC. short: moves half of the data, then fails with EIO.
 slow: sleeps `delay_s`, then works. crash: raises `InjectedCrash`, now and in every later operation.
-truncate: drops the second half of what is written, and says all is well. flip: flips one bit, written or read.
+truncate: drops the second half of what is written, and reports success. flip: flips one bit, written or read.
 """
 VERBS = ("create", "write_at", "finish", "open", "read_into", "put", "get", "list", "delete", "version")
 
 
 class InjectedCrash(BaseException):
-    """The process has died here, as far as the store can tell. Not an Exception: nothing may handle it and go on."""
+    """Simulates the death of the process. Not an Exception, so that nothing handles it and goes on."""
 
 
-class FaultyStore:
+class FaultyStore(StoreWrapper):
     """
-    Pass everything on to `inner`, but strike at operation `at` (from 0) of those in `verbs`.
+    Passes everything on to `inner`, and strikes at operation `at` (from 0) of those in `verbs`.
 
-    `operations` lists what was asked for, as "verb name", in order. `abandon` is not counted: it cannot fail, but
-    after a crash it does nothing, like a process that is no longer there to clean up.
+    `operations` lists all operations, as "verb name", in order. `abandon` is not counted: it cannot fail, but after a
+    crash it does nothing, because a dead process cleans up nothing.
     """
 
     def __init__(
@@ -56,9 +49,8 @@ class FaultyStore:
         delay_s: float = 0.0,
         lasting: bool = False,
     ) -> None:
-        """`lasting`: every later operation of that verb on that blob is struck too, as what is read again is."""
-        self.inner = inner
-        self.url = inner.url
+        """`lasting`: strike every later operation of that verb on that blob as well, so that a retry fails too."""
+        super().__init__(inner)
         self.operations: list[str] = []
         self.crashed = False
         self._fault: Fault = fault
@@ -98,28 +90,25 @@ class FaultyStore:
     def broken(self, verb: str, name: str) -> StorageError:
         return StorageError(f"{self.url}/{name}: injected: {verb}: Input/output error", name=name, errno=errno.EIO)
 
+    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
+        return _FaultyReader(self, reader, name)
+
+    def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
+        return _FaultyWriter(self, writer, name)
+
     def create(self, name: str, nbytes: int) -> BlobWriter:
         self.begin("create", name)
-        return _FaultyWriter(self, self.inner.create(name, nbytes), name)
+        return super().create(name, nbytes)
+
+    create_upto = create
 
     def open(self, name: str) -> BlobReader:
         self.begin("open", name)
-        return _FaultyReader(self, self.inner.open(name), name)
-
-    @property
-    def sequential(self) -> bool:
-        """Say what the inner store says."""
-        return is_sequential(self.inner)
-
-    @property
-    def requests(self) -> int:
-        """Say what the inner store says; 0 where it does not mind."""
-        return preferred_requests(self.inner, 0)
+        return super().open(name)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         fault = self.begin("put", name)
-        how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
-        self.inner.put(name, bytes(_damaged(memoryview(data), fault)), **how)
+        super().put(name, bytes(_damaged(memoryview(data), fault)), replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         fault = self.begin("get", name)
@@ -138,6 +127,13 @@ class FaultyStore:
         self.begin("delete", name)
         self.inner.delete(name)
 
+    def delete_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.delete(name)
+
+    def free_nbytes(self) -> None:
+        """Not known, so that a full disk is only found by writing."""
+
 
 def _damaged(data: memoryview, fault: Fault | None) -> memoryview:
     """What a lying disk keeps of the data."""
@@ -150,49 +146,39 @@ def _damaged(data: memoryview, fault: Fault | None) -> memoryview:
     return data
 
 
-class _FaultyWriter:
+class _FaultyWriter(WriterWrapper):
     def __init__(self, store: FaultyStore, inner: BlobWriter, name: str) -> None:
+        super().__init__(inner)
         self._store = store
-        self._inner = inner
         self._name = name
 
     def write_at(self, offset: int, data: memoryview) -> None:
         fault = self._store.begin("write_at", self._name)
-        self._inner.write_at(offset, _damaged(flat(data), fault))
+        super().write_at(offset, _damaged(flat(data), fault))
         if fault == "short":
             raise self._store.broken("write_at", self._name)
 
     def finish(self, nbytes: int | None = None) -> None:
         self._store.begin("finish", self._name)
-        self._inner.finish(nbytes)
+        super().finish(nbytes)
 
     def abandon(self) -> None:
         if not self._store.crashed:
-            self._inner.abandon()
+            super().abandon()
 
 
-class _FaultyReader:
+class _FaultyReader(ReaderWrapper):
     def __init__(self, store: FaultyStore, inner: BlobReader, name: str) -> None:
+        super().__init__(inner)
         self._store = store
-        self._inner = inner
         self._name = name
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
-
-    def cached(self, offset: int, nbytes: int) -> bool:
-        return self._inner.cached(offset, nbytes)
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         fault = self._store.begin("read_into", self._name)
         view = flat(into)
         if fault == "short":
-            self._inner.read_into(offset, view[: len(view) // 2])
+            super().read_into(offset, view[: len(view) // 2])
             raise self._store.broken("read_into", self._name)
-        self._inner.read_into(offset, view, cached=cached)
+        super().read_into(offset, view, cached=cached)
         if fault == "flip" and view:
             view[len(view) // 2] ^= 0x10
-
-    def close(self) -> None:
-        self._inner.close()

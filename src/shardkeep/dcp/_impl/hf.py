@@ -88,10 +88,9 @@ from shardkeep.layouts.torch_values import (
     is_tensor_entry,
 )
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, Opens, Store, preferred_requests
+from shardkeep.storage.base import BlobReader, Opens, Store, preferred_requests, same_place
 from shardkeep.storage.file_systems import by_store
 from shardkeep.storage.resolve import open_store
-from shardkeep.storage.same_place import same_place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

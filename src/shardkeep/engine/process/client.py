@@ -53,11 +53,10 @@ from shardkeep.engine.workers import WorkerBudget, divide_budget
 from shardkeep.engine.writer import FileJob, Sink, Window
 from shardkeep.errors import CheckpointError, Failure, SaveCancelled, UnknownCodec, WriterDied, error_class
 from shardkeep.format.boxes import IntArray
-from shardkeep.storage import uploads
-from shardkeep.storage.base import BlobWriter, Store, preferred_requests
-from shardkeep.storage.buffers import ALIGNMENT, address_of, part_nbytes_of
+from shardkeep.storage.base import BlobWriter, Store, is_sequential, part_nbytes_of, preferred_requests, spec_of
+from shardkeep.storage.buffers import ALIGNMENT, address_of
 from shardkeep.storage.cancel import current_scope
-from shardkeep.storage.spec import LocalStoreSpec, StoreSpec, store_spec
+from shardkeep.storage.resolve import StoreSpec
 
 log = logging.getLogger("shardkeep")
 
@@ -251,8 +250,6 @@ class WriteTarget(NamedTuple):
     """As this process has it."""
     spec: StoreSpec
     """As the writer process opens it."""
-    lost: set[str]
-    """Files that the writer process died before it could finish or abandon; uploads of them have to be aborted."""
     room_nbytes: int = 0
     """Memory for what the store copies on the way; 0: what the store has for all files together."""
 
@@ -321,13 +318,12 @@ class _ProcessFile:
 
     def __init__(self, client: WriterClient, target: WriteTarget, job: FileJob, codecs: FileCodecs) -> None:
         self._client = client
-        self._lost = target.lost
         self._nbytes = job.nbytes
         self._name = job.name
         self._codecs = codecs
         self._over = False
         if (scope := current_scope()) is not None:
-            scope.tell(self.give_up)
+            scope.on_cancel(self.give_up)
         codec_spec = codecs.spec_of(job.name)
         try:
             coded = None if codec_spec is None else FileCodecSpec(*codec_spec)
@@ -356,10 +352,8 @@ class _ProcessFile:
     def abandon(self) -> None:
         if not self._over:
             self._over = True
-            try:
+            with contextlib.suppress(CheckpointError):  # the process is gone: a later save deletes the files
                 self._client.ask(AbandonFile(self.number))
-            except CheckpointError:  # the process is gone; its files are deleted elsewhere
-                self._lost.add(self._name)
 
 
 def shared_runs(window: Window, memory: SharedMemory) -> SharedRuns | None:
@@ -463,18 +457,16 @@ class WriterManager:
             WriterDied: the process could not be started.
 
         """
-        spec = store_spec(store)
-        target = WriteTarget(store, spec, set())
+        target = WriteTarget(store, spec_of(store))
         with self._lock:
             process, memory, shared = self._ready(pipes)
             self._ending = False
             self._saves.append(wanted)
         policy = WaitPolicy(timeout_s, abandoned=lambda: self._abandon(process))
-        if not isinstance(spec, LocalStoreSpec):
+        if is_sequential(store):
             policy = replace(policy, cancelled_s=_REMOTE_CLEANUP_S)
         with contextlib.ExitStack() as after:
             after.callback(self._release, wanted)
-            after.callback(_abort_uploads, target)
             yield WriterSession(memory, process, shared, target, policy, wanted)
 
     def _release(self, wanted: Wanted) -> None:
@@ -531,16 +523,6 @@ class WriterManager:
         if self._shared is not None:
             self._shared.close()
         self._process = self._memory = self._shared = None
-
-
-def _abort_uploads(target: WriteTarget) -> None:
-    """Abort the uploads of a writer process that died."""
-    if not target.lost:
-        return
-    try:
-        uploads.sweep(target.store, lambda each: each.name in target.lost)
-    except Exception as exc:  # noqa: BLE001 - the save has failed already, and that is the error to report
-        log.info("%s: the uploads of the dead writer process are not aborted: %s", target.store.url, exc)
 
 
 @functools.cache  # outlives the calls that use it; a forked process must not touch its parent's

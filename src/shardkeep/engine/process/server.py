@@ -46,7 +46,7 @@ from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, copy
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.spec import StoreSpec
+from shardkeep.storage.resolve import StoreSpec
 
 _SENT_TO_ALL = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 IGNORED_SIGNALS = frozenset(getattr(signal, name) for name in _SENT_TO_ALL if hasattr(signal, name))
@@ -256,7 +256,7 @@ def _cancelling(scope: CancelScope) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        scope.give_up()
+        scope.cancel()
         raise
 
 
@@ -288,7 +288,7 @@ class _Files:
         file = self._files[request.file]
         if isinstance(request, AbandonFile):
             # The save has failed: its other files need not wait for a store.
-            file.scope.give_up()
+            file.scope.cancel()
             file.writer.abandon()
             del self._files[request.file]
             return WriterReply()
@@ -308,7 +308,7 @@ class _Files:
         with self._lock:  # one at a time: opening a store may change the environment
             store = EncodingStore(request.store.open(), chains)
             scope = self._scope_of(request)
-        with _cancelling(scope), scope.held():
+        with _cancelling(scope), scope.active():
             writer = store.create(request.name, request.nbytes)
         number = next(self._numbers)
         self._files[number] = _File(writer, store.seals, scope)
@@ -319,11 +319,11 @@ class _Files:
         with self._lock:
             scope = self._scopes.get(native.save_id_of(name) or "")
         if scope is not None:
-            scope.give_up()
+            scope.cancel()
 
     def _scope_of(self, request: CreateFile) -> CancelScope:
         """Return the scope that the files of a save share. A file without a save id has its own: its name may be reused."""
-        scope = CancelScope(room=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
+        scope = CancelScope(budget=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
         save_id = native.save_id_of(request.name)
         return scope if save_id is None else self._scopes.setdefault(save_id, scope)
 

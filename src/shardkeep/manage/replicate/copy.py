@@ -32,8 +32,7 @@ from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 from shardkeep.format.data_file import count_blocks
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
-from shardkeep.storage.base import BlobReader, BlobWriter, Store, innermost, preferred_requests
-from shardkeep.storage.object_store import ObjectStore
+from shardkeep.storage.base import BlobReader, BlobWriter, Store, preferred_requests, verifies_uploads
 from shardkeep.storage.reread import SecondRead, reread, warn_reread_ok
 
 NICENESS = 10
@@ -223,20 +222,6 @@ class Copied(NamedTuple):
 
     nbytes: int
     files: int
-
-
-def verifies_uploads(store: object) -> bool:
-    """
-    Return whether the store is known to verify a checksum of what it receives.
-
-    Amazon S3 does, if a checksum is sent along. Services that are only compatible with S3 may not, other services are
-    sent no checksum, and a disk verifies nothing.
-    """
-    store = innermost(store)
-    if not isinstance(store, ObjectStore):
-        return False
-    bucket = store.bucket
-    return bucket.service == "s3" and bucket.official and bool(bucket.opened.config.get("checksum_algorithm"))
 
 
 def copy_files(

@@ -1,0 +1,125 @@
+"""
+The base of stores that wrap another store: retrying, watching, injecting faults.
+
+A wrapper passes every verb on. A subclass overrides the verbs it changes, and `wrap_reader` and `wrap_writer` for the
+readers and writers that it returns. Three optional verbs are not passed on, because calls through them would bypass the
+wrapper: `local_path`, `any_names` and `spec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardkeep.storage.base import (
+    BlobInfo,
+    BlobReader,
+    BlobWriter,
+    Store,
+    Version,
+    create_upto,
+    delete_all,
+    drop_cached,
+    free_nbytes,
+    is_sequential,
+    preferred_requests,
+)
+
+
+class StoreWrapper:
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url = inner.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - for subclasses
+        """Return what `open` returns."""
+        return reader
+
+    def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:  # noqa: ARG002 - for subclasses
+        """Return what `create` returns."""
+        return writer
+
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        return self.wrap_writer(self.inner.create(name, nbytes), name)
+
+    def create_upto(self, name: str, nbytes: int) -> BlobWriter:
+        return self.wrap_writer(create_upto(self.inner, name, nbytes), name)
+
+    def open(self, name: str) -> BlobReader:
+        return self.wrap_reader(self.inner.open(name), name)
+
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+        # A user's store may not support versions: it is not asked for one unless it is needed.
+        how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
+        self.inner.put(name, data, **how)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        return self.inner.get(name, limit=limit)
+
+    def version(self, name: str) -> Version | None:
+        return self.inner.version(name)
+
+    def list(self) -> Iterator[BlobInfo]:
+        return self.inner.list()
+
+    def delete(self, name: str) -> None:
+        self.inner.delete(name)
+
+    def delete_all(self, names: Sequence[str]) -> None:
+        delete_all(self.inner, names)
+
+    def free_nbytes(self) -> int | None:
+        return free_nbytes(self.inner)
+
+    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
+        drop_cached(self.inner, name, offset, nbytes)
+
+    @property
+    def sequential(self) -> bool:
+        return is_sequential(self.inner)
+
+    @property
+    def requests(self) -> int:
+        """The inner store's preference; 0 if it has none."""
+        return preferred_requests(self.inner, 0)
+
+
+class WriterWrapper:
+    """Passes everything on to another writer."""
+
+    def __init__(self, inner: BlobWriter) -> None:
+        self.inner = inner
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self.inner.write_at(offset, data)
+
+    def finish(self, nbytes: int | None = None) -> None:
+        self.inner.finish(nbytes)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+
+
+class ReaderWrapper:
+    """Passes everything on to another reader."""
+
+    def __init__(self, inner: BlobReader) -> None:
+        self.inner = inner
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def cached(self, offset: int, nbytes: int) -> bool:
+        return self.inner.cached(offset, nbytes)
+
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
+        self.inner.read_into(offset, into, cached=cached)
+
+    def close(self) -> None:
+        self.inner.close()
