@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveReport
+from shardkeep.engine.save_session import SaveRequest
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, emit
 from shardkeep.manage.background import PendingTasks
@@ -38,7 +39,7 @@ from shardkeep.manage.replicate.replicator import Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.schedule import Clock
-from shardkeep.saving import async_save, save
+from shardkeep.saving import run_save, start_save
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -113,22 +114,6 @@ def find_timeline(
 
 
 # -- saves --------------------------------------------------------------------------------------------------------
-
-
-class _Refused(Mapping[str, Any]):
-    """Meta that raises when it is read: inside the save, from where the error reaches all ranks."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        self._error = error
-
-    def __getitem__(self, key: str) -> NoReturn:
-        raise self._error
-
-    def __iter__(self) -> Iterator[str]:
-        raise self._error
-
-    def __len__(self) -> int:
-        return 1
 
 
 class Saves:
@@ -321,9 +306,20 @@ class Saves:
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
-        overwrite, labels = self._labels(name, step, timeline, metrics, meta, overwrite=overwrite)
-        how = {"step": step, "meta": labels, "overwrite": overwrite, **self._how}
+        labels: Mapping[str, Any] | None = None
+        refusal: CheckpointError | None = None
+        try:
+            labels = build_meta(meta, metrics, timeline.number, timeline.began_after)
+            overwrite = overwrite or self._may_overwrite(name, step, timeline)
+        except (CheckpointExists, StateError) as error:
+            refusal = error
+
+        def check() -> None:
+            if refusal is not None:  # raised inside the save, so that it reaches all ranks
+                raise refusal
+
         store = self._store_to_write(name, step)
+        request = SaveRequest(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
         first = self._ranks.world.rank == 0
         if first:
             self._locks.acquire(name)
@@ -332,9 +328,9 @@ class Saves:
         try:
             with self._throttle.in_call():
                 if self._how_asynchronous is not None:
-                    saved = async_save(state, store, **how, **self._how_asynchronous)
+                    saved = start_save(state, request, **self._how_asynchronous)
                 else:
-                    saved = save(state, store, **how)
+                    saved = run_save(state, request)
         except EarlierSaveFailed as error:  # of a save outside this Checkpointer
             other_failure, saved = error, error.response
         except BaseException:
@@ -356,37 +352,23 @@ class Saves:
             raise other_failure
         return saved
 
-    def _labels(
-        self,
-        name: str,
-        step: int,
-        timeline: Timeline,
-        metrics: Mapping[str, Any] | None,
-        meta: Mapping[str, Any] | None,
-        *,
-        overwrite: bool,
-    ) -> tuple[bool, Mapping[str, Any]]:
-        """Return whether to overwrite, and the meta of a save; a refusal is raised inside the save, on all ranks."""
-        try:
-            labels = build_meta(meta, metrics, timeline.number, timeline.began_after)
-            if overwrite:
-                return True, labels
-            if timeline.may_overwrite(step):
-                overwrite = not self._is_pinned(name)
-                if not overwrite and self._exists(step):
-                    raise CheckpointExists(
-                        f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
-                        hint=f"unpin({step}), or save(..., overwrite=True)",
-                        **{PINNED: True},
-                    )
-            elif self.replicator is not None and self.replicator.has(name):
+    def _may_overwrite(self, name: str, step: int, timeline: Timeline) -> bool:
+        """Return whether to overwrite a checkpoint of this step; raise `CheckpointExists` where the save must not."""
+        if timeline.may_overwrite(step):
+            if not self._is_pinned(name):
+                return True
+            if self._exists(step):
                 raise CheckpointExists(
-                    f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
-                    hint="save(..., overwrite=True) replaces it, or choose other roots",
+                    f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
+                    hint=f"unpin({step}), or save(..., overwrite=True)",
+                    **{PINNED: True},
                 )
-        except (CheckpointExists, StateError) as error:
-            return False, _Refused(error)
-        return overwrite, labels
+        elif self.replicator is not None and self.replicator.has(name):
+            raise CheckpointExists(
+                f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
+                hint="save(..., overwrite=True) replaces it, or choose other roots",
+            )
+        return False
 
     def _exists(self, step: int) -> bool:
         try:
