@@ -1,10 +1,10 @@
 """
-The load story: open -> match -> read -> place.
+Loads: open -> match -> read -> place.
 
-Three meetings of the ranks: rank 0 reads the commit record, so that all load one and the same save; every rank
-compares its state with the index, before anything is changed; every rank reads its own boxes. Objects in the state are
-given what is theirs in a fourth, after all have read. Where reads are shared, rank 0 says who reads what before they
-begin, and ranks exchange it afterwards. A failure anywhere, on any rank, reaches all of them.
+The ranks meet three times. Rank 0 reads the commit record, so that all ranks load the same save. Every rank compares its
+state with the index, before anything is changed. Every rank reads its own boxes. Objects in the state get what is theirs
+in a fourth meeting, after all ranks have read. If ranks share their reads, rank 0 first decides which rank reads what, and
+the ranks exchange it afterwards. A failure on any rank is raised on all of them. `engine.load_session` has the steps.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.access import open_on_all_ranks
 from shardkeep.engine.load_session import LoadSession
-from shardkeep.engine.match import LoadFilter, MatchResult
-from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, SentPhases, find_slowest
+from shardkeep.engine.match import LoadFilter
+from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, find_slowest
 from shardkeep.options import Options
 from shardkeep.state.patterns import Patterns, Renames
 from shardkeep.storage.base import Store
@@ -84,71 +82,36 @@ def load(
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
     store = open_on_all_ranks(where, world, options, doing="load from")
-    wishes = LoadFilter(include, exclude, rename, cast)
-    telling = LoadEvents(phases, rank=world.rank, where=store.url)
-    with telling.reporting(), rendezvous(world, f"load from {store.url}") as meeting:
-        filling = LoadSession(store, wishes, world, options, group, allow_pickle=allow_pickle)
-
-        def match() -> bytes:
-            with phases.phase("plan"):
-                return filling.match(state)
-
-        def place() -> None:
-            with phases.phase("place"):
-                filling.place(state)
-
-        def read() -> bytes:
-            began_s = phases.now()
-            filling.read(first_file=world.rank / world.size)
-            phases.add("read", began_s, phases.now(), filling.bytes_read)
-            if not filling.objects and not filling.orders:
-                place()
-            return msgspec.msgpack.encode(phases.sent())
-
-        def exchange() -> bytes:
-            with phases.phase("exchange"):
-                filling.exchange()
-            if not filling.objects:
-                place()
-            return msgspec.msgpack.encode(phases.sent())
-
-        def place_objects() -> bytes:
-            place()
-            return msgspec.msgpack.encode(phases.sent())
-
-        def end(payloads: list[bytes]) -> list[bytes]:
-            phases.collect([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads])
-            return [b""] * len(payloads)
-
+    events = LoadEvents(phases, rank=world.rank, where=store.url)
+    load_filter = LoadFilter(include, exclude, rename, cast)
+    with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
+        session = LoadSession(store, load_filter, world, ranks, phases, options, group, allow_pickle)
         with phases.phase("open"):
-            filling.open(meeting.agree("open", lambda: filling.look(state), filling.tell))
-            if filling.communicates:  # all that can fail on a rank alone comes before ranks wait for each other
-                meeting.agree("prepare", filling.prepare, lambda done: done)
-        judged = meeting.agree("match", match, lambda found: filling.judge(found, strict=strict, where=store.url))
+            opened = session.open(state)
+        matched = session.match(opened, state, strict=strict)
         phases.mark_meeting()
-        verdict = msgspec.msgpack.decode(judged, type=MatchResult)
-        if filling.shares:
-            filling.orders = meeting.agree("share", filling.offer, filling.share_out)
-        meeting.agree("read", read, end)
-        if filling.orders:  # on all ranks, none of which has failed to read
-            meeting.agree("exchange", exchange, end)
-        if filling.objects:  # which may talk to each other, and must not wait for a rank that failed to read
-            meeting.agree("place", place_objects, end)
-    ranks = phases.all_ranks()
+        shared = session.share(matched)
+        exchanges, has_objects = bool(shared and shared.plan), bool(opened.objects)
+        # New leaves are placed in the last of these steps. Objects are placed in a step of their own.
+        read = session.read(matched, shared, place=not exchanges and not has_objects)
+        received = session.exchange(matched, read, place=not has_objects) if exchanges else 0
+        if has_objects:
+            session.place(matched, read)
+    ranks_phases = phases.all_ranks()
     report = LoadReport(
         where=store.url,
-        save_id=filling.record.save_id,
-        step=filling.record.step,
-        meta=filling.record.meta,
-        missing=verdict.missing,
-        unexpected=verdict.unexpected,
-        cast=filling.matched.cast,
-        bytes_read=filling.bytes_read,
-        bytes_received=filling.bytes_received,
+        save_id=opened.record.save_id,
+        step=opened.record.step,
+        meta=opened.record.meta,
+        missing=matched.result.missing,
+        unexpected=matched.result.unexpected,
+        cast=matched.match.cast,
+        bytes_read=read.nbytes,
+        bytes_received=received,
         seconds=phases.now(),
         phases=phases.spans,
-        ranks=ranks,
-        slowest=find_slowest(ranks, LOAD_WORK),
+        ranks=ranks_phases,
+        slowest=find_slowest(ranks_phases, LOAD_WORK),
     )
-    telling.finished(report)
+    events.finished(report)
     return report

@@ -8,7 +8,6 @@ import torch
 
 import shardkeep as sk
 from shardkeep.engine import fill as slicing
-from shardkeep.engine.reader import Source
 from shardkeep.options import Options
 from shardkeep.storage.memory import MemoryStore
 from tests.damage.forge import take_apart
@@ -139,7 +138,7 @@ def test_steps_give_what_torch_gives_whatever_the_band(tmp_path, monkeypatch, it
     full = torch.arange(30 * 9 * 33, dtype=torch.int32).reshape(30, 9, 33)
     sk.save({"w": full}, tmp_path / "ck")
     monkeypatch.setattr(slicing, "_BAND_NBYTES", band)
-    monkeypatch.setattr(slicing, "_APART_NBYTES", apart)
+    monkeypatch.setattr(slicing, "_LARGE_GAP_NBYTES", apart)
     monkeypatch.setattr(slicing, "_MOST_PARTS", 7)
 
     assert bits(sk.open(tmp_path / "ck")["w"][item]) == bits(full[item])
@@ -165,8 +164,8 @@ def test_a_small_step_holds_one_band_at_a_time(tmp_path, monkeypatch):
     full = torch.arange(4 << 20, dtype=torch.int32)
     sk.save({"w": full}, tmp_path / "ck")
     held = []
-    fill = Source.fill
-    monkeypatch.setattr(Source, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
+    fill = slicing.fill
+    monkeypatch.setattr(slicing, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
 
     found = sk.open(tmp_path / "ck", options=Options(host_budget_bytes=4 << 20))["w"][::9]
 

@@ -1,21 +1,27 @@
 """
-One rank's part of a load: compare its state with the index, fill its tensors, put into the state what is new.
+The steps of a load on one rank: open, match, share, read, exchange, place.
+
+Each step is one meeting of all ranks. It returns a value that the next steps take, and raises on all ranks if it failed
+on any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
+from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.fill import fill
 from shardkeep.engine.match import (
     LoadFilter,
     Match,
+    MatchResult,
     RankFindings,
     compare_kinds,
     match_state,
@@ -23,10 +29,12 @@ from shardkeep.engine.match import (
     raise_if_wrong,
 )
 from shardkeep.engine.reader import Source
+from shardkeep.engine.report import Phases, SentPhases
 from shardkeep.engine.save_session import check_same_objects
 from shardkeep.engine.shared_reads import (
     Channel,
     Destinations,
+    Exchange,
     Sharing,
     all_agree,
     new_tag,
@@ -35,8 +43,6 @@ from shardkeep.engine.shared_reads import (
     shared_requests,
 )
 from shardkeep.engine.sources import FoundCheckpoint, find, open_source
-from shardkeep.errors import RanksDisagree
-from shardkeep.format.index import Index
 from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
@@ -51,190 +57,311 @@ from shardkeep.storage.base import Store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
+State = MutableMapping[str, Any]
+
 _encode = msgspec.msgpack.encode
 
 
+class OpenedLoad(NamedTuple):
+    """After `open`: which checkpoint all ranks load, and the objects in this rank's state."""
+
+    record: Record
+    objects: Objects
+    found: FoundCheckpoint | None
+    """On rank 0, which read it: what was found in the store."""
+    channel: Channel | None
+    """Carries bytes between ranks, if all of them share their reads."""
+    prepared: PreparedLoad | None
+    """Prepared in a meeting of its own, if objects communicate with other ranks."""
+
+
+class PreparedLoad(NamedTuple):
+    """The index, the checked arguments, and what objects that ask no other rank need."""
+
+    source: Source
+    load_filter: LoadFilter
+    stored: StoredState | None
+    templates: dict[str, Any]
+
+
+class MatchedState(NamedTuple):
+    """After `match`: how this rank's state and the checkpoint fit, and the plain values to put into the state."""
+
+    state: State
+    objects: Objects
+    source: Source
+    channel: Channel | None
+    templates: dict[str, Any]
+    description: Description
+    match: Match
+    values: dict[str, Any]
+    result: MatchResult
+
+
+class Targets(NamedTuple):
+    """All tensors to fill, and those among them that are new and must be put into the state."""
+
+    destinations: Destinations
+    made: dict[str, Any]
+
+
+class SharedLoad(NamedTuple):
+    """After `share`: the tensors to fill, and this rank's part in reading them, as rank 0 planned it."""
+
+    targets: Targets
+    sharing: Sharing
+    plan: bytes
+    """Empty where ranks have nothing in common."""
+
+
+class ReadTensors(NamedTuple):
+    """After `read`: the tensors that were filled."""
+
+    made: dict[str, Any]
+    nbytes: int
+    exchange: Exchange | None
+    """What is still to be exchanged with other ranks, if reads are shared."""
+
+
+@dataclass(frozen=True)
 class LoadSession:
     """One rank's part of a load."""
 
-    def __init__(
-        self,
-        store: Store,
-        wishes: LoadFilter,
-        world: World,
-        options: Options,
-        group: ProcessGroup | World | None,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        self.store = store
-        self.options = options
-        self.wishes = wishes
-        self.world = world
-        self.allow_pickle = allow_pickle
-        self.in_place_of: dict[str, Any] = {}
-        self.new_leaves: dict[str, Any] = {}
-        self.bytes_read = self.bytes_received = 0
-        self.group = group
-        self.orders = b""
-        """This rank's part in sharing the reads; nothing where they are not shared."""
-        # Known after `look`, `open`, `prepare`, `match` and `offer`.
-        self.objects: Objects
-        self.record: Record
-        self.communicates: bool
-        self.stored: StoredState | None = None
-        self.found: FoundCheckpoint | None = None
-        self.source: Source
-        self.index: Index
-        self.description: Description
-        self.matched: Match
-        self.shares: bool
-        self.channel: Channel | str | None = None
-        self.sharing: Sharing
-        self.destinations: Destinations | None = None
+    store: Store
+    load_filter: LoadFilter
+    world: World
+    ranks: Rendezvous
+    phases: Phases
+    options: Options
+    group: ProcessGroup | World | None
+    allow_pickle: bool
 
-    def look(self, state: MutableMapping[str, Any]) -> bytes:
-        """Find the objects in this rank's state."""
-        self.objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
-        word: str | None = None
-        if self.options.share_reads:
-            self.channel = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
-            word = self.channel if isinstance(self.channel, str) else ""
-        return _encode((self.objects.names, self.objects.communicates, word))
+    def open(self, state: State) -> OpenedLoad:
+        """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
+        on_rank_0: list[FoundCheckpoint] = []
 
-    def tell(self, payloads: list[bytes]) -> list[bytes]:
-        """On rank 0: give everyone the commit record, if all ranks have the same objects."""
-        seen = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
-        check_same_objects([names for names, _, _ in seen])
-        self.found = find(self.store)
-        record = msgspec.json.encode(self.found.record)  # as it is stored: its meta may be beyond msgpack
-        shares = all_agree([word for _, _, word in seen])
-        return [_encode((record, any(talks for _, talks, _ in seen), shares))] * len(payloads)
+        def look() -> tuple[tuple[Objects, Channel | None], bytes]:
+            objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
+            channel: Channel | str | None = None
+            if self.options.share_reads:
+                channel = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
+            usable = channel if isinstance(channel, Channel) else None
+            cannot_share = channel if isinstance(channel, str) else "" if usable else None
+            return (objects, usable), _encode((objects.names, objects.communicates, cannot_share))
 
-    def open(self, told: bytes) -> None:
-        """Take the commit record from rank 0."""
-        record, self.communicates, self.shares = msgspec.msgpack.decode(told, type=tuple[bytes, bool, bool])
-        self.record = msgspec.json.decode(record, type=Record)
+        def decide(payloads: list[bytes]) -> list[bytes]:
+            said = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
+            check_same_objects([names for names, _, _ in said])
+            on_rank_0.append(find(self.store))
+            record = msgspec.json.encode(on_rank_0[0].record)  # as it is stored: msgpack cannot hold every `meta`
+            shares = all_agree([cannot_share for _, _, cannot_share in said])
+            return [_encode((record, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
-    def prepare(self) -> bytes:
-        """Read the index, and ask those objects what they need that ask no other rank."""
-        self.wishes = self.wishes.checked()
-        found, self.found = self.found, None  # of rank 0, which has read it
-        self.source = found.open(self.options) if found else open_source(self.store, self.record, self.options)
-        self.index = self.source.index
-        if self.objects:
-            self.stored = StoredState(self.index, *self.wishes.names(self.index), self.wishes.renamed)
-            self.in_place_of = self.objects.templates(self.stored, self.wishes.selects(), communicating=False)
-        return b""
+        (objects, channel), answer = self._agree("open", look, decide)
+        raw, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[bytes, bool, bool])
+        record = msgspec.json.decode(raw, type=Record)
+        found = on_rank_0[0] if on_rank_0 else None
+        opened = OpenedLoad(record, objects, found, channel if shares else None, None)
+        if not communicates:
+            return opened
+        # What can fail on a single rank must come before ranks wait for each other inside their objects.
+        prepared, _ = self._agree("prepare", lambda: (self._prepare(opened), b""), lambda done: done)
+        return opened._replace(prepared=prepared)
 
-    def match(self, state: MutableMapping[str, Any]) -> bytes:
-        """Compare this rank's state with the index."""
-        if not self.communicates:
-            self.prepare()
-        selected = self.wishes.selects()
-        if self.stored is not None:
-            self.in_place_of = self.objects.templates(self.stored, selected, communicating=True)
-        self.description = describe(
-            state, rank=self.world.rank, in_place_of=self.in_place_of, filling=True, selected=selected
-        )
-        self.matched = match_state(self.index, self.description, self.wishes)
-        # Values are decoded before a tensor is touched: one that is refused leaves the state as it was.
+    def _prepare(self, opened: OpenedLoad) -> PreparedLoad:
+        """Read the index, and ask those objects for their templates that ask no other rank."""
+        load_filter = self.load_filter.checked()
+        found = opened.found
+        source = found.open(self.options) if found else open_source(self.store, opened.record, self.options)
+        if not opened.objects:
+            return PreparedLoad(source, load_filter, None, {})
+        stored = StoredState(source.index, *load_filter.names(source.index), load_filter.renamed)
+        templates = opened.objects.templates(stored, load_filter.selects(), communicating=False)
+        return PreparedLoad(source, load_filter, stored, templates)
+
+    def match(self, opened: OpenedLoad, state: State, *, strict: bool) -> MatchedState:
+        """Compare the state of every rank with the index, before anything is changed."""
+        on_rank_0: list[PreparedLoad] = []
+
+        def compare() -> tuple[MatchedState, bytes]:
+            with self.phases.phase("plan"):
+                prepared = opened.prepared or self._prepare(opened)
+                on_rank_0.append(prepared)
+                return self._compare(opened, prepared, state)
+
+        def decide(payloads: list[bytes]) -> list[bytes]:
+            index, load_filter = on_rank_0[0].source.index, on_rank_0[0].load_filter
+            findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in payloads]
+            result = merge_findings(index, findings, load_filter)
+            raise_if_wrong(index, findings, result, load_filter, strict=strict, where=self.store.url)
+            return [_encode(result)] * len(payloads)
+
+        matched, answer = self._agree("match", compare, decide)
+        return matched._replace(result=msgspec.msgpack.decode(answer, type=MatchResult))
+
+    def _compare(self, opened: OpenedLoad, prepared: PreparedLoad, state: State) -> tuple[MatchedState, bytes]:
+        source, load_filter, stored, templates = prepared
+        selected = load_filter.selects()
+        if stored is not None:
+            templates = opened.objects.templates(stored, selected, communicating=True)
+        description = describe(state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
+        match = match_state(source.index, description, load_filter)
+        # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
+        values: dict[str, Any] = {}
         other_kinds: list[str] = []
-        for key, row in self.matched.values.items():
-            like = self.description.values[key]
-            data = self.index.value_data.raw(row)
-            self.new_leaves[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
-            other_kinds += compare_kinds(key, like, self.new_leaves[key])
-        # So does a container that cannot take what is new.
-        made = {key: torch.empty(0) for key in self.matched.tensors if needs_memory(self.description.leaves[key])}
-        self._refill(state, self.new_leaves | made, dry=True)
-        return _encode(msgspec.structs.replace(self.matched.findings, other_kinds=other_kinds))
-
-    def _refill(self, state: MutableMapping[str, Any], leaves: dict[str, Any], *, dry: bool = False) -> None:
-        refill(
+        for key, row in match.values.items():
+            like = description.values[key]
+            data = source.index.value_data.raw(row)
+            values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
+            other_kinds += compare_kinds(key, like, values[key])
+        matched = MatchedState(
             state,
+            opened.objects,
+            source,
+            opened.channel,
+            templates,
+            description,
+            match,
+            values,
+            MatchResult(missing=[], unexpected=[]),
+        )
+        # So does a container that cannot be changed.
+        made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
+        self._refill(matched, values | made, dry=True)
+        return matched, _encode(msgspec.structs.replace(match.findings, other_kinds=other_kinds))
+
+    def share(self, matched: MatchedState) -> SharedLoad | None:
+        """Divide what several ranks want between them; None if reads are not shared."""
+        channel = matched.channel
+        if channel is None:
+            return None
+
+        def offer() -> tuple[tuple[Targets, Sharing], bytes]:
+            targets = _find_targets(matched)
+            requests = shared_requests(matched.source, targets.destinations)
+            sharing = Sharing(channel, requests, budget_nbytes=self.options.host_budget_bytes)
+            return (targets, sharing), sharing.offer()
+
+        def decide(payloads: list[bytes]) -> list[bytes]:
+            return plan_sharing(payloads, first_tag=new_tag()) or [b""] * len(payloads)
+
+        (targets, sharing), plan = self._agree("share", offer, decide)
+        return SharedLoad(targets, sharing, plan)
+
+    def read(self, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
+        """Fill every tensor, except for what other ranks read for this one."""
+
+        def work() -> ReadTensors:
+            began_s = self.phases.now()
+            targets = shared.targets if shared else _find_targets(matched)
+            to, exchange = targets.destinations, None
+            if shared and shared.plan:
+                part = shared.sharing.accept(shared.plan)
+                to, exchange = remaining_reads(to, part.rows, part.cuts), part.exchange
+            synchronize_devices(to.into)
+            nbytes = fill(
+                matched.source,
+                to.tensor,
+                to.boxes,
+                to.into,
+                threads=self.options.io_threads,
+                budget_nbytes=self.options.host_budget_bytes,
+                first_file=self.world.rank / self.world.size,
+            )
+            synchronize_devices(to.into)
+            # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
+            torch.autograd.graph.increment_version(to.into)
+            self.phases.add("read", began_s, self.phases.now(), nbytes)
+            if place:
+                self._place(matched, targets.made)
+            return ReadTensors(targets.made, nbytes, exchange)
+
+        return self._timed("read", work)
+
+    def exchange(self, matched: MatchedState, read: ReadTensors, *, place: bool) -> int:
+        """Exchange what ranks have read for each other, once all of them have read; return the bytes received."""
+
+        def work() -> int:
+            with self.phases.phase("exchange"):
+                received = read.exchange.run() if read.exchange else 0
+            if place:
+                self._place(matched, read.made)
+            return received
+
+        return self._timed("exchange", work)
+
+    def place(self, matched: MatchedState, read: ReadTensors) -> None:
+        """
+        Put new leaves into the state, and give objects what is theirs.
+
+        This is a step of its own where there are objects: they may communicate, and must not wait for a rank that failed
+        to read.
+        """
+        self._timed("place", lambda: self._place(matched, read.made))
+
+    def _place(self, matched: MatchedState, made: dict[str, Any]) -> None:
+        with self.phases.phase("place"):
+            self._refill(matched, matched.values | made)
+            matched.objects.take({*matched.match.tensors, *matched.match.values})
+
+    def _refill(self, matched: MatchedState, leaves: dict[str, Any], *, dry: bool = False) -> None:
+        refill(
+            matched.state,
             leaves,
             rank=self.world.rank,
             is_tensor=is_tensor_or_object,
-            in_place_of=self.in_place_of,
+            in_place_of=matched.templates,
             dry=dry,
         )
 
-    def place(self, state: MutableMapping[str, Any]) -> None:
-        """Put into the state what was not filled where it was, and give objects what is theirs."""
-        self._refill(state, self.new_leaves)
-        self.objects.take({*self.matched.tensors, *self.matched.values})
+    def _timed(self, phase: str, work: Callable[[], T]) -> T:
+        """Run a step whose ranks send rank 0 their timings."""
 
-    def judge(self, payloads: list[bytes], *, strict: bool, where: str) -> list[bytes]:
-        """On rank 0: raise if the checkpoint does not fit, and tell everyone what was found."""
-        findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in payloads]
-        verdict = merge_findings(self.index, findings, self.wishes)
-        raise_if_wrong(self.index, findings, verdict, self.wishes, strict=strict, where=where)
-        return [_encode(verdict)] * len(payloads)
+        def collect(payloads: list[bytes]) -> list[bytes]:
+            self.phases.collect([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads])
+            return [b""] * len(payloads)
 
-    def offer(self) -> bytes:
-        """Tell rank 0 what this rank wants."""
-        to = self._find_destinations()
-        if not isinstance(self.channel, Channel):  # unreachable: then reads are not shared
-            raise RanksDisagree("this rank cannot share its reads")
-        wants = shared_requests(self.source, to)
-        self.sharing = Sharing(self.channel, wants, budget_nbytes=self.options.host_budget_bytes)
-        return self.sharing.offer()
+        return self._agree(phase, lambda: (work(), _encode(self.phases.sent())), collect)[0]
 
-    def share_out(self, payloads: list[bytes]) -> list[bytes]:
-        """On rank 0: say who reads what. Nothing where there is nothing to share."""
-        return plan_sharing(payloads, first_tag=new_tag()) or [b""] * len(payloads)
+    def _agree(
+        self, phase: str, work: Callable[[], tuple[T, bytes]], decide: Callable[[list[bytes]], list[bytes]]
+    ) -> tuple[T, bytes]:
+        """Run a step on all ranks; return this rank's own result, and what rank 0 decided for it."""
+        own: list[T] = []
 
-    def read(self, *, first_file: float) -> None:
-        """Fill every tensor, as far as other ranks do not read it for this one."""
-        to = self._find_destinations()
-        if self.orders:
-            to = remaining_reads(to, *self.sharing.take(self.orders))
-        synchronize_devices(to.into)
-        self.bytes_read = fill(
-            self.source,
-            to.tensor,
-            to.boxes,
-            to.into,
-            threads=self.options.io_threads,
-            budget_nbytes=self.options.host_budget_bytes,
-            first_file=first_file,
-        )
-        synchronize_devices(to.into)
-        # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
-        torch.autograd.graph.increment_version(to.into)
+        def run() -> bytes:
+            result, payload = work()
+            own.append(result)
+            return payload
 
-    def exchange(self) -> None:
-        """Send the others what this rank has read for them, and receive what they have read for it."""
-        self.bytes_received = self.sharing.exchange()
+        answer = self.ranks.agree(phase, run, decide)
+        return own[0], answer
 
-    def _find_destinations(self) -> Destinations:
-        """Give meta tensors memory, and return all that is to be filled."""
-        if self.destinations is None:
-            tensors, description = self._materialized()
-            # One memory is filled once, however many keys it has.
-            rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
-            row_of = np.array([tensors[key] for key in description.keys], np.int64)
-            self.destinations = Destinations(
-                row_of[description.row_tensor[rows]],
-                description.boxes.take(rows),
-                [description.pieces[row] for row in rows.tolist()],
-            )
-        return self.destinations
 
-    def _materialized(self) -> tuple[dict[str, int], Description]:
-        tensors = self.matched.tensors
-        present = self.description.leaves
-        made: dict[tuple[Any, ...], Any] = {}
-        leaves: dict[str, Any] = {}
-        for key, row in tensors.items():
-            leaves[key] = leaf = present[key]
-            if needs_memory(leaf):
-                # Tied in the checkpoint, and both ask for the same: tied again.
-                form = (int(self.index.tensors.alias[row]), *meta_signature(leaf))
-                if form not in made:
-                    made[form] = materialize(key, leaf)
-                leaves[key] = self.new_leaves[key] = made[form]
-        if not made and len(leaves) == len(present):
-            return tensors, self.description
-        return tensors, describe_leaves(leaves, filling=True)
+def _find_targets(matched: MatchedState) -> Targets:
+    """Allocate memory for tensors on the meta device, and return everything to fill."""
+    tensors, present, index = matched.match.tensors, matched.description.leaves, matched.source.index
+    shared: dict[tuple[Any, ...], Any] = {}
+    made: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
+    for key, row in tensors.items():
+        leaves[key] = leaf = present[key]
+        if needs_memory(leaf):
+            # Tensors that are tied in the checkpoint and have the same form in the state are tied again.
+            form = (int(index.tensors.alias[row]), *meta_signature(leaf))
+            if form not in shared:
+                shared[form] = materialize(key, leaf)
+            leaves[key] = made[key] = shared[form]
+    description = matched.description
+    if made or len(leaves) != len(present):
+        description = describe_leaves(leaves, filling=True)
+    # Memory that several keys share is filled once.
+    rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
+    row_of = np.array([tensors[key] for key in description.keys], np.int64)
+    destinations = Destinations(
+        row_of[description.row_tensor[rows]],
+        description.boxes.take(rows),
+        [description.pieces[row] for row in rows.tolist()],
+    )
+    return Targets(destinations, made)

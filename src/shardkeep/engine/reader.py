@@ -284,7 +284,7 @@ def explain_missing(store: Gets, name: str) -> WrongSize:
         now = None
     if now is not None and save_id_of(name) not in {None, now}:
         return WrongSize(
-            f"{name}: the file is gone: another save ({now}) replaced the checkpoint meanwhile",
+            f"{name}: the file is gone: the checkpoint was replaced by another save ({now}) meanwhile",
             hint="open or load it again",
             file=name,
         )

@@ -184,14 +184,14 @@ class Exchange:
         self._packed: dict[int, _Packed] = {}
         self._lost: dict[int, str] = {}
         self._failure: Exception | None = None
-        self.bytes_received = 0
+        self._bytes_received = 0
 
-    def run(self) -> None:
+    def run(self) -> int:
         """
-        Send and receive everything.
+        Send and receive everything; return the number of bytes received.
 
-        A rank that is gone does not end the exchange: others need what it has nothing to do with. Nor does a failure of
-        this rank, which goes on with whatever bytes: it fails at the end, and with it the load of all.
+        If a rank is lost, the exchange goes on with the others, because they also need what does not come from that rank.
+        If this rank fails, it goes on sending, whatever the bytes, and raises at the end, which fails the load on all ranks.
 
         Raises:
             RanksSilent: ranks are gone, or did not answer.
@@ -209,12 +209,13 @@ class Exchange:
         while under_way:
             self._end(under_way.popleft())
         synchronize_devices(self._tensors.values())
-        # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+        # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
         torch.autograd.graph.increment_version(list(self._tensors.values()))
         if self._lost:
             raise self._loss()
         if self._failure is not None:
             raise self._failure
+        return self._bytes_received
 
     def _begin(self, step: _Step) -> _UnderWay:
         if step.owner == self._channel.rank:
@@ -295,7 +296,7 @@ class Exchange:
                 self._free.append(packed.buffer)
 
     def _unpack(self, message: _Message, data: memoryview) -> None:
-        self.bytes_received += message.nbytes
+        self._bytes_received += message.nbytes
         if not self._in_place(message):
             self._try(self._copy, message, data, out=False)
 
@@ -380,6 +381,17 @@ class Cut(NamedTuple):
     end: int
 
 
+class SharedPart(NamedTuple):
+    """What one rank does in a load with shared reads."""
+
+    rows: set[int]
+    """The requests that it does not read as they are."""
+    cuts: list[Cut]
+    """The parts of them that it reads instead."""
+    exchange: Exchange
+    """To be run once all ranks have read."""
+
+
 class Sharing:
     """One rank's part in sharing the reads of a load."""
 
@@ -390,8 +402,6 @@ class Sharing:
         # Rows of the offer, as positions among the wants.
         self._offered = [row for row, want in enumerate(wants) if want.can_share]
         self._wants = [wants[row] for row in self._offered]
-        self._orders: SharePlan
-        self._exchange: Exchange
 
     def offer(self) -> bytes:
         """Return what rank 0 is told."""
@@ -406,15 +416,11 @@ class Sharing:
         )
         return encode_offer(offer, alone_nbytes=self._alone_nbytes, budget_nbytes=self._budget_nbytes)
 
-    def take(self, orders: bytes) -> tuple[set[int], list[Cut]]:
-        """
-        Take what rank 0 decided, and all memory that the exchange needs.
-
-        Returns the wants that this rank does not read as they are, and the parts of them that it reads instead.
-        """
-        self._orders = decode_share_plan(orders)
-        share = self._orders.share
-        self._exchange = Exchange(self._channel, self._orders, [want.target for want in self._wants])
+    def accept(self, plan: bytes) -> SharedPart:
+        """Return what this rank does by rank 0's plan, and allocate all memory that the exchange needs."""
+        planned = decode_share_plan(plan)
+        share = planned.share
+        exchange = Exchange(self._channel, planned, [want.target for want in self._wants])
         # A rank has at most one slice of a want, which may be sent in several messages.
         slices: dict[int, tuple[int, int]] = {}
         own = share.take(share.owner == self._channel.rank)
@@ -427,12 +433,7 @@ class Sharing:
             axis, count = _rows(tuple(target.shape))
             row_nbytes = target.nbytes // count
             cuts.append(Cut(self._offered[row], axis, start // row_nbytes, stop // row_nbytes))
-        return {self._offered[row] for row in np.unique(share.want).tolist()}, cuts
-
-    def exchange(self) -> int:
-        """Send and receive what is shared; all ranks have read. Return the bytes received."""
-        self._exchange.run()
-        return self._exchange.bytes_received
+        return SharedPart({self._offered[row] for row in np.unique(share.want).tolist()}, cuts, exchange)
 
 
 def is_plain(tensor: torch.Tensor, stored: torch.dtype) -> bool:

@@ -43,7 +43,7 @@ from shardkeep.dcp._impl.shared_items import (
     remaining_plan,
     shared_requests_of_plan,
 )
-from shardkeep.engine.shared_reads import Channel, Sharing, all_agree, new_tag, open_channel
+from shardkeep.engine.shared_reads import Channel, Exchange, Sharing, all_agree, new_tag, open_channel
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, RanksDisagree
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
@@ -535,6 +535,7 @@ class _Load:
         self._to_reader = translator(planner, storage_reader)
         self._to_planner = translator(storage_reader, planner)
         self._sharing: Sharing | None = None
+        self._exchange: Exchange | None = None
 
     def plan(self, state_dict: dict[str, Any]) -> _RankReport:
         """Return what this rank tells the coordinator."""
@@ -587,7 +588,8 @@ class _Load:
         """Carry out this rank's plan, as far as other ranks do not read it for this one."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
         if orders is not None and self._sharing is not None:
-            final = remaining_plan(final, *self._sharing.take(orders))
+            part = self._sharing.accept(orders)
+            final, self._exchange = remaining_plan(final, part.rows, part.cuts), part.exchange
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
         # A reader that fails in the background says so only in its future.
@@ -595,8 +597,8 @@ class _Load:
 
     def exchange(self) -> None:
         """Send the others what this rank has read for them, and receive what they have read for it."""
-        if self._sharing is not None:
-            self._sharing.exchange()
+        if self._exchange is not None:
+            self._exchange.run()
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """
