@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
 from shardkeep.dcp._impl.shared_items import shared_requests_of_plan
-from shardkeep.engine.shared_reads import Sharing
+from shardkeep.engine.shared_reads import Exchange
 from shardkeep.errors import ChecksumMismatch
 from shardkeep.testing.checkpoint_utils import Rot13Example, get_test_extension_registry
 from tests.dcp.sides import causes_of, failure_of, part, quietly, side
@@ -30,14 +30,14 @@ SHAPES = [(), (9,), (600, 70), (20, 8, 300), (1, 1, 5000)]
 def sharing() -> Any:
     """Let reads be shared, in small messages; gives the bytes received by each exchange."""
     received: list[int] = []
-    exchange = Sharing.exchange
+    exchange = Exchange.run
 
-    def watched(self: Sharing) -> int:
+    def watched(self: Exchange) -> int:
         received.append(exchange(self))
         return received[-1]
 
     env = {"SHARDKEEP_SHARE_READS": "1", "SHARDKEEP_HOST_BUDGET_BYTES": str(2 << 20)}
-    with mock.patch.dict(os.environ, env), mock.patch.object(Sharing, "exchange", watched), small_slices():
+    with mock.patch.dict(os.environ, env), mock.patch.object(Exchange, "run", watched), small_slices():
         yield received
 
 
