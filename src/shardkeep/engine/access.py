@@ -1,6 +1,5 @@
 """
-Whose keys a call uses: those it was given in its options, or those that the environment names; and what they open. No
-torch.
+What a call opens before it starts: the store, on all ranks, and the keys of encrypted checkpoints. No torch.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from shardkeep.storage.resolve import open_store
 
 def keys_for(options: Options) -> CachedKeys | None:
     """
-    Return who wraps and unwraps data keys, by the options or the environment; None where nobody was named.
+    Return the source of keys that the options or the environment name, or None.
 
-    They are looked for when they are first needed: not for a checkpoint that is not encrypted.
+    Keys are loaded when they are first needed: not for a checkpoint that is not encrypted.
     """
     file, text, given = setting("SHARDKEEP_KEY_FILE"), setting("SHARDKEEP_KEY"), options.keys
     if given is not None:
@@ -38,18 +37,18 @@ def keys_for(options: Options) -> CachedKeys | None:
 
 def open_chains(record: Record, options: Options, *, where: str) -> list[CodecChain]:
     """
-    Open the chains that files of a checkpoint went through, and insist that its record is what was signed.
+    Open the codecs of a checkpoint's files, and check that its commit record is the one that was signed.
 
     Raises:
         KeyMissing: it is encrypted, and there is no key.
         WrongKey: it is encrypted with another key.
-        NotAuthentic: the record was changed by somebody who has not the key.
-        UnknownCodec: a codec is not known here.
+        NotAuthentic: the record was changed without the key.
+        UnknownCodec: a codec is not installed.
 
     """
     keys = keys_for(options)
     try:
-        # No file goes through the others, which may be of a codec or a key that is not here: they pass for empty ones.
+        # Chains that no file uses may need a codec or a key that is not here: they are opened as empty ones.
         used = {blob.chain for blob in (record.index, *record.files)}
         chains = [CodecChain.opened(each if at in used else [], keys=keys) for at, each in enumerate(record.chains)]
         check_signature(record, chains)
@@ -60,7 +59,7 @@ def open_chains(record: Record, options: Options, *, where: str) -> list[CodecCh
 
 
 class _LazyKeys:
-    """Keys that are looked for when they are first needed."""
+    """Keys that are loaded when they are first needed."""
 
     def __init__(self, find: Callable[[], KeySource | None]) -> None:
         self._find = find
@@ -68,7 +67,7 @@ class _LazyKeys:
 
     def _found(self) -> KeySource:
         self._source = self._source or self._find()
-        if self._source is None:  # unreachable: nobody looks where nothing was given
+        if self._source is None:  # unreachable: there is no key source then
             raise KeyMissing("no key was given")
         return self._source
 
@@ -79,13 +78,10 @@ class _LazyKeys:
         return self._found().unwrap(key_id, wrapped)
 
 
-# Where a call saves to or loads from, opened so that no rank waits for one that cannot.
-
-
 def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, options: Options, *, doing: str) -> Store:
-    """Open a store; where that fails, all ranks are told."""
+    """Open a store; if that fails on this rank, the call fails on all ranks."""
     try:
         return open_store(where, direct=options.direct_io)
     except CheckpointError:
-        with rendezvous(world, f"{doing} {where!r}"):  # or the others would wait for this rank
+        with rendezvous(world, f"{doing} {where!r}"):  # the others wait for this rank
             raise

@@ -1,7 +1,7 @@
 """
-Raw host memory: seeing it as bytes, copying it, and the seam to memory that is not one run of host bytes.
+Raw host memory as bytes, and the interface of memory that is not one run of host bytes.
 
-Nothing here knows tensors, so that files can be verified without importing torch.
+This module does not know tensors, so that files can be verified without importing torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,8 @@ def view_memory(address: int, nbytes: int) -> memoryview:
 
 
 @contextlib.contextmanager
-def asking_for_memory(what: str, hint: str) -> Iterator[None]:
-    """
-    Ask the system for memory inside, which is said to be for this.
-
-    Raises:
-        CheckpointError: there is none.
-
-    """
+def allocating(what: str, hint: str) -> Iterator[None]:
+    """Turn a failure to allocate memory inside into a CheckpointError that says what it was for."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -49,7 +43,7 @@ class Scattered(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How much of it there is."""
+        """Its size."""
 
     @property
     def accelerator(self) -> int | None:
@@ -59,7 +53,7 @@ class Scattered(Protocol):
         """
         Copy bytes `start..stop` of its row-major form, which are whole elements.
 
-        From an accelerator, `queued` returns at once: the bytes are there when its current stream has come so far.
+        With `queued`, a copy from an accelerator is only queued on its current stream.
         """
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
@@ -69,7 +63,8 @@ class Scattered(Protocol):
         """
         Fill box `target` with what `data` holds of box `source` of a row-major chunk of this shape.
 
-        `data` begins `at` bytes after the chunk, or before it. False where nothing was done: only `write` can do it.
+        `data` begins `at` bytes after the start of the chunk, or before it. Returns False, and does nothing, if only `write`
+        can do it.
         """
 
     def run_of(self, box: Box) -> int | None:

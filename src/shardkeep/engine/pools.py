@@ -1,8 +1,11 @@
 """
-Host memory that is used again over saves and loads: buffers of one size under a limit, pinned or ordinary, and arenas.
+Pools of host memory that is used again over saves and loads: pinned, shared or ordinary.
 
-Fresh memory costs five times the copy into it, and pinning it a hundred times as much, so nothing here is given back
-before `close`. Whoever takes a buffer while all of them are in use waits until one is given back.
+Fresh memory costs five times the copy into it, and pinning it a hundred times as much, so memory is kept until `close`.
+
+    BufferPool   buffers of one size under a limit; `take` waits while all of them are in use
+    Arenas       memory of any size for the copies that a save makes in its call
+    StoragePool  torch storages for copies of whole states; one is free again when no tensor uses it any more
 """
 
 from __future__ import annotations
@@ -16,19 +19,27 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from shardkeep.engine.memory import asking_for_memory
+from shardkeep.engine.memory import allocating
 from shardkeep.errors import PinningRefused
 from shardkeep.state.offload import register_pinned
 from shardkeep.storage.buffers import aligned_buffer
 
 log = logging.getLogger("shardkeep")
 
-_PATIENCE_S = 0.2
-"""How often one who waits for a buffer looks whether it still wants one."""
+WINDOW_NBYTES = 32 << 20
+"""Of the buffers that are staged through: large enough that the overhead of Python is small beside the copy."""
+_POLL_S = 0.2
+"""How often a wait for a buffer checks whether one is still wanted."""
+_ALIGNMENT = 64
+_SLABS = 128
+"""About how many storages a copy of a state is spread over, if several pieces share one."""
+_LEAST_SLAB_BYTES = 8 << 20
+_KEPT_FOR = 2
+"""A storage that this many copies in a row did not use is freed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,38 +59,47 @@ def ordinary_buffer(nbytes: int) -> Buffer:
 
 
 def pinned_buffer(nbytes: int) -> Buffer:
-    """Make a buffer that accelerators copy from and to at full speed; an ordinary one where it cannot be pinned."""
+    """Make a buffer that accelerators copy from and to at full speed; an ordinary one if it cannot be pinned."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return ordinary_buffer(nbytes)
-    if accelerator.type != "cuda":  # only CUDA can pin memory that exists already; others have their own allocator
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    if accelerator.type != "cuda":
+        tensor = _pinned_by_torch(nbytes)
         return Buffer(tensor.numpy().data, tensor, pinned=True)
     made = ordinary_buffer(nbytes)
+    return Buffer(made.view, made.tensor, pinned=_try_to_pin(made.tensor))
+
+
+def _pinned_by_torch(nbytes: int) -> torch.Tensor:
+    """Allocate pinned memory: only CUDA can pin memory that exists already, other accelerators have their own allocator."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _try_to_pin(tensor: torch.Tensor) -> bool:
+    """Pin memory that exists; return False if the driver refuses. Pinning only saves time, so a save must not fail for it."""
     try:
-        register_pinned(made.tensor)
+        register_pinned(tensor)
     except PinningRefused as refused:
-        # Pinned memory is faster and nothing else: a save must not fail for it.
         log.warning("staging goes on without pinned memory: %s", refused)
-        return made
-    return Buffer(made.view, made.tensor, pinned=True)
+        return False
+    return True
 
 
 class BufferPool:
-    """Buffers of one size, made when they are first needed. May be used by several threads."""
+    """Buffers of one size, made when they are first needed. Thread-safe."""
 
     def __init__(
         self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int, *, oldest_first: bool = False
     ) -> None:
         """
-        Make nothing yet.
+        Make no buffer yet.
 
         Args:
             make: makes a buffer.
             buffer_nbytes: the size of each.
-            most_nbytes: how much they may take together; one buffer at least.
-            oldest_first: give out the one that was made first, rather than the one that came back last. Who fills some
-                of them only in part, in the same order each time, then touches the same memory each time.
+            most_nbytes: how much they may take together; at least one buffer is made.
+            oldest_first: give out the buffer that was made first, rather than the one that came back last. A user that
+                fills some of them only in part, in the same order each time, then touches the same memory each time.
 
         """
         self.buffer_nbytes = buffer_nbytes
@@ -99,17 +119,17 @@ class BufferPool:
 
     @property
     def nbytes_in_use(self) -> int:
-        """How much of it somebody has taken."""
+        """How much of it is in use."""
         with self._changed:
             return (self._made - len(self._free)) * self.buffer_nbytes
 
     def take(self, wanted: Callable[[], bool] = lambda: True) -> Buffer | None:
-        """Return a buffer, when there is one; None as soon as it is no longer wanted."""
+        """Wait for a buffer, and return it; None as soon as it is no longer wanted."""
         with self._changed:
             while not self._free and self._made and (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
                 if not wanted():
                     return None
-                self._changed.wait(_PATIENCE_S)
+                self._changed.wait(_POLL_S)
             if self._free:
                 return self._free.pop()
             self._made += 1
@@ -118,7 +138,7 @@ class BufferPool:
     def _new(self) -> Buffer:
         try:
             most = f"{self._made} of {self.buffer_nbytes >> 20} MiB, in {self.most_nbytes >> 20} MiB at most"
-            with asking_for_memory(f"buffer number {most}", "allow less with Options(staging_bytes=...)"):
+            with allocating(f"buffer number {most}", "allow less with Options(staging_bytes=...)"):
                 buffer = self._make(self.buffer_nbytes)
         except BaseException:
             with self._changed:
@@ -129,17 +149,17 @@ class BufferPool:
         return buffer
 
     def shrink(self, most_nbytes: int) -> None:
-        """Free what nobody uses, as far as more than so much is held."""
+        """Free buffers that are not in use, as long as more than `most_nbytes` are held."""
         with self._changed:
             while self._free and self._made * self.buffer_nbytes > most_nbytes:
                 self._made -= 1
                 del self._ages[self._free.pop(0)]
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         with self._changed:
             if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
-                self._made -= 1  # closed, or allowed less by now
+                self._made -= 1  # the pool was closed, or its limit lowered
                 del self._ages[buffer]
             elif self._oldest_first:
                 insort(self._free, buffer, key=lambda each: -self._ages[each])
@@ -148,7 +168,7 @@ class BufferPool:
             self._changed.notify()
 
     def grow(self, wanted: Callable[[], bool]) -> None:
-        """Make as many buffers as there may be, while that is wanted."""
+        """Make as many buffers as the limit allows, while that is wanted."""
         while wanted():
             with self._changed:
                 if (self._made + 1) * self.buffer_nbytes > self.most_nbytes:
@@ -157,7 +177,7 @@ class BufferPool:
             self.give(self._new())
 
     def close(self) -> None:
-        """Free what is not in use; the rest is freed as it is given back. Whoever comes next sets the limit anew."""
+        """Free buffers that are not in use; the others are freed when they are given back. The next user sets the limit."""
         with self._changed:
             self.most_nbytes = 0
             self._made -= len(self._free)
@@ -167,10 +187,10 @@ class BufferPool:
 
 
 class Arenas:
-    """Runs of host memory of any length, each for one snapshot at a time. May be used by several threads."""
+    """Memory of any size for snapshots. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Buffer] = ordinary_buffer) -> None:
-        """Make nothing yet; `make` will."""
+        """Hold nothing yet; `make` makes the memory."""
         self._make = make
         self._free: list[Buffer] = []
         self._held = 0
@@ -189,9 +209,9 @@ class Arenas:
 
     def take(self, nbytes: int, most_nbytes: int | None = None) -> Buffer:
         """
-        Return memory of at least `nbytes`, and at most `most_nbytes` if these are more.
+        Return memory of at least `nbytes`, and at most `most_nbytes` if that is more.
 
-        It is the least of what is free that is enough; if there is none, all that is free is freed, and it is made.
+        It is the smallest free arena that is large enough; if there is none, all free arenas are freed, and one is made.
         """
         most_nbytes = sys.maxsize if most_nbytes is None else max(nbytes, most_nbytes)
         with self._lock:
@@ -210,7 +230,7 @@ class Arenas:
             raise
 
     def give(self, arena: Buffer) -> None:
-        """Take memory back."""
+        """Return an arena to the pool."""
         with self._lock:
             self._free.append(arena)
 
@@ -221,29 +241,21 @@ class Arenas:
             self._free.clear()
 
 
-# The memory that this process keeps for staging: one ring of pinned buffers, windows of ordinary memory, and arenas.
-#
-# Pinned memory is what all saves and loads of a process share, made once and released by `release`.
-
-WINDOW_NBYTES = 32 << 20
-"""Large enough that what Python does for each is little beside the copy."""
-
-
 @dataclass(frozen=True)
 class StagingMemory:
-    """What one process stages through. How much of it may be used is set by whoever uses it next."""
+    """What saves and loads of a process stage through. Each user sets how much of it may be used."""
 
     ring: BufferPool = field(default_factory=lambda: BufferPool(pinned_buffer, WINDOW_NBYTES, 0))
-    """Pinned: where accelerators copy to."""
+    """Pinned: accelerators copy into it."""
     windows: BufferPool = field(
         default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0, oldest_first=True)
     )
-    """Ordinary: where the ring is emptied to, and files are written from."""
+    """Ordinary: the ring is emptied into it, and files are written from it."""
     arenas: Arenas = field(default_factory=Arenas)
     """Ordinary: copies of tensors that lie in host memory."""
 
     def release(self) -> None:
-        """Free all that is not in use."""
+        """Free what is not in use."""
         self.ring.close()
         self.windows.close()
         self.arenas.close()
@@ -260,20 +272,6 @@ def staging_memory() -> StagingMemory:
     return _memory_of(os.getpid())
 
 
-# Host memory for snapshots: pinned or shared where that was asked for, and used again once nobody holds it.
-#
-# Sizes go in; storages come out, each piece with its place. A storage is free again when the last tensor over it is
-# gone, so that a snapshot which is still being written is never overwritten by the next one. Pinning and sharing cost
-# by the piece (a call into the driver, a file descriptor), so there many pieces lie in one storage.
-
-_ALIGNMENT: Final = 64
-_SLABS: Final = 128
-"""About how many storages a snapshot is spread over, where many pieces lie in one."""
-_LEAST_SLAB_BYTES: Final = 8 << 20
-_KEPT_FOR: Final = 2
-"""A storage that so many snapshots in a row had no use for is given back."""
-
-
 @dataclass(frozen=True)
 class HostSlot:
     """Where a piece lies in host memory."""
@@ -283,47 +281,53 @@ class HostSlot:
 
 
 class StoragePool:
-    """Storages in host memory. May be used by several threads."""
+    """
+    Storages in host memory, pinned or shared if so asked. Thread-safe.
+
+    A storage is free again when the last tensor over it is gone, so that the next copy of a state never overwrites one that is
+    still being written. Pinning and sharing have a cost for each storage (a call into the driver, a file descriptor), so several
+    pieces share one then.
+    """
 
     def __init__(self, *, pinned: bool = False, shared: bool = False, pinned_from: int = 0) -> None:
         self._pinned = pinned
         self._shared = shared
         self._pinned_from = pinned_from
-        self._kept: dict[int, list[_Kept]] = {}
+        self._kept: dict[int, list[_KeptStorage]] = {}
         self._taken = 0
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int]) -> list[HostSlot]:
-        """Find memory for pieces of these sizes, whose values are undefined."""
+        """Find memory for pieces of these sizes. Its contents are undefined."""
         slabs = _pack(sizes) if self._pinned or self._shared else [[index] for index in range(len(sizes))]
-        places: dict[int, HostSlot] = {}
+        slots: dict[int, HostSlot] = {}
         with self._lock:
             self._taken += 1
             for slab in slabs:
                 offsets, end = _offsets([sizes[index] for index in slab])
                 storage = self._storage(end)
-                places |= {index: HostSlot(storage, at) for index, at in zip(slab, offsets, strict=True)}
+                slots |= {index: HostSlot(storage, at) for index, at in zip(slab, offsets, strict=True)}
             self._drop_unused()
-        return [places[index] for index in range(len(sizes))]
+        return [slots[index] for index in range(len(sizes))]
 
     def release(self) -> None:
-        """Give all memory back; what tensors still hold is freed with them."""
+        """Free all memory; what tensors still use is freed with them."""
         with self._lock:
             self._kept.clear()
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory is held, in use or waiting for the next snapshot."""
+        """How much memory is held, in use or not."""
         with self._lock:
             return sum(size * len(kept) for size, kept in self._kept.items())
 
     def _storage(self, nbytes: int) -> torch.UntypedStorage:
         kept = self._kept.setdefault(nbytes, [])
         for each in kept:
-            if each.used_in != self._taken and each.free():
+            if each.used_in != self._taken and each.is_free():
                 break
         else:
-            each = _Kept(self._new(nbytes))
+            each = _KeptStorage(self._new(nbytes))
             kept.append(each)
         each.used_in = self._taken
         return each.storage
@@ -338,37 +342,28 @@ class StoragePool:
     def _new(self, nbytes: int) -> torch.UntypedStorage:
         pinned = self._pinned and nbytes >= max(1, self._pinned_from)
         if pinned and not self._shared and not torch.cuda.is_available():
-            # Only CUDA can pin memory that exists already; others have their own allocator.
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
+            return _pinned_by_torch(nbytes).untyped_storage()
         make: Any = torch.UntypedStorage._new_shared if self._shared else torch.UntypedStorage
         storage: torch.UntypedStorage = make(nbytes)
         if pinned:
-            self._pin(storage)
+            self._pinned = _try_to_pin(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         return storage
 
-    def _pin(self, storage: torch.UntypedStorage) -> None:
-        try:
-            register_pinned(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
-        except PinningRefused as refused:
-            # Pinned memory is faster and nothing else: a save must not fail for it.
-            self._pinned = False
-            log.warning("staging goes on without pinned memory: %s", refused)
 
-
-class _Kept:
-    """A storage, and the last snapshot it was used in."""
+class _KeptStorage:
+    """A storage, and the last copy of a state it was used in."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.used_in = 0
 
-    def free(self) -> bool:
-        """Say whether no tensor is over it: the one reference to it is ours."""
+    def is_free(self) -> bool:
+        """Return whether no tensor uses it: the one reference to it is ours."""
         return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
 
 
 def _pack(sizes: Sequence[int]) -> list[list[int]]:
-    """Put pieces together until there are not many storages; large ones stay alone."""
+    """Put small pieces together, until there are not many storages; large pieces stay alone."""
     slab_bytes = max(_LEAST_SLAB_BYTES, sum(sizes) // _SLABS)
     slabs: list[list[int]] = []
     filling: list[int] = []

@@ -1,9 +1,10 @@
 """
-The pieces of a state that is to be saved while training goes on: which are copied at once, and which later.
+The snapshot of a state that is saved while training goes on: which tensors are copied in the call, and which later.
 
-What lies in host memory is copied in the call, as far as there is room. On an accelerator there are two ways: a copy on
-the device, queued in the call; or none in the call, where something keeps the memory from changing until it has been
-copied (the step of an optimizer waits, or the caller does). What finds no room in host memory goes that second way too.
+Tensors in host memory are copied in the call, as far as there is room. Tensors on an accelerator are copied on the device, which
+the call only queues; or not in the call, if the memory cannot change before it is copied, because the step of an optimizer or
+the caller waits. Tensors in host memory that find no room are treated in this second way, too: preferably memory of
+optimizers, whose steps can wait, and a few large tensors rather than many small ones.
 """
 
 from __future__ import annotations
@@ -26,59 +27,54 @@ from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory
 from shardkeep.format.boxes import strides_of
 from shardkeep.storage.buffers import address_of
 
-# Copies of tensors that lie in host memory, into one arena, as far as there is room for them.
-#
-# What finds no room is left where it is. That should be what an optimizer guards, whose step can wait; and rather few
-# large tensors than many small ones.
-
 log = logging.getLogger("shardkeep")
 
 ALIGNMENT = 64
-"""Where a copy begins in its arena."""
+"""Of each copy in its arena."""
 _SMALL_NBYTES = 64 << 10
-"""Up to here a copy keeps the interpreter's lock: who lets go of it for each of a thousand may wait as often for it."""
+"""Up to this size a copy keeps the interpreter's lock: a thousand releases could mean a thousand waits for it."""
 _PART_NBYTES = 16 << 20
-"""Larger copies are shared out between threads in parts of this size."""
+"""Larger copies are divided between threads in parts of this size."""
 
 _signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
 ArenaSlot = tuple[int, int, torch.dtype, torch.Size]
-"""A row, where in the arena it begins, and what it is."""
+"""A row, where in the arena it begins, its dtype and its shape."""
 
 
 class HostCopyResult(NamedTuple):
-    """What was copied, and what was not."""
+    """What was copied to host memory, and what was not."""
 
     arena: Buffer | None
     places: list[ArenaSlot]
     nbytes: int
-    """What they take."""
+    """What the copies take."""
     left: list[int]
     """Rows that found no room."""
     guarded: bool
-    """Whether the steps of optimizers keep all of these from changing."""
+    """Whether all of these change only in optimizer steps, which wait."""
     refused: bool = False
-    """There was no memory, where there should have been some."""
+    """The system refused the memory, although the limit allowed it."""
 
 
 class _Layout(NamedTuple):
-    """Where tensors go in an arena; those that are one and the same go to one place."""
+    """Where tensors go in an arena; tensors that are the same memory go to one place."""
 
     starts: list[int]
     copies: list[tuple[int, int, torch.Tensor]]
-    """Where to, how much, and what."""
+    """Offset in the arena, size, and source."""
     nbytes: int
 
 
 class HostCopy(NamedTuple):
-    """Rows of a state that lie in host memory."""
+    """The copy of the rows of a state that lie in host memory."""
 
     rows: list[int]
     arenas: Arenas
     threads: int
     optimizers: Sequence[Optimizer]
-    """Those whose steps may wait for what is not copied."""
+    """Their steps may wait for what is not copied."""
 
     def copy(self, tensors: Sequence[torch.Tensor], most_nbytes: int) -> HostCopyResult:
         """Copy what fits."""
@@ -99,7 +95,7 @@ class HostCopy(NamedTuple):
             return HostCopyResult(None, [], 0, self.rows, guarded=not loose, refused=bool(rows))
         try:
             _copy_all(layout.copies, arena, self.threads)
-            # Now: until somebody asks for tensors, the caller may have given its own another shape.
+            # Now: the caller may change the shape of its tensors before `DeviceSnapshot.tensors` is used.
             dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
             places = list(zip(rows, layout.starts, dtypes, shapes, strict=True))
             left = sorted(set(self.rows).difference(rows)) if len(rows) < len(self.rows) else []
@@ -109,7 +105,7 @@ class HostCopy(NamedTuple):
             raise
 
     def _arena(self, nbytes: int, most_nbytes: int) -> Buffer | None:
-        """Take an arena; None where there is no memory for it."""
+        """Take an arena; None if the system has no memory for it."""
         try:
             return self.arenas.take(nbytes, most_nbytes)
         except (OSError, MemoryError) as error:
@@ -128,7 +124,7 @@ def _lay_out(sources: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> _Layo
         if start == end:
             nbytes = source.nbytes
             copies.append((start, nbytes, source))
-            end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT  # not by a call: there may be many thousands
+            end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT  # inlined, because there may be many thousands
     return _Layout(starts, copies, end)
 
 
@@ -139,7 +135,7 @@ def _aligned(nbytes: int) -> int:
 def _fitting(
     sources: Sequence[torch.Tensor], keys: Sequence[Hashable], loose: Sequence[bool], most_nbytes: int
 ) -> list[int]:
-    """Return which tensors fit: first what nothing guards, and of that what is small."""
+    """Return which tensors fit: first those that may change at any time, and small ones before large ones."""
     sizes = [source.nbytes for source in sources]
     taken: set[Hashable] = set()
     fits: list[int] = []
@@ -180,45 +176,45 @@ _ROOM = 0.5
 
 @dataclass
 class DeviceSnapshot:
-    """The pieces of a state, some of them by now copies."""
+    """The tensors of a state, some of which are copies by now."""
 
     found: list[torch.Tensor]
-    """As they came, or copies on the device; what lies in the arena is put in by `tensors`."""
+    """The caller's tensors, or copies on the device; `tensors` replaces those that were copied to the arena."""
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
-    """On each accelerator: after all that the caller had queued, the copies on the device included."""
+    """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
     live_nbytes: int = 0
-    """What is still the caller's own memory."""
+    """How much is still the caller's memory."""
     guarded: bool = True
-    """Whether the caller or an optimizer keeps that from changing; else the call must wait until it is copied."""
+    """Whether that cannot change until it is copied; else the call must wait."""
     arena: Buffer | None = None
-    """The host memory that copies lie in."""
+    """The host memory of the copies."""
     in_arena: list[ArenaSlot] = field(default_factory=list)
-    """Which of the pieces do, and where, as what they were at the call."""
+    """Which tensors are in the arena, and where; with their dtype and shape at the call."""
     copied_nbytes: int = 0
-    """How much of it they take."""
+    """How much of the arena they take."""
     lent: list[torch.Tensor] = field(default_factory=list)
-    """Those in host memory that were not copied. What reads them by address needs this list until it has done so."""
+    """Tensors in host memory that were not copied. This list keeps their memory alive until it has been read."""
     refused: bool = False
-    """Whether that is for want of memory, rather than for a limit."""
+    """Whether that is because the system refused memory, rather than because of a limit."""
     on_host: HostCopy | None = None
-    """What `copy_on_host` is to copy."""
+    """What `copy_on_host` copies."""
 
     def copy_on_host(self, most_nbytes: int) -> None:
         """
-        Copy what lies in host memory, as far as the copy takes no more than so much; the rest is lent.
+        Copy tensors in host memory, up to `most_nbytes`; the rest is lent.
 
-        Called once, in the call, after `take_pieces`: what that has queued on devices goes on meanwhile.
+        Called once, in the call, after `take_snapshot`, whose copies on devices go on meanwhile.
         """
         if self.on_host is None:
             return
-        # In one statement: an arena that an interrupt keeps from being noted here would never be given back.
+        # In one statement: if an interrupt came between, the arena would never be given back.
         self.arena, self.in_arena, self.copied_nbytes, left, guarded, self.refused = self.on_host.copy(
             self.found, most_nbytes
         )
-        self.on_host = None  # it knows optimizers
+        self.on_host = None  # it holds optimizers
         self.guarded = self.guarded and guarded
         for row in left:
-            # A tensor of its own: the caller may give theirs other memory, or another shape, before this one is read.
+            # Detached: the caller may give its tensor other memory, or another shape, before this one is read.
             self.found[row] = self.found[row].detach()
             self.lent.append(self.found[row])
         self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
@@ -226,10 +222,10 @@ class DeviceSnapshot:
     @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
         """
-        All pieces; to be emptied by whoever asks, so that nothing else holds them.
+        All tensors. The user empties the list, so that nothing else holds them.
 
-        What was copied to the arena becomes tensors when this is first asked for, which need not be in the call: of a
-        small tensor the bytes are copied faster than a view of them is made.
+        Tensors over the arena are made when this is first used, which is not in the call: for a small tensor, making a view takes
+        longer than copying its bytes.
         """
         if self.arena is not None:
             views = _Views(self.arena)
@@ -239,7 +235,7 @@ class DeviceSnapshot:
 
 
 class _Views:
-    """Tensors over an arena; one for all that are the same."""
+    """Tensors over an arena; one for each place in it."""
 
     def __init__(self, arena: Buffer) -> None:
         self._whole = arena.tensor[: arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
@@ -247,7 +243,7 @@ class _Views:
         self._made: dict[int, torch.Tensor] = {}
 
     def at(self, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """View what begins at a byte, in order; each place is seen in one way."""
+        """View the contiguous tensor that begins at a byte."""
         if start not in self._made:
             if dtype not in self._as:
                 self._as[dtype] = self._whole.view(dtype)
@@ -261,12 +257,12 @@ def take_snapshot(
     tensors: Sequence[torch.Tensor], arenas: Arenas, *, staging: str, optimizers: Sequence[Optimizer], threads: int
 ) -> DeviceSnapshot:
     """
-    Copy what must be copied on devices in the call; what lies in host memory is left to `Pieces.copy_on_host`.
+    Queue the copies on devices; `DeviceSnapshot.copy_on_host` copies what lies in host memory.
 
-    `staging` says what becomes of tensors on accelerators: "device": all are copied there; "host": none; "overlap":
-    those that no optimizer guards, if there are optimizers, else none; "auto": all if there is room for it on the
-    device, else those that no optimizer guards if there is room for these, else none. With "overlap" the steps of optimizers
-    also wait for what finds no room in host memory; otherwise the call does, as what lies there always was copied in it.
+    `staging` says which tensors on accelerators are copied on the device. "device": all. "host": none. "overlap": those outside the
+    memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device, else those
+    outside the memory of optimizers if there is room for these, else none. With "overlap", the steps of optimizers also wait for
+    what finds no room in host memory; otherwise the call waits.
     """
     taken = DeviceSnapshot(list(tensors))
     on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
@@ -280,7 +276,7 @@ def take_snapshot(
 
 
 def _copy_on_device(taken: DeviceSnapshot, rows: list[int], staging: str, optimizers: Sequence[Optimizer]) -> None:
-    """Queue copies of what is to be copied there; those that are one and the same are copied once."""
+    """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
     chosen, taken.guarded = _chosen_for_copy(tensors, rows, staging, optimizers)
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
@@ -292,7 +288,7 @@ def _copy_on_device(taken: DeviceSnapshot, rows: list[int], staging: str, optimi
         copy = copies.get(key)
         if copy is None:
             copies[key] = copy = torch.empty_like(source)
-            # As numbers that no device changes on the way, as it does with some that are not a number.
+            # As integers, because a device may change the bits of a NaN.
             ours, theirs = alike.setdefault(source.device, {}).setdefault(source.element_size(), ([], []))
             ours.append(as_raw(copy))
             theirs.append(as_raw(source))
@@ -305,9 +301,9 @@ def _queue_copies(
     device: torch.device, alike: Mapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
 ) -> torch.Event:
     """
-    Copy on a device after all that is queued there, and before what will be; return what comes after the copies.
+    Copy on a device, after all that is queued there and before what will be; return an event after the copies.
 
-    They are put on a stream of their own: the caller's may be so full that each kernel waits for another to end.
+    They go on a stream of their own: that of the caller may be so full that each kernel waits for another to end.
     """
     caller = torch.accelerator.current_stream(device)
     queued = caller.record_event()
@@ -320,7 +316,7 @@ def _queue_copies(
             for ours, theirs in alike.values():
                 torch._foreach_copy_(ours, theirs)
     finally:
-        # Whatever happens: the memory of copies that are given up goes to what the caller queues next.
+        # Also after a failure: the memory of abandoned copies is reused by what the caller queues next.
         copied = side.record_event()
         caller.wait_event(copied)
     return copied
@@ -329,7 +325,7 @@ def _queue_copies(
 def _chosen_for_copy(
     tensors: Sequence[torch.Tensor], on_device: list[int], staging: str, optimizers: Sequence[Optimizer]
 ) -> tuple[list[int], bool]:
-    """Return what is copied on the device, and whether somebody keeps the rest from changing."""
+    """Return the rows that are copied on the device, and whether the rest cannot change until it is copied."""
     if staging == "host":
         return [], False
     if staging == "device" or (staging == "auto" and not _without_room(tensors, on_device)):
@@ -353,7 +349,7 @@ def _warn_without_optimizer() -> None:
 
 
 def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch.device]:
-    """Return the devices on which copies of these tensors would take too much."""
+    """Return the devices on which copies of these tensors would take too much memory."""
     wanted: dict[torch.device, int] = {}
     for row in rows:
         device = tensors[row].device
@@ -363,9 +359,9 @@ def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch
 
 def _free_nbytes(device: torch.device) -> int:
     """
-    Return what nobody has taken of a device's memory; nothing where it does not say.
+    Return the free memory of a device; 0 if it does not say.
 
-    What torch holds without using it is not counted: the next forward needs it again.
+    Memory in torch's cache is not counted as free: the next forward needs it again.
     """
     module: Any = torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0

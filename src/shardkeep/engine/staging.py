@@ -1,12 +1,12 @@
 """
-Windows of files that are filled ahead of their being written, from memory that must not wait for the disk.
+Staging: windows of files are filled before they are written, so that the state is released without waiting for the disk.
 
-What an accelerator holds is copied on a stream of its own into pinned buffers, which several threads empty into
-ordinary windows; writers take these as they come. Windows are filled in the order in which they are written, so that
-a budget smaller than the state makes staging wait for the disk, and never for itself.
+Tensors on an accelerator are copied on a stream of their own into pinned buffers (the ring), which several threads empty into
+ordinary windows (the pool); writers take the windows as they come. Windows are filled in the order in which they are written,
+so that a budget smaller than the state makes staging wait for the disk, and never for itself.
 
-What lies in host memory, and was not copied in the call, is read by the writers themselves as they come to it; the state
-is needed until the last of them has.
+Writers read what lies in host memory, and was not copied in the call, when they come to it; the state is needed until the last
+of it has been read.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
 _MOST_EMPTIERS = 12
-"""So many copies at a time keep up with the link to an accelerator."""
+"""This many copies at a time keep up with the link to an accelerator."""
 _EMPTIERS_PER_CORE = 0.75
-"""Of more, whoever queues copies waits for a core, and the link for it."""
+"""With more, the thread that queues copies waits for a core, and the link for that thread."""
 _FEW_EMPTIERS = 4
-"""Where nobody waits: training needs the cores."""
+"""If training does not wait for staging: training needs the cores."""
 
 _PATIENCE_S = 0.2
-"""How often one who waits for writers looks whether they still write."""
+"""How often a wait for writers checks whether the save still goes on."""
 
 Events = dict["torch.device", "torch.Event"]
 
 
 class Staging:
-    """The windows of one save that are filled ahead."""
+    """The windows of one save that are filled before they are written."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Staging:
             windows: all windows of the save, in the order in which they are written.
             ring: pinned buffers.
             pool: what they are emptied into, buffers of the same size.
-            after: by accelerator, what its copies must come after.
-            wanted: says whether the save still goes on.
+            after: for each accelerator, the event that its copies must come after.
+            wanted: returns whether the save has not been cancelled.
             urgent: training waits for the state to be copied.
-            ahead: says which windows are filled ahead; by default those with something from an accelerator.
-            live: says which of the others take bytes from memory of the caller's; by default none.
+            ahead: returns whether a window is filled ahead; by default if not all of its bytes lie in order on the host.
+            live: returns whether another window takes bytes from the caller's memory; by default none does.
 
         """
         self._ring = ring
@@ -90,26 +90,26 @@ class Staging:
         self._unread = {key: w.nbytes for w in lent if (key := (w.job.name, w.start)) not in self._ahead}
         self._all_read = threading.Event()
         self.nbytes = sum(w.nbytes for w in self._queue) + sum(self._unread.values())
-        """What is copied after the call."""
+        """How much is copied after the call."""
         self.count = len(self._queue)
-        """How many are filled ahead."""
+        """How many windows are filled ahead."""
         self.ring_nbytes = 0
-        """What the ring grows to, for the next save, once all copies are queued."""
+        """What the ring grows to, for the next save, when all copies are queued."""
         self.copied: Future[None] = Future()
-        """Done when nothing of the state is needed any more."""
+        """Done when the state is not needed any more."""
         self.queued: Future[Events] = Future()
-        """Done when all copies are queued: what comes after these events may change the state."""
+        """Done when all copies are queued: work that comes after these events may change the state."""
 
     @property
     def nbytes_copied(self) -> int:
-        """How much is no longer needed of the state."""
-        if self.copied.done() and self.copied.exception() is None:  # though threads may not have noted it yet
+        """How much of the state has been copied."""
+        if self.copied.done() and self.copied.exception() is None:  # threads may not have counted it yet
             return self.nbytes
         return self._noted_nbytes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Fill windows while inside; on the way out, end whatever still goes on."""
+        """Fill windows while inside; at the end, stop what still goes on."""
         if not self._unread:
             self._all_read.set()
         if not self._queue and not self._unread:
@@ -128,13 +128,13 @@ class Staging:
                     filling.result()
         finally:
             self._fail(_save_ended())
-            for ahead in self._ahead.values():  # what nobody took
+            for ahead in self._ahead.values():  # windows that no writer took
                 if not ahead.exception():
                     self._pool.give(ahead.result())
 
     @contextlib.contextmanager
     def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
-        """Give the bytes of a window, when they are there: filled ahead, or now, into the writer's own buffer."""
+        """Give the bytes of a window: wait until it is filled, or gather them now into the writer's own buffer."""
         self.check_wanted()
         ahead = self._ahead.get((window.job.name, window.start))
         if ahead is None:
@@ -142,7 +142,7 @@ class Staging:
             self._note_read(window)
             yield own[: window.nbytes]
             return
-        buffer = ahead.result()  # before its turn: others may have what it would wait for
+        buffer = ahead.result()  # before the lock of `_among_writers`: its holder may have what this would wait for
         with self._lock:
             del self._ahead[window.job.name, window.start]
         try:
@@ -152,27 +152,27 @@ class Staging:
             self._pool.give(buffer)
 
     def _among_writers(self) -> contextlib.AbstractContextManager[Any]:
-        """Let one writer work at a time while training waits for copies: they need the same cores, and memory's speed."""
+        """Let one writer work at a time while training waits for copies: both need the cores and the memory bandwidth."""
         enough = self.count * self._pool.buffer_nbytes <= self._pool.most_nbytes  # else staging waits for writers
         alone = self._urgent and enough and self._all_read.is_set() and not self.copied.done()
         return self._one_writer if alone else contextlib.nullcontext()
 
     def _note_read(self, window: Window) -> None:
-        """A writer has its bytes."""
+        """Note that a writer has read its bytes."""
         with self._lock:
             self._noted_nbytes += self._unread.pop((window.job.name, window.start), 0)
             if not self._unread:
                 self._all_read.set()
 
     def check_wanted(self) -> None:
-        """Raise if the save is no longer wanted."""
+        """Raise SaveCancelled if the save was cancelled."""
         if not self._wanted():
             raise _save_ended()
 
-    # -- on the threads that stage -----------------------------------------------------------------------------
+    # -- on the staging threads ---------------------------------------------------------------------------------
 
     def _fill_all(self, threads: ThreadPoolExecutor) -> None:
-        """Queue all copies, in order. A failure is raised to those who wait for a window."""
+        """Queue all copies, in order. A failure is raised by the threads that wait for a window."""
         try:
             last: Events = {}
             with contextlib.ExitStack() as current:
@@ -185,7 +185,7 @@ class Staging:
                         gather(window, buffer.view[: window.nbytes], queued=True)
                     except BaseException:
                         for stream in streams.values():
-                            stream.synchronize()  # what was queued before it failed
+                            stream.synchronize()  # copies that were queued before the failure
                         self._give_back(buffer, target)
                         raise
                     last = {device: stream.record_event() for device, stream in streams.items()}
@@ -193,9 +193,9 @@ class Staging:
             self._wait_for_readers()
             self._settle(self.queued, last)
             for event in last.values():
-                event.synchronize()  # before the ring is emptied: what is in it is safe
+                event.synchronize()  # the copies are complete, even if the ring is not emptied yet
             self._settle(self.copied, None)
-        except BaseException as error:  # noqa: BLE001 - as the first line says
+        except BaseException as error:  # noqa: BLE001 - raised by other threads
             self._fail(error)
             return
         if last:
@@ -207,15 +207,15 @@ class Staging:
                 raise _save_ended()
 
     def _grow_ring(self) -> None:
-        """Pin memory for the next save: it takes long, and nobody waits for it now."""
+        """Pin memory for the next save: it takes long, and this save does not wait for it."""
         self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
         try:
             self._ring.grow(self._goes_on)
         except Exception as error:  # noqa: BLE001 - this save does not need it
-            log.warning("no more memory is pinned for staging: %s", error)
+            log.warning("could not pin more memory for staging: %s", error)
 
     def _buffers(self, *, through_ring: bool) -> tuple[Buffer, Buffer]:
-        """Return a buffer to copy to, and the one to keep the bytes in."""
+        """Return a buffer to copy to, and the one that keeps the bytes until they are written."""
         target = self._pool.take(self._goes_on)
         if target is None:
             raise _save_ended()
@@ -234,14 +234,14 @@ class Staging:
         return not self._ending and self._wanted()
 
     def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
-        """Copy a window out of the ring, once it is there, and hand it over."""
+        """Copy a window out of the ring, when it is complete, and hand it to the writers."""
         try:
             for event in events.values():
                 event.synchronize()
             self._note_copied(window)
             if buffer is not target:
                 copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised to those who wait for a window, this one's too
+        except BaseException as error:  # noqa: BLE001 - raised by the threads that wait for a window
             self._fail(error)
         if buffer is not target:
             self._ring.give(buffer)
@@ -249,14 +249,14 @@ class Staging:
             self._pool.give(target)
 
     def _note_copied(self, window: Window) -> None:
-        """Hold a copied window's sources no longer: on an accelerator they may be copies, whose memory is precious."""
+        """Release the sources of a copied window: they may be copies on an accelerator, where memory is scarce."""
         for row in self._last_of.pop((window.job.name, window.start)):
             window.job.scattered.pop(row, None)
         with self._lock:
             self._noted_nbytes += window.nbytes
 
     def _settle(self, future: Future[T], result: T) -> bool:
-        """Give a future its result, if nothing has failed."""
+        """Set the result of a future, unless something has failed."""
         with self._lock:
             if future.done():
                 return False
@@ -264,7 +264,7 @@ class Staging:
             return True
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all who wait."""
+        """Raise an error in all threads that wait."""
         self._ending = True
         with self._lock:
             waited_for: list[Future[Any]] = [*self._ahead.values(), self.copied, self.queued]
@@ -274,7 +274,7 @@ class Staging:
 
 
 def _ending_in(window: Window) -> Iterator[int]:
-    """Give the sources of which a window has the last bytes."""
+    """Yield the sources whose last bytes are in a window."""
     starts = window.job.start
     for row in window.rows:
         end = int(starts[row + 1]) if row + 1 < len(starts) else window.job.data_nbytes
@@ -283,7 +283,7 @@ def _ending_in(window: Window) -> Iterator[int]:
 
 
 def _has_scattered(window: Window) -> bool:
-    """Say whether some bytes of a window do not lie in order in host memory."""
+    """Return whether some bytes of a window do not lie in order in host memory."""
     return any(row in window.job.scattered for row in window.rows)
 
 
@@ -292,7 +292,7 @@ def _save_ended() -> SaveCancelled:
 
 
 def _streams_after(events: Mapping[torch.device, torch.Event]) -> dict[torch.device, torch.Stream]:
-    """Make a stream for each accelerator, whose work comes after an event; this thread leaves device 0 alone."""
+    """Make a stream for each accelerator, whose work comes after an event, and switch this thread away from device 0."""
     if not events:
         return {}
     import torch  # noqa: PLC0415 - loaded, as there are events

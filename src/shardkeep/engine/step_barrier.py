@@ -1,8 +1,11 @@
 """
-Optimizers whose steps wait until what they are about to change has been copied.
+Optimizer steps that wait until a save has copied what they are about to change, and which memory that is.
 
-A hook is put before the steps of an optimizer once, and stays; while no save needs its memory it does nothing. The
-wait is the accelerator's: the host waits only until all copies are queued.
+A hook is registered before the steps of an optimizer once, and stays; it does nothing while no save needs the memory. The
+accelerator waits for the copies; the host waits only until all copies are queued.
+
+The parameters and the state of an optimizer change in its steps and at no other time. So they may be copied late, if the step
+waits; anything else has to be copied in the call.
 """
 
 from __future__ import annotations
@@ -27,63 +30,63 @@ Events = dict[torch.device, torch.Event]
 
 
 class StepBarrier:
-    """Holds the steps of optimizers back until the copies of one save are queued, and then what they queue."""
+    """Makes optimizer steps wait until the copies of one save are queued, and their work on the device until they are done."""
 
     def __init__(self) -> None:
         self._queued: Future[Events] = Future()
 
     def open(self, after: Events) -> None:
-        """Let steps through, whose work comes after these events."""
+        """Let steps pass; their work comes after these events."""
         if not self._queued.done():
             self._queued.set_result(after)
 
     def is_passed(self) -> bool:
-        """Say whether nothing is left to wait for."""
+        """Return whether nothing is left to wait for."""
         return self._queued.done() and all(event.query() for event in self._queued.result().values())
 
     def wait(self) -> None:
-        """Come after the copies, on the current streams."""
+        """Wait, and let the current streams wait for the copies."""
         for device, event in self._queued.result().items():
             torch.accelerator.current_stream(device).wait_event(event)
 
 
 class StepBarriers:
-    """The optimizers of a process that have a hook, and the gates before their next step."""
+    """The optimizers of a process that have a hook, and the barriers before their next step."""
 
     def __init__(self) -> None:
-        self._gates: WeakKeyDictionary[Optimizer, list[StepBarrier]] = WeakKeyDictionary()
+        self._barriers: WeakKeyDictionary[Optimizer, list[StepBarrier]] = WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._process_id = os.getpid()
 
-    def put(self, gate: StepBarrier, optimizers: Iterable[Optimizer]) -> None:
-        """Put a gate before the next step of each optimizer."""
+    def put(self, barrier: StepBarrier, optimizers: Iterable[Optimizer]) -> None:
+        """Put a barrier before the next step of each optimizer."""
         with self._lock:
             for optimizer in optimizers:
-                if optimizer not in self._gates:
+                if optimizer not in self._barriers:
                     self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-                # Those of an optimizer that never steps must not pile up.
-                standing = [each for each in self._gates.get(optimizer, ()) if not each.is_passed()]
-                self._gates[optimizer] = [*standing, gate]
+                # The barriers of an optimizer that never steps must not accumulate.
+                standing = [each for each in self._barriers.get(optimizer, ()) if not each.is_passed()]
+                self._barriers[optimizer] = [*standing, barrier]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if os.getpid() != self._process_id:  # a fork, whose memory is its own: nothing of it is saved
+        if os.getpid() != self._process_id:  # a fork has memory of its own, of which nothing is saved
             return
         with self._lock:
-            gates = list(self._gates.get(optimizer, ()))
-        for gate in gates:
-            gate.wait()
-            with self._lock:  # not before: a wait that is interrupted is still to be made
-                self._gates[optimizer].remove(gate)
+            barriers = list(self._barriers.get(optimizer, ()))
+        for barrier in barriers:
+            barrier.wait()
+            with self._lock:  # after the wait: one that was interrupted has to be repeated
+                self._barriers[optimizer].remove(barrier)
 
     def remove(self) -> None:
-        """Take all hooks away; called between steps."""
+        """Remove all hooks; called between steps."""
         with self._lock:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            self._gates.clear()
+            self._barriers.clear()
 
 
 @functools.cache  # a forked process has optimizers of its own, and no save of its parent's
@@ -93,27 +96,23 @@ def _barriers_of(process_id: int) -> StepBarriers:
 
 
 def step_barriers() -> StepBarriers:
-    """Return the gates of this process."""
+    """Return the barriers of this process."""
     return _barriers_of(os.getpid())
-
-
-# Which tensors the steps of optimizers guard: their memory changes in a step, and at no other time, so that it may be
-# copied late if the step waits.
 
 
 def rows_outside_optimizers(
     tensors: Sequence[torch.Tensor], rows: list[int], optimizers: Iterable[Optimizer]
 ) -> list[int]:
     """
-    Return those of which a byte may change at another time than in the step of one of these optimizers.
+    Return the rows whose memory may also change outside the steps of these optimizers.
 
     All of the rows lie in host memory, or none does.
     """
-    guards = list(_optimizer_tensors(optimizers, on_host=any(tensors[row].is_cpu for row in rows[:1])))
-    whole = {_memory_key(guard) for guard in guards if guard.is_contiguous()}
+    owned = list(_optimizer_tensors(optimizers, on_host=any(tensors[row].is_cpu for row in rows[:1])))
+    whole = {_memory_key(each) for each in owned if each.is_contiguous()}
     rest = [row for row in rows if not (tensors[row].is_contiguous() and _memory_key(tensors[row]) in whole)]
-    if rest:  # they may still be parts of what is guarded, which costs more to find out
-        covered = _AddressRanges(guards)
+    if rest:  # they may be parts of optimizer memory, which is slower to find out
+        covered = _AddressRanges(owned)
         rest = [row for row in rest if tensors[row].numel() and tensors[row] not in covered]
     return rest
 
@@ -123,7 +122,7 @@ def _memory_key(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 class _AddressRanges:
-    """Memory that tensors take: runs of addresses, which touch each other nowhere."""
+    """The memory of tensors, as ranges of addresses that do not touch each other."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._runs: dict[int, list[tuple[int, int]]] = {}
@@ -154,7 +153,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _optimizer_tensors(optimizers: Iterable[Optimizer], *, on_host: bool) -> Iterator[torch.Tensor]:
-    """Give the tensors, in host memory or elsewhere, whose memory changes in the step of one of these alone."""
+    """Yield the parameters and state tensors of optimizers, those in host memory or the others."""
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
@@ -165,7 +164,7 @@ def _optimizer_tensors(optimizers: Iterable[Optimizer], *, on_host: bool) -> Ite
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is one piece of memory: others guard nothing that could be found by its address."""
+    """Return whether a tensor is one piece of memory, which can be found by its address."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return False
     try:

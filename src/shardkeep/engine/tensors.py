@@ -1,9 +1,9 @@
 """
-Tensors as memory: where their bytes are, and how to copy a part of them when they are not in one piece on the host.
+Tensors as memory: where their bytes are, how to copy a part of them, and which tensors share memory.
 
-A tensor that is contiguous on the CPU is an address; the pipelines move its bytes with memcpy or read straight into
-it. Any other tensor is copied in parts, so that at most one window of it is in host memory at a time: by ranges of
-bytes if it lies in order on an accelerator, box by box if it is strided or of another dtype than what is stored.
+A tensor that is contiguous on the CPU is an address: the pipelines copy its bytes with memcpy, or read straight into it. Any other
+tensor is copied in parts, so that at most one window of it is in host memory at a time: by ranges of bytes if it is
+contiguous on an accelerator, box by box if it is strided or has another dtype than what is stored.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from shardkeep.state.leaves import overlaps_itself
 from shardkeep.storage.buffers import address_of
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Types of each element size that both torch and numpy have: bytes are moved as these, whatever they mean."""
+"""Types of each element size that both torch and numpy have: bytes are copied as these, whatever they mean."""
 
 
 def as_raw(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor as whole numbers of the size of its elements, which every device can copy."""
+    """View a tensor as integers of the size of its elements, which every device can copy."""
     return tensor.view(_RAW[tensor.element_size()])
 
 
 def host_address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's bytes begin if they lie in order in host memory, else 0."""
+    """Return the address of a tensor that is contiguous in host memory, else 0."""
     return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
 
 
 def _accelerator_of(device: torch.device) -> int | None:
-    """Return the index of a device whose streams torch lets us wait for."""
+    """Return the index of an accelerator; None for other devices."""
     kind = None if device.type == "cpu" else torch.accelerator.current_accelerator()
     return None if kind is None or kind.type != device.type else device.index or 0
 
 
 def _no_run() -> CheckpointError:
-    return CheckpointError("a run of bytes was to be written to memory whose `run_of` has none: a defect of shardkeep")
+    return CheckpointError("write_run was called for memory whose run_of returned None: a bug in shardkeep")
 
 
 class _Matrix(NamedTuple):
@@ -62,7 +62,7 @@ class _Matrix(NamedTuple):
 
     stripes: Stripes
     start: int
-    """Where the first of them begins in the chunk, in bytes."""
+    """Where the first stripe begins in the chunk, in bytes."""
     rows: npt.NDArray[np.generic]
 
 
@@ -105,10 +105,10 @@ class HostScattered:
         return True
 
     def _matrix(self, shape: Ints, source: Box, target: Box) -> _Matrix | None:
-        index: tuple[Any, ...] = (*slices(target), ...)  # without the dots, no axes would give a copy
+        index: tuple[Any, ...] = (*slices(target), ...)  # without the ellipsis, a tensor of no axes would give a copy
         array, strides = self._array[index], strides_of(shape)
         size = array.itemsize
-        if array.shape != source.sizes:  # what is strided freely below must all be there
+        if array.shape != source.sizes:  # `as_strided` below needs all of it
             return None
         found = stripes(source.sizes, strides, tuple(n // size for n in array.strides))
         if found is None:
@@ -124,7 +124,7 @@ class HostScattered:
         raise _no_run()
 
     def wait(self) -> None:
-        """Nothing is queued."""
+        """Return at once: nothing is queued."""
 
 
 class TorchScattered:
@@ -136,7 +136,7 @@ class TorchScattered:
         self._stored = self._tensor.dtype if same else stored
         self._flat: torch.Tensor | None = None
         if same and tensor.is_contiguous():
-            # Not `view(-1)`: of a single element it keeps the stride, whatever that is, and then there are no bytes.
+            # Not `view(-1)`: it keeps the stride of a single element, which then cannot be viewed as bytes.
             self._flat = self._tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._device = tensor.device
         self.nbytes = tensor.nbytes
@@ -155,10 +155,10 @@ class TorchScattered:
             at += box.volume
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
-        if address_of(data) % self._stored.itemsize:  # torch may crash on elements that lie askew
+        if address_of(data) % self._stored.itemsize:  # torch may crash on unaligned elements
             data = np.frombuffer(data, np.uint8).copy().data
         source = torch.frombuffer(data, dtype=self._stored).view(shape)
-        with torch.inference_mode():  # a tensor that was made in it can be changed nowhere else
+        with torch.inference_mode():  # a tensor made in inference mode can only be changed in it
             self._tensor[slices(box)].copy_(source[slices(part)])
 
     def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:  # noqa: ARG002
@@ -181,7 +181,7 @@ class TorchScattered:
 
 
 def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
-    """Choose how to reach a tensor's elements when they hold, or are filled from, elements of type `stored`."""
+    """Return the memory of a tensor that holds, or is filled from, elements of type `stored`."""
     if tensor.device.type == "cpu" and tensor.dtype == stored:
         return HostScattered(tensor)
     return TorchScattered(tensor, stored)
@@ -195,24 +195,24 @@ def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
 _SEARCH: Final = 10_000
 """How many steps to spend on finding out whether two scattered tensors have an element in common."""
 _NEIGHBOURS: Final = 64
-"""With more tensors than this around it, a tensor is taken to overlap them: to compare all would take too long."""
+"""A tensor with more neighbours than this is taken to overlap them: comparing all would take too long."""
 _ALIGNMENT: Final = 16
 """No element is larger: a run that begins at a multiple of it keeps every view of it aligned."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of a storage, and the tensors that lie in them. Tensors of one geometry are given once."""
+    """Bytes of a storage that are copied together, and the tensors in them; equal views are listed once."""
 
     tensors: list[torch.Tensor]
     start: int
     stop: int
     whole: bool
-    """All of the bytes are copied; else the elements alone, of the one tensor there is."""
+    """All of the bytes are copied; else only the elements of the one tensor there is."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be copied."""
+        """How many bytes are copied."""
         return self.stop - self.start if self.whole else self.tensors[0].nbytes
 
 
@@ -221,23 +221,23 @@ Geometry = tuple[Any, ...]
 
 
 def form(tensor: torch.Tensor) -> Form:
-    """Return how a tensor sees the memory it begins at."""
+    """Return how a tensor views the memory it begins at."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    """Return what two tensors have in common that are one and the same view of a storage."""
+    """Return a key that is equal for two tensors that are the same view of a storage."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), form(tensor)
 
 
 def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
     """
-    Return a key for each tensor: equal for two that see the same memory in the same way, whatever storages these have.
+    Return a key for each tensor: equal for two that view the same memory in the same way, even through different storages.
 
     All of them have memory.
     """
     starts = [tensor.data_ptr() for tensor in tensors]
-    # Nearly all are alone where they begin, and that is all that is asked of them.
+    # Nearly all tensors are the only one at their address, and need no longer key.
     shared = {start for start, times in Counter(starts).items() if times > 1}
     return [
         (tensor.device, start, form(tensor)) if start in shared else start
@@ -246,7 +246,7 @@ def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[Run]:
-    """Sort strided tensors with elements into the runs of bytes they are to be copied as."""
+    """Divide strided tensors with elements into the runs of bytes that are copied."""
     by_storage: dict[int, dict[Geometry, torch.Tensor]] = {}
     for tensor in tensors:
         key = geometry(tensor)
@@ -269,13 +269,13 @@ def _run(group: list[torch.Tensor]) -> Run:
     if len(group) > 1:
         return Run(group, start - start % _ALIGNMENT, stop, whole=True)
     [tensor] = group
-    # Dense, or expanded from fewer elements than it shows: the bytes between its ends are its own.
+    # Dense, or expanded from fewer elements: all bytes between its ends belong to it.
     whole = not _resolved_by_copy(tensor) and (stop - start == tensor.nbytes or overlaps_itself(tensor))
     return Run(group, start, stop, whole)
 
 
 def _groups(views: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Put tensors of one storage together where they overlap, directly or through others."""
+    """Group the tensors of one storage that overlap, directly or through others."""
     if len(views) == 1:
         return [views]
     bounds = [extent(view) for view in views]
@@ -310,12 +310,12 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _resolved_by_copy(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor shows other values than its bytes: it cannot stay a view of them."""
+    """Return whether a tensor has other values than its bytes, so that a copy cannot stay a view."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 class _Outline:
-    """Tells numpy where the elements of a tensor lie. It never reads them: the address is made up."""
+    """Describes to numpy where the elements of a tensor lie. Nothing is read: the address is made up."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.itemsize

@@ -1,5 +1,8 @@
 """
-Threads that share a list of work: no bare threads, every failure read, the first one stops the rest.
+Threads that share a list of tasks, the memory they use, and the windows they read and write files through.
+
+The first failure stops all threads, and is raised by the caller. Windows are ordinary memory, or pinned if much is copied from
+or to accelerators. Torch is imported only if there are tensors on an accelerator, so that files can be verified without it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardkeep.codecs.coded_store import BATCH
-from shardkeep.engine.memory import Scattered, asking_for_memory
+from shardkeep.engine.memory import Scattered, allocating
 from shardkeep.errors import CheckpointError, SaveCancelled
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.options import Options, cores, local_ranks
@@ -35,16 +38,18 @@ WINDOW_NBYTES = 8 << 20
 """One request to a disk: large enough for its full speed."""
 MIN_WINDOW_NBYTES = 1 << 20
 ACCELERATOR_WINDOW_NBYTES = 16 << 20
-"""One copy to an accelerator: twice as large, as each also costs turns at the interpreter's lock."""
+"""One copy to an accelerator: twice as large, because each also has to wait for the interpreter's lock."""
 _ENOUGH_THREADS = 8
-"""Where most of them work rather than wait: larger windows are better then than more of them."""
-_LOOK_S = 0.5
+"""If threads work rather than wait, larger windows are better than more threads than this."""
+_POLL_S = 0.5
+_WORTH_PINNING_NBYTES = 256 << 20
+"""Pinning memory takes as long as copying fifty times as much through it, but is done once in a process."""
 
 
 def window_for(
     threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES, *, coded: bool = False
 ) -> tuple[int, int]:
-    """Return how many threads to use, and how large a window each may have: `divide` for what goes on as it comes."""
+    """Return how many threads to use, and how large a window each may have, where a store keeps no parts."""
     return divide_budget(threads, budget_nbytes, window, coded=coded)[:2]
 
 
@@ -55,11 +60,11 @@ class WorkerBudget(NamedTuple):
     window_nbytes: int
     """Of each thread."""
     room_nbytes: int
-    """For what a store copies on the way; beyond it each open file has one part, which is counted already."""
+    """For what a store copies on the way, beyond the one part of each open file, which is counted already."""
 
     @property
     def room(self) -> MemoryBudget | None:
-        """A new one; None where a store copies nothing that would have to be bounded."""
+        """A new budget for these copies; None if the store makes none that have to be bounded."""
         return MemoryBudget(self.room_nbytes) if self.room_nbytes else None
 
 
@@ -72,30 +77,30 @@ def divide_budget(
     part_nbytes: int = 0,
 ) -> WorkerBudget:
     """
-    Divide a budget: fewer threads, and smaller windows, where it is small; one thread and a small window at the least.
+    Divide a budget: fewer threads and smaller windows if it is small, but at least one thread with a small window.
 
     Args:
         threads: how many there may be.
         budget_nbytes: memory for all of them together.
         window: the largest one.
         coded: bytes go through codecs.
-        part_nbytes: what a store keeps of each open file until it can be sent; 0: bytes go on as they come.
+        part_nbytes: what a store keeps of each open file until it can be sent; 0: it keeps nothing.
 
     """
 
     def held(count: int, nbytes: int) -> int:
-        """Say what so many threads with such windows hold, but for the room."""
+        """Return what so many threads with such windows hold, without the room."""
         each = nbytes + (_codec_nbytes(nbytes) if coded else 0)
         if not part_nbytes:
-            return count * (each + nbytes)  # the store may read or write through one of its own
-        # Each may be putting a part of another file together, and one of these is in the room.
+            return count * (each + nbytes)  # the store may read or write through a buffer of its own
+        # Each thread may be assembling a part of another file, and one of these is in the room.
         return count * each + (count - 1) * part_nbytes
 
-    # What is cut otherwise than by windows is copied, and sent from there; all else is sent from windows themselves.
+    # If parts are not windows, they are copied and sent from there; else they are sent from the windows themselves.
     copied = coded or part_nbytes > window
 
     def fitting(nbytes: int) -> int:
-        """Say how many threads fit with such windows."""
+        """Return how many threads fit with such windows."""
         counts = range(threads, 0, -1)
         rooms = ((count if copied else 1) * part_nbytes for count in counts)
         return next((n for n, room in zip(counts, rooms, strict=True) if held(n, nbytes) + room <= budget_nbytes), 0)
@@ -105,7 +110,7 @@ def divide_budget(
         sizes.append(max(MIN_WINDOW_NBYTES, sizes[-1] // 2))
     enough = threads
     if part_nbytes:
-        # A window that is a part is sent without being copied: better few of these than many small ones.
+        # A window that is a part is sent without a copy: a few of these are better than many small ones.
         enough = min(threads, _ENOUGH_THREADS) if copied else 1
     size = next((each for each in sizes if fitting(each) >= enough), None) or max(sizes, key=fitting)
     if not (count := fitting(size)):
@@ -115,19 +120,19 @@ def divide_budget(
 
 
 def budget_for_store(store: object, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
-    """Divide a budget among those who write files to a store: it says how many requests it likes, and of which size."""
+    """Divide a budget for writing to a store, by the number and the size of requests that the store prefers."""
     return divide_budget(
         preferred_requests(store, threads), budget_nbytes, coded=coded, part_nbytes=part_nbytes_of(store)
     )
 
 
 def _codec_nbytes(window: int) -> int:
-    """Say what a thread holds beyond a window while its frames go through two codecs: them thrice, and as much to work in."""
+    """Return what a thread holds beyond a window while its frames go through two codecs: three copies, and scratch space."""
     return 4 * min(window, BATCH * FRAME_NBYTES) + FRAME_NBYTES
 
 
 class FollowUpError(CheckpointError):
-    """Raised by work that cannot be done because other work failed, which has the cause."""
+    """Raised by a task that cannot be done because another task failed, whose error is the cause."""
 
 
 def run_workers(
@@ -143,15 +148,19 @@ def run_workers(
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
-    `lend` makes a buffer of that size, on the thread that gets a first task; by default it is ordinary memory.
+    If a task fails, no other task is started, those in progress end, and the first exception is raised. The cancel scope of
+    the caller is then cancelled too. If that scope is no longer wanted, SaveCancelled is raised.
 
-    `work` tells whether it waited for a device: threads that do not are only in each other's way once there are more
-    than cores, and leave. Returns when all are done. If one fails, no further task is begun, those under way end, and
-    the exception of the first is raised. `stop` is then set, or when the caller is interrupted: long work should look at
-    it. What cannot is told by `on_stop`, which must neither wait nor raise, and may be called more than once.
+    Args:
+        tasks: taken one by one.
+        work: does a task; returns whether it waited for a device. Threads that do not wait only get in each other's way if
+            there are more than cores, so these leave.
+        threads: how many.
+        buffer_nbytes: the size of the buffers.
+        lend: makes a buffer, on the thread that uses it; by default of ordinary memory.
+        stop: set on a failure, or when the caller is interrupted; long tasks should check it.
+        on_stop: called then, for tasks that cannot check it. It must neither wait nor raise, and may be called again.
 
-    Threads work on the terms that the caller holds (`store.giving_up`): these are given up with the first failure, and
-    when nobody wants the blobs any more, which is a `SaveCancelled`.
     """
     scope = current_scope()
     queue = iter(tasks)
@@ -190,13 +199,13 @@ def run_workers(
                     return
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             failed.append(exc)
-            give_up()
+            cancel()
         finally:
             with changed:
                 at_work -= 1
                 changed.notify_all()
 
-    def give_up() -> None:
+    def cancel() -> None:
         stop.set()
         if scope is not None:
             scope.cancel()
@@ -206,13 +215,13 @@ def run_workers(
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
             futures = [pool.submit(copy_context().run, worker) for _ in range(threads)]
-            while wait(futures, None if scope is None else _LOOK_S).not_done:
+            while wait(futures, None if scope is None else _POLL_S).not_done:
                 if scope is not None and not scope.wanted() and not stop.is_set():
                     failed.insert(0, SaveCancelled("it was cancelled while its files were written"))
-                    give_up()
+                    cancel()
         except BaseException:
-            give_up()  # an interrupt in the caller, or a thread too many, must not wait for the whole list
-            # Not left to the pool: it does not know of a thread in whose start it was interrupted.
+            cancel()  # after an interrupt, or if a thread cannot be started: do not wait for the whole list
+            # The pool does not know of a thread whose start was interrupted, so its end is waited for here.
             with changed:
                 changed.wait_for(lambda: not at_work)
             raise
@@ -222,27 +231,19 @@ def run_workers(
         raise exc
 
 
-# The windows that files are read and written through: ordinary memory, or pinned where much is copied to
-# accelerators.
-#
-# Torch is imported only where there are tensors on an accelerator, so that files can be verified without it.
-
 Lend = Callable[[], memoryview]
-"""Gives a thread its window."""
+"""Returns the window of the calling thread."""
 Events = dict["torch.device", "torch.Event"]
-
-_WORTH_PINNING_NBYTES = 256 << 20
-"""To pin memory takes as long as to copy fifty times as much through it, but is done once a process."""
 
 
 @contextmanager
 def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Iterator[Lend]:
     """
-    Make the function that gives each of at most `threads` threads one window of `nbytes`, to use while inside.
+    Return the function that gives each of at most `threads` threads one window of `nbytes`, to use while inside.
 
-    It is to be called by the thread that will use the window: where `memory` is on an accelerator, that thread then
-    works on this one, rather than on the first there is, and on a stream of its own, after all that the caller has queued.
-    On one stream, whoever waits for its own copies waits for everybody's.
+    The thread that uses the window must call it: if `memory` is on an accelerator, the function also switches the thread to
+    that device, and to a stream of its own that comes after all the caller has queued. On a shared stream, a thread that
+    waits for its own copies would wait for those of all threads.
     """
     on_accelerators = [each for each in memory if each.accelerator is not None]
     if not on_accelerators:
@@ -256,7 +257,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     after = _events_now(indices)
     ring = staging_memory().ring
     per_buffer = ring.buffer_nbytes // nbytes
-    pins = per_buffer > 0 and sum(place.nbytes for place in on_accelerators) >= _WORTH_PINNING_NBYTES
+    pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
         wanted = -(-threads // per_buffer) * ring.buffer_nbytes
         ring.most_nbytes = max(ring.most_nbytes, min(wanted, Options().pinned_bytes))
@@ -269,7 +270,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
         torch.accelerator.set_device_index(indices[0])
         with lock:
             _use_own_stream(next(numbers), after)
-            # Never waits: whoever uses the ring now may be waiting for this very thread.
+            # Never waits: the save that uses the ring now may be waiting for this very thread.
             if pins and not free and (buffer := ring.take(lambda: False)):
                 taken.append(buffer)
                 free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(per_buffer))
@@ -283,12 +284,12 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
 
 
 def _window(nbytes: int) -> memoryview:
-    with asking_for_memory(f"a window of {nbytes >> 10} KiB", "allow less with Options(host_budget_bytes=...)"):
+    with allocating(f"a window of {nbytes >> 10} KiB", "allow less with Options(host_budget_bytes=...)"):
         return aligned_buffer(nbytes)
 
 
 def _events_now(indices: Iterable[int]) -> Events:
-    """Mark what this thread has queued so far on accelerators."""
+    """Record an event after what this thread has queued so far on each of these accelerators."""
     import torch  # noqa: PLC0415 - loaded, as there are tensors
 
     kind = torch.accelerator.current_accelerator(True)
@@ -297,7 +298,7 @@ def _events_now(indices: Iterable[int]) -> Events:
 
 
 def _use_own_stream(number: int, after: Events) -> None:
-    """Have this thread, the one of that number, work on streams that come after these events; on the first device."""
+    """Switch this thread, which has this number, to streams that come after these events, and to the first device."""
     import torch  # noqa: PLC0415 - loaded, as there are tensors
 
     for device, event in reversed(after.items()):
@@ -306,7 +307,7 @@ def _use_own_stream(number: int, after: Events) -> None:
         torch.accelerator.set_stream(stream)  # and its device
 
 
-@cache  # always the same few: torch keeps memory for each stream apart
+@cache  # always the same few streams, because torch caches memory for each stream
 def _stream(process_id: int, device: torch.device, number: int) -> torch.Stream:
     import torch  # noqa: PLC0415 - loaded, as there are tensors
 

@@ -1,10 +1,10 @@
 """
 The write pipeline: windows of a file are gathered from tensors, hashed while in cache, and written, on a few threads.
 
-Memory beyond the state is one window a thread. A file is made durable by whichever thread finishes its last window.
-On any failure every file of this call is removed again. Both layouts are written here: in the native one a header with
-the digests goes before the data, and is written last; or, where a store takes bytes only in order, first, and the digests
-go into a file of their own. In torch's layout they are kept elsewhere.
+Memory beyond the state is one window for each thread. The thread that writes the last window of a file makes it durable. If
+anything fails, every file of the call is removed. All layouts are written here. In the native layout the header, which
+contains the digests, comes before the data and is written last; if a store takes bytes only in order, it is written first, and
+the digests go into a sidecar file. In torch's layout the digests are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardkeep.storage.buffers import address_of
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
 
 MOST_FILES = 8
-"""Files written at a time: a kernel lets one thread write to a file at a time, and the others wait for it."""
+"""Files written at a time: the kernel lets only one thread at a time write to a file."""
 
 
 class WritableStore(Creates, Deletes, Protocol):
@@ -46,7 +46,7 @@ class FileJob:
 
     name: str
     header: bytearray
-    """With room for the digests; empty where they are kept elsewhere."""
+    """With room for the digests; empty if the layout has none."""
     data_nbytes: int
     block_nbytes: int
     start: IntArray
@@ -55,11 +55,11 @@ class FileJob:
     """Where each source lies in host memory; 0: it is in `scattered`."""
     scattered: dict[int, Scattered]
     owners: Sequence[object] = ()
-    """What must live as long as the addresses are used."""
+    """Objects that must live as long as the addresses are used."""
     apart: bool = False
-    """The header has no room for the digests: it is written first, and they go into a file beside this one."""
+    """The header has no room for the digests: it is written first, and they go into a sidecar file."""
     digests: bytearray = field(default_factory=bytearray)
-    """Of its blocks, when it is written."""
+    """Of its blocks; filled as it is written."""
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +81,7 @@ class Window(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where it begins in the file."""
+        """Its offset in the file."""
         return len(self.job.header) + self.start
 
     @property
@@ -92,7 +92,7 @@ class Window(NamedTuple):
 
 
 Take = Callable[[Window, memoryview], AbstractContextManager[memoryview]]
-"""Gives the bytes of a window while the context lasts; the memory, of the size of a window, is the writer's own."""
+"""Gives the bytes of a window while the context lasts; the memory, of the size of a window, belongs to the writing thread."""
 
 
 class Sink(Protocol):
@@ -105,15 +105,15 @@ class Sink(Protocol):
         """
         Write a window to its file, and return the digests of its blocks.
 
-        `own` is memory of the size of a window, which the calling thread alone uses.
+        `own` is memory of the size of a window that only the calling thread uses.
         """
 
 
 class HashingSink:
-    """A sink: the thread that calls hashes a window and writes it to a store."""
+    """A sink whose windows the calling thread hashes and writes to a store."""
 
     def __init__(self, store: Creates, take: Take | None = None) -> None:
-        """`take` gives the bytes of a window while they are written; by default they are gathered then."""
+        """`take` gives the bytes of a window; by default they are gathered when they are written."""
         self._store = store
         self._take = take or _gathered
 
@@ -128,7 +128,7 @@ class HashingSink:
 
 
 def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes: int) -> bytes:
-    """Write bytes, and return the digests of their blocks. Hashed first: then they are in cache."""
+    """Write bytes, and return the digests of their blocks. Hashing comes first, which brings them into the cache."""
     digests = block_digests(data, block_nbytes)
     file.write_at(offset, data)
     return digests
@@ -146,11 +146,11 @@ def write_files(
     store: WritableStore, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
 ) -> list[bytes]:
     """
-    Write all files, durable on return; the digests of each one's blocks go into what is committed.
+    Write all files, durable on return, and return the digests of each file's blocks.
 
-    `sink` writes to `store` in another way than by gathering, hashing and writing on these threads.
+    By default, these threads gather, hash and write the windows; `sink` writes them in another way.
     """
-    # Elsewhere than in host memory, and gathered here.
+    # Not in host memory, and gathered here.
     gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
     sink = sink or HashingSink(store)
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
@@ -176,7 +176,7 @@ def write_files(
 
 
 def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -> Iterator[Window]:
-    """Hand out the windows of a few files in turn, each file's in order, and begin a file as one comes to its end."""
+    """Yield the windows of a few files in turn, each file's in order; a new file begins when one comes to its end."""
     waiting = (_windows(job, window_nbytes) for job in jobs)
     turns = deque(islice(waiting, min(threads, MOST_FILES)))
     while turns:
@@ -189,7 +189,7 @@ def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -
 
 
 def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
-    """Cut a file into windows of whole blocks; with digests apart, where a store cuts it into parts, if that can be."""
+    """Cut a file into windows of whole blocks; with a sidecar, if possible where the store cuts it into parts."""
     lead = len(job.header) % window_nbytes
     stop = window_nbytes - lead if job.apart and not lead % job.block_nbytes else window_nbytes
     start = 0
@@ -201,12 +201,12 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 def _tasks(
     sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], scope: CancelScope
 ) -> Iterator[tuple[_OpenFile, Window]]:
-    """Begin each file with the first of its windows, and note the names of all there may be then."""
+    """Begin each file with the first of its windows, and note the names of all files that may exist then."""
     opened: dict[str, _OpenFile] = {}
     for window in windows:
         job = window.job
         if job.name not in opened:
-            # Only where no other file is ever called so: one that is given up may still appear, and is deleted then.
+            # Only if no other file ever has this name: a cancelled upload may still appear, and is deleted then.
             with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
                 writer = sink.begin(job)
             undo.callback(writer.abandon)
@@ -220,14 +220,14 @@ def _tasks(
 
 
 def remove_blob(store: Deletes, name: str, writer: BlobWriter) -> None:
-    """Remove a blob that is not to be, whether it was finished or not."""
+    """Remove a blob, whether it was finished or not."""
     writer.abandon()
     with contextlib.suppress(CheckpointError):
-        store.delete(name)  # one that was finished outlives its writer's abandon
+        store.delete(name)  # `abandon` does not remove a finished blob
 
 
 def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
-    """Remove files that were finished and outlive their writers' abandon, as far as that can be done soon."""
+    """Remove finished files, which their writers' `abandon` does not remove, within a deadline."""
     if not names:
         return
     waits = True
@@ -244,8 +244,8 @@ def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
                 if not waits:
                     return
 
-    # A name that another save may use must not be deleted later. Of all others it is known whose they are: what is left
-    # is swept when the store is there again, as long as their claim is.
+    # A name that another save may use must not be deleted later. Files with a save id may: what is left of them is an orphan,
+    # which a later save removes as long as the claim is there.
     if all(map(native.save_id_of, names)):
         waits = run_with_deadline(removed, f"remove {len(names)} files")
     else:
@@ -300,7 +300,7 @@ def _finish(store: Creates, file: _OpenFile) -> None:
 
 
 def file_entry(job: FileJob) -> FileEntry:
-    """Say what the commit record says of a file that was written, and went through no codecs."""
+    """Return the entry in the commit record of a file that was written without codecs."""
     return FileEntry(
         name=job.name,
         nbytes=job.nbytes,
