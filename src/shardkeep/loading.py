@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.access import open_on_all_ranks
 from shardkeep.engine.load_session import LoadSession
 from shardkeep.engine.match import LoadFilter
 from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, find_slowest
 from shardkeep.options import Options
 from shardkeep.state.patterns import Patterns, Renames
 from shardkeep.storage.base import Store
+from shardkeep.storage.resolve import open_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,7 +81,7 @@ def load(
     phases = Phases()
     options = options or Options()
     world = current_world(group, timeout_s=options.timeout_s)
-    store = open_on_all_ranks(where, world, options, doing="load from")
+    store = open_on_all_ranks(where, world, direct=options.direct_io, doing="load from")
     events = LoadEvents(phases, rank=world.rank, where=store.url)
     load_filter = LoadFilter(include, exclude, rename, cast)
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.access import keys_for, open_on_all_ranks
-from shardkeep.engine.codecs import Codecs
+from shardkeep.engine.codecs import Codecs, keys_for
 from shardkeep.engine.coordinator import CommittedSave
 from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.process.client import writer_manager
@@ -42,6 +41,7 @@ from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store
 from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.resolve import open_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -333,7 +333,7 @@ def finish_saves() -> None:
 
 
 def _new_session(request: SaveRequest, world: World, phases: Phases) -> SaveSession:
-    store = open_on_all_ranks(request.where, world, request.options, doing="save to")
+    store = open_on_all_ranks(request.where, world, direct=request.options.direct_io, doing="save to")
     return SaveSession(request, store, world, phases, keys_for(request.options))
 
 

@@ -199,7 +199,7 @@ def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
     swap_frames(store, file, reseal_record=True)
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
         load(store)
-    monkeypatch.setattr("shardkeep.engine.access.check_signature", lambda *_: None)
+    monkeypatch.setattr("shardkeep.engine.codecs.check_signature", lambda *_: None)
     with pytest.raises(NotAuthentic, match=file.name):
         load(store)
 
@@ -217,7 +217,7 @@ def test_swapped_files_are_found(monkeypatch):
     resealed(store, lambda record: with_file(record, mine.name, entry))
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
         load(store)
-    monkeypatch.setattr("shardkeep.engine.access.check_signature", lambda *_: None)
+    monkeypatch.setattr("shardkeep.engine.codecs.check_signature", lambda *_: None)
     with pytest.raises(NotAuthentic, match=mine.name):
         load(store)
 

@@ -28,7 +28,7 @@ from shardkeep.cli.output import (
     wrap_lines,
 )
 from shardkeep.cli.runs import base_name, is_empty_directory, open_existing_run
-from shardkeep.engine.access import keys_for
+from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
 from shardkeep.engine.torch_source import TorchSource

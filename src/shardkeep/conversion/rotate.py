@@ -13,7 +13,7 @@ import os
 from msgspec.structs import replace
 
 from shardkeep.codecs.chain import rewrapped
-from shardkeep.engine.access import keys_for, open_chains
+from shardkeep.engine.codecs import keys_for, open_chains
 from shardkeep.engine.sources import find
 from shardkeep.engine.torch_source import FoundTorch
 from shardkeep.errors import CheckpointError, CheckpointExists, KeyMissing, StateError, StorageError

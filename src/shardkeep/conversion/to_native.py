@@ -24,8 +24,7 @@ from shardkeep.conversion.pipeline import (
     verify_written,
     write_parts,
 )
-from shardkeep.engine.access import keys_for
-from shardkeep.engine.codecs import Codecs, FileCodecs
+from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.coordinator import Coordinator, RecordLabels
 from shardkeep.engine.rank_plan import RankWritePlan
 from shardkeep.engine.reader import Source

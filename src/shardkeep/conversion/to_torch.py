@@ -32,7 +32,7 @@ from shardkeep.conversion.pipeline import (
     write_parts,
 )
 from shardkeep.conversion.to_hf import names_in
-from shardkeep.engine.access import keys_for
+from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import Item, ItemFiles, read_items
 from shardkeep.engine.torch_view import StoredObject, TorchView

@@ -1,7 +1,8 @@
 """
-Codecs in a save: what the caller asked for becomes chains, once, on rank 0; every rank opens them with its own keys.
+Codecs of a save, and the keys that a call uses.
 
-Data keys do not travel between ranks: orders carry what is recorded, in which they are wrapped.
+Rank 0 turns what the caller asked for into chains of codecs, once; every rank opens them with its own keys. Data keys are not
+sent between ranks: a write plan carries what is recorded, which contains them in wrapped form. No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,31 +18,90 @@ from msgspec.structs import replace
 from shardkeep.codecs.base import CodecConfig
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import EncodingStore, Seal, checksum_of
-from shardkeep.codecs.keys import CachedKeys, KeySource
+from shardkeep.codecs.keys import CachedKeys, KeyRing, KeySource, key_source
 from shardkeep.codecs.registry import codec_config
-from shardkeep.engine.rank_plan import RankWritePlan
 from shardkeep.engine.writer import FileJob, WritableStore, file_entry
-from shardkeep.errors import InvalidCodec, StateError
+from shardkeep.errors import CheckpointError, InvalidCodec, KeyMissing, StateError
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.record import MOST_CHAINS, FileEntry, Recorded
+from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
 from shardkeep.format.tree import Node, join, leaf_keys, part_name
+from shardkeep.layouts.native import check_signature
+from shardkeep.options import Options, setting
 
-# Parts of a state, named by the beginnings of flat names: "model" is all of it, "model.layers.0" what is below that.
-#
-# A `*` stands for anything, dots too: "optimizer.state.*.exp_avg". Where several names fit a leaf, the closest
-# counts.
+if TYPE_CHECKING:
+    from shardkeep.engine.rank_plan import RankWritePlan  # it imports torch
+
+
+def keys_for(options: Options) -> CachedKeys | None:
+    """
+    Return the source of keys that the options or the environment name, or None.
+
+    Keys are loaded when they are first needed: not for a checkpoint that is not encrypted.
+    """
+    file, text, given = setting("SHARDKEEP_KEY_FILE"), setting("SHARDKEEP_KEY"), options.keys
+    if given is not None:
+        return CachedKeys(_LazyKeys(lambda: key_source(given)))
+    if file:
+        return CachedKeys(_LazyKeys(lambda: KeyRing.from_file(file)))
+    if text:
+        return CachedKeys(_LazyKeys(lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")))
+    return None
+
+
+def open_chains(record: Record, options: Options, *, where: str) -> list[CodecChain]:
+    """
+    Open the codecs of a checkpoint's files, and check that its commit record is the one that was signed.
+
+    Raises:
+        KeyMissing: it is encrypted, and there is no key.
+        WrongKey: it is encrypted with another key.
+        NotAuthentic: the record was changed without the key.
+        UnknownCodec: a codec is not installed.
+
+    """
+    keys = keys_for(options)
+    try:
+        # Chains that no file uses may need a codec or a key that is not here: they are opened as empty ones.
+        used = {blob.chain for blob in (record.index, *record.files)}
+        chains = [CodecChain.opened(each if at in used else [], keys=keys) for at, each in enumerate(record.chains)]
+        check_signature(record, chains)
+    except CheckpointError as exc:
+        exc.message = f"{where}: {exc.message}"
+        raise
+    return chains
+
+
+class _LazyKeys:
+    """Keys that are loaded when they are first needed."""
+
+    def __init__(self, find: Callable[[], KeySource | None]) -> None:
+        self._find = find
+        self._source: KeySource | None = None
+
+    def _found(self) -> KeySource:
+        self._source = self._source or self._find()
+        if self._source is None:  # unreachable: there is no key source then
+            raise KeyMissing("no key was given")
+        return self._source
+
+    def wrap(self, data_key: bytes) -> tuple[str, bytes]:
+        return self._found().wrap(data_key)
+
+    def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
+        return self._found().unwrap(key_id, wrapped)
 
 
 def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | None], list[int]]:
     """
-    Say which of the names fits each leaf of a state best, and which of them fit nothing.
+    Return which of the names fits each leaf of a state best, and which of them fit nothing.
 
-    The more parts a name has, the closer it is; then the fewer with a `*`; then the one that comes first.
+    "model" fits all of the model, "model.layers.0" what is below that. A `*` stands for anything, including dots. The name
+    with more parts is closer; then the one with fewer `*`; then the one that comes first.
     """
     order = sorted(range(len(names)), key=lambda number: _closeness(names[number]), reverse=True)
     patterns = [(number, _pattern(names[number]).match) for number in order]
     by_leaf = {leaf: next((number for number, fits in patterns if fits(leaf)), None) for leaf in leaf_keys(tree)}
-    # One that always gives way to closer names is no mistake, nor one of something that is not there yet.
+    # A name whose leaves all have closer names is no mistake, nor is the name of something that is still empty.
     idle = set(order).difference(number for number in by_leaf.values() if number is not None)
     empty = list(_empty(tree, None)) if idle else []
     unfit = [
@@ -54,9 +114,9 @@ def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | 
 
 def _fits_empty(name: str, empty: list[str]) -> bool:
     """
-    Say whether a name is that of something empty, or is below it: an optimizer's state before its first step.
+    Return whether a name is that of an empty container, or below one, such as an optimizer's state before its first step.
 
-    Below it by its parts without a `*` alone: that stands for anything, and a slip behind it would pass unnoticed.
+    Only the part before a `*` counts as below: after it, a typing error would go unnoticed.
     """
     fits, certain = _pattern(name).match, name.partition("*")[0]
     return any(fits(each) or certain.startswith(f"{each}.") for each in empty)
@@ -68,12 +128,12 @@ def _closeness(name: str) -> tuple[int, int]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    # All lines: there is nothing that a key may not hold.
+    # DOTALL: a key may contain line breaks.
     return re.compile(".*".join(map(re.escape, name.split("*"))) + r"(?:\.|\Z)", re.DOTALL)
 
 
 def _empty(node: Node, name: str | None) -> Iterator[str]:
-    """Give the flat names of containers that have nothing in them."""
+    """Yield the flat names of empty containers."""
     if node is None:
         return
     if not node.children and name is not None:
@@ -83,32 +143,32 @@ def _empty(node: Node, name: str | None) -> Iterator[str]:
 
 
 Codecs = Sequence[str | CodecConfig] | Mapping[Any, Sequence[str | CodecConfig]] | None
-"""What a caller asks for: names or configs, for all; or by part of the state (`named_parts`). Nothing: as it is."""
+"""What a caller asks for: names or configs, for all; or by part of the state (`closest_patterns`). None: no codecs."""
 
 
 @dataclass(frozen=True)
 class CodecPlan:
-    """The chains of a new checkpoint, and what goes through which."""
+    """The codec chains of a new checkpoint, and which tensors use which."""
 
     chains: list[CodecChain] = field(default_factory=list)
     by_leaf: Mapping[str, int | None] | None = None
-    """By flat name, of every leaf of the state; None: everything goes through the first, if there is one."""
+    """The chain of every leaf of the state, by flat name; None: all use the first, if there is one."""
 
     def chain_of(self, keys: Sequence[str], alias: IntArray) -> list[int | None]:
         """
-        Say which chain each tensor goes through; `alias` says which tensor's memory stands for it.
+        Return the chain of each tensor; `alias` has the tensor in whose place it is stored.
 
-        Memory of several names is written once: through a chain that has a secret, if that was asked for any of them.
+        Memory with several names is written once: with an encrypting chain, if that was asked for any of the names.
 
         Raises:
-            StateError: a tensor is not in the tree of the state, so that nobody can say what was asked for it.
+            StateError: a tensor is not in the tree of the state, so its codecs are unknown.
 
         """
         if self.by_leaf is None:
             return [0 if self.chains else None] * len(keys)
         if unknown := [key for key in keys if key not in self.by_leaf]:
             raise StateError(
-                f"nobody can say which codecs were asked for {unknown[0]!r}: it is in no part of the state",
+                f"the codecs of {unknown[0]!r} are unknown: it is in no part of the state",
                 hint="nothing was written; give codecs for all of the state, and please report this",
                 key=unknown[0],
             )
@@ -119,28 +179,23 @@ class CodecPlan:
         return found
 
     def _safer(self, one: int | None, other: int | None) -> int | None:
-        """Return the one of two chains that has a secret; else the first that there is."""
+        """Return the one of two chains that encrypts; else the first that there is."""
         asked = [number for number in (one, other) if number is not None]
         return next((number for number in asked if self.chains[number].is_secret), asked[0] if asked else None)
 
     @property
     def of_index(self) -> int | None:
-        """Say which chain the index goes through: the first that has a secret, as names and values may be some."""
+        """The chain of the index: the first that encrypts, because names and values may be secret, too."""
         secret = [number for number, chain in enumerate(self.chains) if chain.is_secret]
         return next(iter([*secret, *range(len(self.chains))]), None)
 
 
 def plan_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | None) -> CodecPlan:
     """
-    Begin the chains of a new checkpoint.
-
-    Args:
-        codecs: what the caller asked for.
-        tree: gives the skeleton of the state.
-        keys: who wraps data keys.
+    Start the codec chains of a new checkpoint, from what the caller asked for and the tree of the state.
 
     Raises:
-        StateError: codecs were asked for a part that the state has not, or twice for one.
+        StateError: codecs were asked for a part that the state does not have, or twice for one.
         InvalidCodec: what was given are not codecs.
 
     """
@@ -185,19 +240,19 @@ def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:
 
 
 class FileCodecs:
-    """What a rank's files go through. May be used by several threads."""
+    """The codecs of a rank's files. Thread-safe."""
 
     def __init__(self, orders: RankWritePlan, keys: CachedKeys | None) -> None:
-        """Open the chains that rank 0 has begun."""
+        """Open the chains that rank 0 has started."""
         self.chains = [CodecChain.opened(each, keys=keys) for each in orders.chains]
         self._number = {name: chain for (name, _, _), chain in zip(orders.files, orders.chain, strict=True)}
         self._by_name = {name: self.chains[number] for name, number in self._number.items() if number is not None}
         self._keys = keys
         self.seals: dict[str, Seal] = {}
-        """What stands for each coded file that is written."""
+        """The seal of each coded file that is written."""
 
     def over(self, store: WritableStore) -> WritableStore:
-        """Return a store to write files to, as they go through their chains."""
+        """Return a store that applies the codecs to the files written to it."""
         if not self._by_name:
             return store
         coded = EncodingStore(store, self._by_name)
@@ -205,12 +260,12 @@ class FileCodecs:
         return coded
 
     def spec_of(self, name: str) -> tuple[Recorded, dict[str, str]] | None:
-        """Return what another process needs to code a file: what is recorded, and data keys; None: it is not coded."""
+        """Return what another process needs to apply a file's codecs: what is recorded, and data keys; None: no codecs."""
         chain = self._by_name.get(name)
         return None if chain is None else (chain.recorded, self._keys.known if self._keys else {})
 
     def entry_of(self, job: FileJob) -> FileEntry:
-        """Say what the commit record says of a file that was written."""
+        """Return the entry in the commit record of a file that was written."""
         entry, chain = file_entry(job), self._by_name.get(job.name)
         if chain is None:
             return entry

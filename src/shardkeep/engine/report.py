@@ -233,8 +233,8 @@ class _CallEvents:
         with contextlib.suppress(StateError):
             self._step = checked_step(step)
 
-    def _emit(self, kind: type[Event], **figures: Any) -> None:
-        emit(kind, lambda: kind(**{"rank": self._rank, "where": self._where, "step": self._step, **figures}))
+    def _emit(self, event: type[Event], /, **figures: Any) -> None:
+        emit(event, lambda: event(**{"rank": self._rank, "where": self._where, "step": self._step, **figures}))
 
     @contextlib.contextmanager
     def _emitting_failure(self, kind: type[Event]) -> Iterator[None]:

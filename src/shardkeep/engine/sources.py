@@ -14,7 +14,7 @@ from typing import Protocol
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine import safetensors_source as safetensors_open
 from shardkeep.engine import torch_source as torch_open
-from shardkeep.engine.access import open_chains
+from shardkeep.engine.codecs import open_chains
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardkeep.codecs.base import WRAPPED
 from shardkeep.codecs.stream_extensions import CodecStream, ExtensionRegistry, transformed_input
-from shardkeep.engine.access import keys_for
+from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source, list_keys, read_files
 from shardkeep.engine.workers import WINDOW_NBYTES, window_for
 from shardkeep.errors import (

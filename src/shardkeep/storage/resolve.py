@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World
 from shardkeep.errors import CheckpointError
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.fsspec import FsspecStore, FsspecStoreSpec, fs_errors, without_user
@@ -43,6 +45,15 @@ def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
         return where
     path = _text_of(where)
     return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
+
+
+def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, direct: bool, doing: str) -> Store:
+    """Open a store for a call of all ranks; if that fails on this rank, the call fails on all of them."""
+    try:
+        return open_store(where, direct=direct)
+    except CheckpointError:
+        with rendezvous(world, f"{doing} {where!r}"):  # the others wait for this rank
+            raise
 
 
 def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
