@@ -1,5 +1,5 @@
 """
-What rank 0 tells each rank to write, and how a rank turns that into files: headers, and the memory behind each chunk.
+A rank's part of a save on the wire: the manifest of what it holds, and the plan of what it writes, with its file jobs.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 
 
 class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells a rank to write."""
+    """The files that one rank writes, as rank 0 sends them to it."""
 
     save_id: str
     files: list[tuple[str, int, int]]
-    """Name, bytes of data and bytes of a block of each file."""
+    """Name, data size and block size of each file."""
     file: bytes
-    """For each chunk: its file's position in `files`, where it starts, the rank's row it comes from, and its box."""
+    """For each chunk: its position in `files`, its start in the file's data, the row of the rank's manifest, and its box."""
     start: bytes
     row: bytes
     axes: int
     offsets: bytes
     sizes: bytes
     chain: list[int | None]
-    """Which chain of codecs each file goes through."""
+    """The codec chain of each file."""
     chains: list[Recorded]
     apart: bool
-    """The store takes bytes only in order: digests of files that go through no chain are kept beside them."""
+    """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
 
 
 def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
-    """Name every data file of a save."""
+    """Return the names of all data files of a save."""
     return [
         native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
         for file in plan.files
@@ -71,7 +71,7 @@ def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
 def split_by_rank(
     plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), apart: bool = False
 ) -> list[RankWritePlan]:
-    """Cut the plan, which is sorted by file and so by rank, into each rank's part."""
+    """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
     names = data_file_names(plan, save_id, world_size)
     ranks = np.array([file.rank for file in plan.files], np.int64)
     first_file = np.searchsorted(ranks, np.arange(world_size + 1))
@@ -100,7 +100,7 @@ def split_by_rank(
 
 
 def _block_sizes(plan: SavePlan) -> list[int]:
-    """Choose each file's block size by all the data it is a part of: many small blocks keep many threads waiting."""
+    """Choose each file's block size by the size of its group: many small blocks keep many threads waiting."""
     together: dict[tuple[int, str], int] = {}
     for file in plan.files:
         together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
@@ -108,7 +108,7 @@ def _block_sizes(plan: SavePlan) -> list[int]:
 
 
 def make_file_jobs(description: Description, orders: RankWritePlan) -> list[FileJob]:
-    """Find the memory behind every chunk this rank is to write, and build its files' headers."""
+    """Find the memory of every chunk that this rank writes, and build its files' headers."""
     file, start, row = ints(orders.file), ints(orders.start), ints(orders.row)
     offsets = ints(orders.offsets).reshape(len(row), orders.axes)
     sizes = ints(orders.sizes).reshape(len(row), orders.axes)
@@ -131,7 +131,7 @@ def make_file_jobs(description: Description, orders: RankWritePlan) -> list[File
 
 
 class _FileChunks:
-    """The chunks of one file: what the header says of them, and the tensors that hold exactly their boxes."""
+    """The chunks of one file: their entries in its header, and the tensors that hold exactly their boxes."""
 
     def __init__(self, description: Description, row: IntArray, boxes: Boxes, start: IntArray) -> None:
         d = description
@@ -145,13 +145,13 @@ class _FileChunks:
         self.dtype = [by_code(code) for code in d.dtype[self.tensor].tolist()]
         axes = d.boxes.axes
         self.held = d.boxes.take(row)
-        narrow = Boxes(boxes.offsets[:, :axes], boxes.sizes[:, :axes])  # what is cut off is other ranks' padding
+        narrow = Boxes(boxes.offsets[:, :axes], boxes.sizes[:, :axes])  # the rest is padding for other ranks' tensors
         self.offsets, self.sizes = narrow.offsets.tolist(), narrow.sizes.tolist()
         self.whole = np.all(narrow.sizes == d.shape[self.tensor], axis=1).tolist()
         self.as_held = np.all(narrow.sizes == self.held.sizes, axis=1).tolist()
 
     def entries(self) -> Iterator[HeaderEntry]:
-        """Say what the header says."""
+        """Yield the entries of the header."""
         columns = zip(self.tensor.tolist(), self.ndim, self.dtype, self.offsets, self.sizes, self.whole, strict=True)
         for start, (tensor, ndim, dtype, offsets, sizes, whole) in zip(self.start.tolist(), columns, strict=True):
             shape = tuple(sizes[:ndim])
@@ -160,7 +160,7 @@ class _FileChunks:
             yield HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the memory of each chunk: a piece of the state, or a slice of one where replicas share the work."""
+        """Return the memory of each chunk: a tensor of the state, or a slice of one if replicas share the work."""
         found = [self.pieces[row] for row in self.rows]
         for at, as_held in enumerate(self.as_held):
             if not as_held:
@@ -169,13 +169,13 @@ class _FileChunks:
         return found
 
 
-# From a rank's description to its draft, and from all drafts to what the index says of the tree and plain values.
+# From a rank's description to its manifest, and from all manifests to what the index says of the tree and plain values.
 
 _WINDOW_NBYTES = 8 << 20
 
 
 def make_manifest(description: Description, *, allow_pickle: bool, check_replicas: bool) -> RankManifest:
-    """Put a description into the form that travels; plain values are encoded here, and refused by name if unsafe."""
+    """Encode a description; a plain value that has no safe form raises an error that names it."""
     d = description
     held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
     names = TensorNames(
@@ -223,37 +223,37 @@ def _digests(description: Description) -> bytes:
     return bytes(digests)
 
 
-def merge_rank_trees(drafts: Sequence[RankManifest]) -> bytes:
-    """Unite the trees of all ranks."""
-    distinct = list(dict.fromkeys(draft.tree for draft in drafts))
+def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
+    """Merge the trees of all ranks."""
+    distinct = list(dict.fromkeys(manifest.tree for manifest in manifests))
     if len(distinct) == 1:
         return distinct[0]
     return encode_tree(merge_trees([decode_tree(raw) for raw in distinct]))
 
 
-def merge_rank_values(drafts: Sequence[RankManifest], tensors: Sequence[str]) -> list[tuple[str, bytes]]:
-    """Unite the plain values of all ranks, sorted by key; one key must have one value, and not name a tensor too."""
+def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Merge the plain values of all ranks, sorted by key; a key must have one value, and must not be that of a tensor."""
     merged: dict[str, tuple[bytes, int]] = {}
     seen: set[bytes] = set()
-    for rank, draft in enumerate(drafts):
-        if draft.values in seen:
+    for rank, manifest in enumerate(manifests):
+        if manifest.values in seen:
             continue
-        seen.add(draft.values)
-        values = decode_values(draft.values)
+        seen.add(manifest.values)
+        values = decode_values(manifest.values)
         for key, data in zip(values.keys, values.data, strict=True):
-            known, teller = merged.setdefault(key, (data, rank))
+            known, first_rank = merged.setdefault(key, (data, rank))
             if known != data:
                 raise ReplicasDiffer(
-                    f"{key!r} is not the same on all ranks: ranks {teller} and {rank} hold different values",
+                    f"{key!r} is not the same on all ranks: ranks {first_rank} and {rank} hold different values",
                     hint="wrap state that differs by rank in sk.PerRank, or save the same value on every rank",
                     key=key,
                 )
-    for key, (_, teller) in merged.items():
+    for key, (_, first_rank) in merged.items():
         at = bisect_left(tensors, key.encode(), key=str.encode)
         if at < len(tensors) and tensors[at] == key:
-            holder = next(rank for rank, draft in enumerate(drafts) if key in decode_names(draft.names).keys)
+            holder = next(rank for rank, manifest in enumerate(manifests) if key in decode_names(manifest.names).keys)
             raise InvalidShards(
-                f"{key!r} is a plain value on rank {teller} but a tensor on rank {holder}",
+                f"{key!r} is a plain value on rank {first_rank} but a tensor on rank {holder}",
                 hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
                 key=key,
             )

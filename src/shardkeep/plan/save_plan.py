@@ -25,7 +25,11 @@ from shardkeep.plan import tiling
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a state. Arrays travel as little-endian bytes."""
+    """
+    What one rank holds, as columns that are sent to rank 0 without pickle. Arrays are sent as little-endian bytes.
+
+    Equal parts of many ranks' manifests (keys, tree, values) are equal bytes, so rank 0 decodes each different one once.
+    """
 
     axes: int
     """Width of the box matrices."""
@@ -33,14 +37,14 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`TensorNames`, encoded: equal on ranks that hold the same tensors."""
     shape: bytes
     alias: bytes
-    """For each tensor, the position of the first one that is the same memory here; -1: this rank holds none of it."""
+    """For each tensor, the position of the first one with the same memory on this rank; -1: the rank holds none of it."""
     row_tensor: bytes
-    """For each shard, the tensor it is of: a position in the names."""
+    """For each shard, its tensor, as a position in the names."""
     row_offsets: bytes
     row_sizes: bytes
     check_replicas: bool
     row_digest: bytes
-    """A 16-byte digest for each shard, or nothing where replicas are trusted."""
+    """A 16-byte digest for each shard, or nothing if replicas are not compared."""
     tree: bytes
     """The state's skeleton (`format.tree`)."""
     values: bytes
@@ -48,7 +52,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
-    """The tensors of a rank's state, apart from where they lie."""
+    """The tensors of a rank's state, without their boxes."""
 
     keys: list[str]
     groups: list[str]
@@ -69,17 +73,17 @@ encode = msgspec.msgpack.encode
 
 
 def decode_manifest(data: bytes) -> RankManifest:
-    """Read a draft that another rank sent."""
+    """Decode a manifest that another rank sent."""
     return msgspec.msgpack.decode(data, type=RankManifest)
 
 
 def decode_names(data: bytes) -> TensorNames:
-    """Read a draft's tensor names."""
+    """Decode a manifest's tensor names."""
     return msgspec.msgpack.decode(data, type=TensorNames)
 
 
 def decode_values(data: bytes) -> PlainValues:
-    """Read a draft's plain values."""
+    """Decode a manifest's plain values."""
     return msgspec.msgpack.decode(data, type=PlainValues)
 
 
@@ -94,9 +98,9 @@ def small_ints(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 MAX_ELEMENTS = 2.0**58
-"""Of a tensor, an axis of size 0 counted as 1: no index says more (`format.index`)."""
+"""Of a tensor, with an axis of size 0 counted as 1: the index holds no more (`format.index`)."""
 MOST_GROUPS = 8
-"""A state with more top-level containers than this goes to one file a rank."""
+"""A state with more top-level containers than this goes to one file for each rank."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,11 @@ class Shards(Rows):
     tensor: IntArray
     rank: IntArray
     row: IntArray
-    """The shard's position in its rank's draft."""
+    """The shard's position in its rank's manifest."""
     offsets: IntArray
     sizes: IntArray
     digest: IntArray
-    """First 8 bytes of its digest where replicas are to be compared, else 0."""
+    """First 8 bytes of its digest if replicas are compared, else 0."""
 
     @property
     def boxes(self) -> Boxes:
@@ -120,7 +124,7 @@ class Shards(Rows):
 
 @dataclass(frozen=True)
 class PlannedChunks(Rows):
-    """What is written, one row a chunk: by whom, from which of its shards, to which file, where."""
+    """The chunks that are written, one in each row: by which rank, from which of its shards, and where to."""
 
     tensor: IntArray
     rank: IntArray
@@ -144,19 +148,19 @@ class FilePlan:
     rank: int
     group: str
     chain: int | None
-    """Which chain of codecs it goes through."""
+    """Its codec chain."""
     part: int
-    """From 1 where the rank's data of this group are in several files; else 0."""
+    """From 1 if the rank's data of this group are in several files; else 0."""
     data_nbytes: int
 
 
 ChainOf = Callable[[list[str], IntArray], "list[int | None]"]
-"""Says which chain of codecs each tensor goes through, by all keys and by which tensors are one memory."""
+"""Returns the codec chain of each tensor, from all keys and the tensors in whose place they are stored."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """All that rank 0 decides."""
+    """All that rank 0 plans."""
 
     keys: list[str]
     """Sorted by UTF-8 bytes."""
@@ -166,7 +170,7 @@ class SavePlan:
     files: list[FilePlan]
 
     def pieces_by_tensor(self) -> PlannedChunks:
-        """Return the pieces as the index has them: by tensor, then by offsets."""
+        """Return the chunks in the order of the index: by tensor, then by offsets."""
         return self.pieces.take(np.lexsort((*self.pieces.offsets.T[::-1], self.pieces.tensor)))
 
 
@@ -178,34 +182,34 @@ class _Merged:
     shards: Shards
 
 
-def plan_save(drafts: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)) -> SavePlan:
-    """Decide which rank writes which part of which tensor into which file; a file goes through one chain."""
-    _check_arguments(drafts)
-    merged = _merge(drafts)
+def plan_save(manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)) -> SavePlan:
+    """Plan which rank writes which part of which tensor into which file; a file has one codec chain."""
+    _check_arguments(manifests)
+    merged = _merge(manifests)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
-    pieces = _assign_writers(merged, merged.shards.take(own), len(drafts))
+    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests))
     _check_tiling(merged, pieces, merged.shards.take(~own))
     chain = chain_of(merged.keys, merged.tensors.alias)
-    files, pieces = _assign_files(merged, pieces, len(drafts), chain)
+    files, pieces = _assign_files(merged, pieces, len(manifests), chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
     return SavePlan(merged.keys, merged.tensors, pieces, files)
 
 
-def _check_arguments(drafts: Sequence[RankManifest]) -> None:
-    checking = [rank for rank, d in enumerate(drafts) if d.check_replicas]
-    if checking and len(checking) < len(drafts):
-        others = [rank for rank, d in enumerate(drafts) if not d.check_replicas]
+def _check_arguments(manifests: Sequence[RankManifest]) -> None:
+    checking = [rank for rank, d in enumerate(manifests) if d.check_replicas]
+    if checking and len(checking) < len(manifests):
+        others = [rank for rank, d in enumerate(manifests) if not d.check_replicas]
         raise RanksDisagree(
-            f"check_replicas was given on {len(checking)} of {len(drafts)} ranks: on rank {checking[0]},"
+            f"check_replicas was given on {len(checking)} of {len(manifests)} ranks: on rank {checking[0]},"
             f" not on rank {others[0]}",
             hint="give it on all ranks or on none",
         )
 
 
 def _check_sizes(merged: _Merged) -> None:
-    # In floats, which do not wrap.
+    # In floats, which do not overflow.
     elements = np.prod(np.maximum(merged.tensors.shape, 1).astype(np.float64), axis=1)
     if np.any(elements >= MAX_ELEMENTS):
         at = int(np.flatnonzero(elements >= MAX_ELEMENTS)[0])
@@ -217,19 +221,19 @@ def _check_sizes(merged: _Merged) -> None:
         )
 
 
-def _merge(drafts: Sequence[RankManifest]) -> _Merged:
-    axes = max((d.axes for d in drafts), default=0)
-    names = {d.names: decode_names(d.names) for d in drafts}
+def _merge(manifests: Sequence[RankManifest]) -> _Merged:
+    axes = max((d.axes for d in manifests), default=0)
+    names = {d.names: decode_names(d.names) for d in manifests}
     keys = sorted({key for n in names.values() for key in n.keys}, key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     places = {raw: np.array([row_of[key] for key in n.keys], np.int64) for raw, n in names.items()}
-    tensors = _merge_tensors(drafts, names, places, keys, axes)
+    tensors = _merge_tensors(manifests, names, places, keys, axes)
     groups = [""] * len(keys)
     for raw, n in names.items():
         for place, group in zip(places[raw].tolist(), n.groups, strict=True):
             groups[place] = group
     tables = []
-    for rank, d in enumerate(drafts):
+    for rank, d in enumerate(manifests):
         local = ints(d.row_tensor)
         wide = (len(local), d.axes)
         digests = np.frombuffer(d.row_digest, "<i8")[::2] if d.row_digest else np.zeros(len(local), np.int64)
@@ -248,18 +252,18 @@ def _merge(drafts: Sequence[RankManifest]) -> _Merged:
 
 
 def _merge_tensors(
-    drafts: Sequence[RankManifest],
+    manifests: Sequence[RankManifest],
     names: dict[bytes, TensorNames],
     places: dict[bytes, IntArray],
     keys: list[str],
     axes: int,
 ) -> Tensors:
-    """Unite the tensor tables, and insist that ranks agree on dtype and global shape."""
+    """Merge the tensor tables, and check that ranks agree on dtype and global shape."""
     count = len(keys)
     facts = np.full((count, axes + 3), -1, np.int64)  # dtype, ndim, origin, shape
-    teller = np.zeros(count, np.int64)
+    first_rank = np.zeros(count, np.int64)
     seen: dict[tuple[bytes, bytes], int] = {}
-    for rank, d in enumerate(drafts):
+    for rank, d in enumerate(manifests):
         if (d.names, d.shape) in seen:
             continue
         seen[d.names, d.shape] = rank
@@ -271,19 +275,19 @@ def _merge_tensors(
         differs = ~new & np.any(facts[place] != mine, axis=1)
         if np.any(differs):
             at = int(np.flatnonzero(differs)[0])
-            raise _disagreement(keys[place[at]], int(teller[place[at]]), facts[place[at]], rank, mine[at])
+            raise _disagreement(keys[place[at]], int(first_rank[place[at]]), facts[place[at]], rank, mine[at])
         facts[place[new]] = mine[new]
-        teller[place[new]] = rank
+        first_rank[place[new]] = rank
     return Tensors(
         dtype=facts[:, 0].astype(np.uint8),
         ndim=facts[:, 1].astype(np.uint8),
         shape=facts[:, 3:],
         origin=facts[:, 2].astype(np.uint8),
-        alias=_ties(drafts, places, facts[:, 2]),
+        alias=_ties(manifests, places, facts[:, 2]),
     )
 
 
-def _ties(drafts: Sequence[RankManifest], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
+def _ties(manifests: Sequence[RankManifest], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
     """
     Find for each tensor the one it is tied to: itself, or another of its kind in whose place it need not be stored.
 
@@ -292,9 +296,9 @@ def _ties(drafts: Sequence[RankManifest], places: dict[bytes, IntArray], origin:
     """
     mates: dict[int, frozenset[int]] = {}
     alone = np.zeros(len(origin), bool)
-    for raw, alias in dict.fromkeys((d.names, d.alias) for d in drafts):
+    for raw, alias in dict.fromkeys((d.names, d.alias) for d in manifests):
         place, first = places[raw], ints(alias)
-        # A numpy array and a torch tensor over one memory are two things to whoever reads them back.
+        # A numpy array and a torch tensor over one memory are loaded as two different things.
         memory = np.where(first < 0, -1, 2 * first + origin[place])
         order = np.argsort(memory, kind="stable")[np.count_nonzero(first < 0) :]
         starts = np.flatnonzero(np.diff(memory[order], prepend=-1))
@@ -307,7 +311,7 @@ def _ties(drafts: Sequence[RankManifest], places: dict[bytes, IntArray], origin:
     mates |= {tensor: frozenset({tensor}) for tensor in mates if alone[tensor]}
     owner = np.arange(len(origin))
     for tensor, others in mates.items():
-        # Who can do with fewest others can stand for all: mates of a mate are mates.
+        # The tensor with the fewest mates can stand for all of them, because mates of a mate are mates.
         owner[tensor] = min(others, key=lambda other: (len(mates[other]), other))
     return owner
 
@@ -325,7 +329,7 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
 
 
 def _assign_writers(merged: _Merged, shards: Shards, world_size: int) -> PlannedChunks:
-    """Write every box once: unique ones by their holder, replicated ones by whoever has least to write."""
+    """Assign every box to one writer: unique boxes to their holder, replicated ones to the holder with least to write."""
     itemsizes = ITEMSIZES[merged.tensors.dtype]
     nbytes = shards.boxes.volumes() * itemsizes[shards.tensor]
     lone, members, first = _group_equal(shards)
@@ -341,7 +345,7 @@ def _assign_writers(merged: _Merged, shards: Shards, world_size: int) -> Planned
 
 
 def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray) -> Shards:
-    """Divide groups of equal shards over the ranks that hold them; return the slices, as shards of their own."""
+    """Divide groups of equal shards over the ranks that hold them, and return the slices as shards."""
     _compare_replicas(merged, members, first)
     count = np.diff(first, append=len(members))
     sizes = members.sizes[first]
@@ -400,7 +404,7 @@ def _compare_replicas(merged: _Merged, members: Shards, first: IntArray) -> None
 
 
 def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
-    """Insist that every tensor is whole: by what is written of it, or, if it is tied, by what the ranks hold of it."""
+    """Check that every tensor is complete: by what is written of it, or, if it is tied, by what the ranks hold of it."""
     lone, members, first = _group_equal(tied)
     distinct = tied.take(np.concatenate([lone, members[first]]))
     tensor = np.concatenate([pieces.tensor, distinct.tensor])
@@ -469,13 +473,13 @@ def _assign_files(
 
 
 def _labels(kinds: list[tuple[str, int]]) -> list[str]:
-    """Return what files of each group and chain are called; of a group that goes through several, the chain is told."""
+    """Return the label of the files of each group and chain; it contains the chain if the group has several."""
     counts = Counter(name for name, _ in kinds)
     return [f"{name}-c{chain + 1}" if counts[name] > 1 else name for name, chain in kinds]
 
 
 SLICE_NBYTES = 4 << 20
-"""A box is split only into slices of at least this size: smaller ones cost more requests than they save."""
+"""A box is split only into slices of at least this size: smaller ones cost more requests than they save time."""
 
 
 def assign_replicas(
@@ -541,18 +545,15 @@ def water_level(loads: npt.NDArray[np.float64], volume: float) -> float:
     return float(levels[wet])
 
 
-# Which file of its rank a chunk goes to: one for each group, but several for a large one, so that they are written at
-# once.
-#
-# A kernel lets one thread at a time write to a file, so one file is written at half the speed of four or less. Chunks
-# stay whole. Pure: the same chunks give the same parts.
+# A rank's data of one group go to one file, or to several if they are large: the kernel lets only one thread at a time write to a
+# file, so one file is written at half the speed of four, or less. Chunks stay whole.
 
 PART_NBYTES = 256 << 20
-"""A group is cut only into parts of at least this size: smaller files cost more than they save."""
+"""A group is divided only into parts of at least this size: smaller files cost more time than they save."""
 MOST_PARTS = 8
-"""Of all groups of a rank together, but that their numbers are rounded."""
+"""For all groups of a rank together, before rounding."""
 ENOUGH_FILES = 64
-"""Many ranks cut into fewer parts, or not at all: those of one machine write several files at once without it."""
+"""With many ranks there are fewer parts, or one: the ranks of a machine write several files at once without them."""
 
 
 def divide_into_parts(
@@ -587,7 +588,7 @@ def divide_into_parts(
 
 
 def _divide_evenly(nbytes: IntArray, parts: int) -> IntArray:
-    """Cut into at most so many parts, fewer where large chunks leave too little for the others."""
+    """Divide into at most `parts` parts, fewer if large chunks leave too little for the others."""
     while parts > 1:
         part = divide_chunks(nbytes, parts)
         if np.bincount(part, weights=nbytes, minlength=parts).min() >= PART_NBYTES:
