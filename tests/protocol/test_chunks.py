@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties as TheirPrope
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TheirEntry
 
 from shardkeep.dcp._impl.interop import to_ours
-from shardkeep.dcp._impl.plans import (
+from shardkeep.dcp._impl.plans import create_read_items_for_chunk_list
+from shardkeep.format.boxes import (
     boxes_overlap,
     clashes,
-    create_read_items_for_chunk_list,
     overlap_region,
     overlaps,
     within,

@@ -24,7 +24,7 @@ from shardkeep.dcp._impl.plans import (
     dedup_save_plans,
     find_state_dict_object,
 )
-from shardkeep.dcp._impl.plans import within as _check_box_bounds
+from shardkeep.format.boxes import within as _check_box_bounds
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

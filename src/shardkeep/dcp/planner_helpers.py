@@ -24,10 +24,10 @@ from shardkeep.dcp._impl.plans import (
     _sharded_tensor_metadata,
     create_read_items_for_chunk_list,
 )
-from shardkeep.dcp._impl.plans import (
+from shardkeep.format.boxes import (
     boxes_overlap as _check_shard_metadata_pair_overlap,
 )
-from shardkeep.dcp._impl.plans import (
+from shardkeep.format.boxes import (
     overlap_region as _shards_get_overlap_region_wrt_saved_tensor,
 )
 from shardkeep.layouts.torch_values import (

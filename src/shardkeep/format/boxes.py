@@ -1,7 +1,7 @@
 """
-Boxes: axis-aligned regions of an n-dimensional tensor, and the arithmetic everything else rests on.
+Boxes: axis-aligned regions of an n-dimensional tensor, and their arithmetic.
 
-Pure functions of plain tuples; no tensor, no file. A box of a 0-dim tensor has no axes and one element.
+Pure functions of numbers; no tensors, no files. A box of a 0-dim tensor has no axes and one element.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,7 @@ def flat_range_to_boxes(shape: Ints, start: int, stop: int) -> Iterator[Box]:
     """
     Cut elements `start..stop` of a row-major tensor into boxes, in order, each contiguous in that order.
 
-    At most `2 * ndim - 1` of them: a ragged head, whole rows, a ragged tail, for each axis.
+    There are at most `2 * ndim - 1` of them: a ragged head, whole rows and a ragged tail for each axis.
     """
     if start >= stop:
         return
@@ -100,12 +101,10 @@ def _under(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
     """
-    Return `(start, count)` of a box's elements in the row-major order of `shape`, if they are one run.
-
-    None where the box is scattered over that order.
+    Return `(start, count)` of a box's elements in the row-major order of `shape` if they are contiguous, else None.
     """
     start = count = 0
-    open_axes = True  # true until an axis with more than one index was met
+    open_axes = True  # until an axis with more than one index was seen
     for o, n, full in zip(box.offsets, box.sizes, shape, strict=True):
         start = start * full + o
         if not open_axes and n != full:
@@ -117,20 +116,20 @@ def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
 
 
 class Stripes(NamedTuple):
-    """A box as equal runs of elements, evenly apart in each of two memories that hold it."""
+    """A box as equal runs of elements, evenly spaced in each of two memories that hold it."""
 
     number: int
     width: int
-    """Of a run, in elements."""
+    """Elements of a run."""
     steps: tuple[int, int]
-    """From the beginning of a run to that of the next, in elements, in one memory and in the other."""
+    """Elements from the beginning of a run to the beginning of the next, in each of the two memories."""
 
 
 def stripes(sizes: Ints, one: Ints, other: Ints) -> Stripes | None:
     """
-    See a box of these sizes as stripes of two memories, which hold its elements at these strides.
+    Describe a box of these sizes as stripes of two memories, which hold its elements at these strides.
 
-    None where that takes more than two axes, after those that follow each other evenly in both were joined.
+    Returns None if that takes more than two axes, after axes that are contiguous in both memories were joined.
     """
     axes: list[tuple[int, int, int]] = []  # from the innermost: size and strides
     for n, a, b in zip(reversed(sizes), reversed(one), reversed(other), strict=True):
@@ -153,8 +152,8 @@ def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int
     """
     Return which stripes, and which elements of each, lie in a range of the first memory, counted from the first stripe.
 
-    As `(first stripe, last, first element, last)`, in order, lasts not included: at most a stripe whose beginning is
-    outside, all that are whole, and one whose end is outside.
+    Yields `(first stripe, last, first element, last)` in order, each last one excluded: at most one stripe whose beginning
+    is outside, all whole ones, and one whose end is outside.
     """
     number, width, (step, _) = all_of
     low, high = max(low, 0), min(high, (number - 1) * step + width)
@@ -180,24 +179,141 @@ def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int
 
 
 def strides_of(shape: Ints) -> Ints:
-    """Return how many elements apart neighbours along each axis of a row-major tensor are."""
+    """Return the strides of a row-major tensor of this shape, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def grid(cuts: list[list[tuple[int, int]]]) -> Iterator[Box]:
-    """Return the boxes of the product of runs `(offset, size)` given for each axis, in row-major order."""
+    """Return the product of runs `(offset, size)` given for each axis, as boxes in row-major order."""
     for combo in itertools.product(*cuts):
         yield Box(tuple(o for o, _ in combo), tuple(n for _, n in combo))
 
 
-# Columns: the numpy arrays that plans and the index are made of.
-#
-# Boxes of tensors with different numbers of axes share one matrix: rows are padded on the right with offset 0 and
-# size
-# 1, which leaves volumes, intersections and tilings as they are.
+# -- overlaps of many boxes --------------------------------------------------------------------------------------------
+
+
+class BoxLike(Protocol):
+    """Anything with `offsets` and `sizes`: a chunk or a shard, ours or torch's."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where it begins in the whole tensor."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Its extent along each axis."""
+
+
+def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:
+    """Say whether two boxes of a tensor have an element in common."""
+    return all(
+        max(a, b) < min(a + m, b + n)
+        for a, m, b, n in zip(shard1.offsets, shard1.sizes, shard2.offsets, shard2.sizes, strict=True)
+    )
+
+
+def overlap_region(saved_shard: BoxLike, current_shard: BoxLike) -> list[tuple[int, int, int, int]]:
+    """
+    Return the common part of two boxes that overlap.
+
+    For each axis: its number, where the part begins in the saved box and in the current one, and its length.
+    """
+    axes = zip(saved_shard.offsets, saved_shard.sizes, current_shard.offsets, current_shard.sizes, strict=True)
+    region = []
+    for axis, (saved, saved_size, current, current_size) in enumerate(axes):
+        low = max(saved, current)
+        high = min(saved + saved_size, current + current_size)
+        region.append((axis, low - saved, low - current, high - low))
+    return region
+
+
+def overlaps(wanted: Sequence[BoxLike], stored: Sequence[BoxLike]) -> list[tuple[int, int]]:
+    """
+    Return the pairs (of `wanted`, of `stored`) that overlap, in order.
+
+    The stored boxes are sorted along the axis that divides them most, so that each wanted box is compared with few.
+    """
+    if not wanted or not stored:
+        return []
+    axes = range(len(wanted[0].offsets))
+    if not axes:
+        return list(itertools.product(range(len(wanted)), range(len(stored))))
+    axis = max(axes, key=lambda each: len({box.offsets[each] for box in stored}))
+    order = sorted(range(len(stored)), key=lambda index: stored[index].offsets[axis])
+    starts = [stored[index].offsets[axis] for index in order]
+    longest = max(box.sizes[axis] for box in stored)
+    pairs = []
+    for number, box in enumerate(wanted):
+        low = bisect_left(starts, box.offsets[axis] - longest)
+        high = bisect_left(starts, box.offsets[axis] + box.sizes[axis])
+        pairs += [(number, index) for index in sorted(order[low:high]) if boxes_overlap(box, stored[index])]
+    return pairs
+
+
+def clashes(boxes: Sequence[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
+    """
+    Return pairs of boxes that overlap; empty if and only if no two boxes overlap.
+
+    Boxes are divided along each axis wherever no box crosses the cut, so that the boxes of a grid are soon alone. Only
+    boxes that cannot be divided are compared in pairs.
+    """
+    found: list[tuple[BoxLike, BoxLike]] = []
+    pending = [[box for box in boxes if all(box.sizes)]]
+    while pending:
+        group = pending.pop()
+        if len(group) < 2:
+            continue
+        parts = next((parts for axis in range(len(group[0].sizes)) if len(parts := _divided(group, axis)) > 1), None)
+        if parts is None:
+            found += _compared(group)
+        else:
+            pending += parts
+    return found
+
+
+def _divided(group: list[BoxLike], axis: int) -> list[list[BoxLike]]:
+    """Cut a group along an axis wherever no box crosses the cut."""
+    parts: list[list[BoxLike]] = []
+    reach = -1
+    for box in sorted(group, key=lambda each: each.offsets[axis]):
+        if not parts or box.offsets[axis] >= reach:
+            parts.append([])
+        parts[-1].append(box)
+        reach = max(reach, box.offsets[axis] + box.sizes[axis])
+    return parts
+
+
+def _compared(group: list[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
+    """Compare boxes in pairs, each only with those that begin before it ends, along the axis that divides them most."""
+    axes = range(len(group[0].sizes))
+    if not axes:
+        return list(itertools.pairwise(group))
+    axis = max(axes, key=lambda each: len({box.offsets[each] for box in group}))
+    inorder = sorted(group, key=lambda each: each.offsets[axis])
+    found: list[tuple[BoxLike, BoxLike]] = []
+    starts = [box.offsets[axis] for box in inorder]
+    for number, box in enumerate(inorder):
+        last = bisect_left(starts, box.offsets[axis] + box.sizes[axis])
+        rivals = inorder[number + 1 : last]
+        found += [(box, other) for other in rivals if boxes_overlap(box, other)]
+    return found
+
+
+def within(outer_box_size: Sequence[int], inner_box: BoxLike) -> bool:
+    """Say whether a box lies inside a tensor of this size."""
+    return len(outer_box_size) == len(inner_box.offsets) == len(inner_box.sizes) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(inner_box.offsets, inner_box.sizes, outer_box_size, strict=True)
+    )
+
+
+# -- columns of boxes --------------------------------------------------------------------------------------------------
+
+# Plans and the index are made of columns: numpy arrays of one length. Boxes of tensors with different numbers of axes share
+# one matrix: rows are padded on the right with offset 0 and size 1, which does not change volumes, intersections or
+# tilings.
 
 IntArray = npt.NDArray[np.int64]
-_GROUP_BITS = 7
 
 ITEMSIZES = np.zeros(256, np.int64)
 """Bytes of an element by dtype code; 0 for codes that no dtype has."""
@@ -241,22 +357,6 @@ class Boxes(Rows):
         return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
 
 
-class Tuples:
-    """The rows of several columns as tuples of plain numbers, made in groups as they are asked for."""
-
-    def __init__(self, *columns: npt.NDArray[Any]) -> None:
-        self._columns = columns
-        self._groups: dict[int, list[tuple[Any, ...]]] = {}
-
-    def __getitem__(self, row: int) -> tuple[Any, ...]:
-        group = self._groups.get(row >> _GROUP_BITS)
-        if group is None:
-            first = row >> _GROUP_BITS << _GROUP_BITS
-            lists = (column[first : first + (1 << _GROUP_BITS)].tolist() for column in self._columns)
-            group = self._groups[row >> _GROUP_BITS] = list(zip(*lists, strict=True))
-        return group[row & ((1 << _GROUP_BITS) - 1)]
-
-
 def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:
     """Pad a matrix on the right to `axes` columns."""
     if matrix.shape[1] == axes:
@@ -294,7 +394,9 @@ def concat_ranges(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> IntArra
     return ranges
 
 
-# What an index expression such as `[3:7, ::2]` picks of a tensor, axis by axis.
+# -- index expressions -------------------------------------------------------------------------------------------------
+
+# What an expression such as `[3:7, ::2]` selects of a tensor, axis by axis.
 
 IndexItem = int | slice | EllipsisType
 
@@ -307,16 +409,16 @@ class AxisSlice:
     step: int
     count: int
     drop: bool
-    """The axis goes away: a single index was given."""
+    """Whether the axis is dropped: a single index was given."""
 
     @property
     def extent(self) -> int:
-        """How many indices from the first to the last, both included."""
+        """Number of indices from the first to the last, both included."""
         return (self.count - 1) * self.step + 1 if self.count else 0
 
 
 def parse_index(key: str, shape: Ints, item: IndexItem | tuple[IndexItem, ...]) -> tuple[AxisSlice, ...]:
-    """Read an index expression the way torch does: integers, slices with positive steps, one Ellipsis."""
+    """Parse an index expression as torch does: integers, slices with positive steps, one Ellipsis."""
     items = item if isinstance(item, tuple) else (item,)
     if sum(part is Ellipsis for part in items) > 1:
         raise IndexError(f"{key!r}: an index can only have one ellipsis")

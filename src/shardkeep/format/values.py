@@ -1,14 +1,30 @@
 """
-The kinds of value that msgpack lacks: each one's code, its parts as simpler values, and the way back.
+Plain values as data, never code: numbers, strings, containers, dates, paths, enum members, dtypes, as msgpack.
 
-`take` splits a value into code and parts, by exact type; `make` builds it again and raises the natural builtin error
-where the parts are nonsense. Neither imports, looks up or calls anything that a file names, but for the attributes of
-torch, the enum classes already in `sys.modules` and the time zones of the system. Codes are part of the format:
-never give one a second meaning. The table of them is in `values.py`.
+A value comes back with the same type and the same bits. Nothing is imported, called or unpickled because a file names it,
+except for attributes of torch, enum classes that are already loaded, and the time zones of the system. `allow_pickle` is
+the only way to run code from a file, and it is off by default. Bytes that break the rules below raise `MalformedFile` and
+nothing else, at a cost in proportion to their length.
+
+    value   = nil | bool | int of 64 bits | float64 | str | bin | array of values | ext(code, payload)
+    payload = an array of values; for codes 1 to 3 and 127, raw bytes
+
+      1 int beyond 64 bits      9 complex      17 timezone     25 torch.device
+      2 str with surrogates    10 range        18 ZoneInfo     26 torch.Size
+      3 bytearray              11 slice        19 Decimal      27 torch.layout
+      4 tuple                  12 Ellipsis     20 Fraction     28 torch.memory_format
+      5 set                    13 datetime     21 UUID         29 numpy scalar
+      6 frozenset              14 date         22 path         30 numpy str_ or bytes_
+      7 dict                   15 time         23 enum member  31 numpy dtype
+      8 OrderedDict            16 timedelta    24 torch.dtype  32 numpy array       127 pickle
+
+Codes are part of the format: a code never gets a second meaning. Items of a set are sorted by their bytes, so that equal
+sets have equal bytes in every process.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import sys
@@ -30,273 +46,6 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 from shardkeep.errors import CheckpointError, MalformedFile, PickleRefused, UnsupportedLeaf
-from shardkeep.format import numpy_values
-from shardkeep.format.numpy_values import NotHereError, check_types
-
-MAX_FRACTION_BITS: Final = 1 << 16
-"""Bits of numerator and denominator: building a Fraction takes a gcd, which is quadratic."""
-MAX_SAME_HASH: Final = 256
-"""Keys of one hash: a set of many is quadratic to build, and only a forged file has them."""
-
-ENUM: Final = 23
-_ZONE: Final = 18
-_ZONE_KEY: Final = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}").fullmatch
-_TORCH: Final = {"dtype": 24, "device": 25, "Size": 26, "layout": 27, "memory_format": 28}
-
-
-@dataclass(frozen=True, slots=True)
-class EnumRef:
-    """An enum member whose class is not loaded in this process. Saving it again writes the same bytes."""
-
-    module: str
-    qualname: str
-    name: str | None
-    """None for a nameless combination of flags."""
-    value: Any = field(hash=False)
-    """None where a named member's value is no plain data."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one type becomes an array of parts and comes back."""
-
-    code: int
-    take: Callable[[Any], list[Any]]
-    make: Callable[[list[Any]], Any]
-    types: tuple[type, ...] | None = None
-    """Exact types of the parts, `object` for any; None where number and types are free."""
-
-
-def to_parts(value: Any) -> tuple[int, list[Any]] | None:
-    """Split a value into code and parts; None where it has no plain form."""
-    kind = type(value)
-    known = _KINDS.get(kind)
-    if known is not None:
-        return known.code, known.take(value)
-    if isinstance(kind, EnumMeta):
-        return ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
-    if kind is EnumRef:
-        return ENUM, [value.module, value.qualname, value.name, value.value]
-    if kind is Fraction:
-        return _take_fraction(value)
-    if isinstance(value, PurePath):
-        return _take_path(value)
-    if issubclass(kind, (np.generic, np.ndarray, np.dtype)):
-        return numpy_values.take(value)
-    return _take_zone(value) or _take_torch(value)
-
-
-def from_parts(code: int, parts: list[Any], like: Any = None) -> Any:
-    """Build the value that `take` split. Raises `NotHereError` where only this machine is at fault."""
-    if code == ENUM:
-        check_types(parts, (str, str, object, object))
-        return _make_enum(*parts, like=like)
-    kind = _MAKERS[code]
-    if kind.types is not None:
-        check_types(parts, kind.types)
-    return kind.make(parts)
-
-
-def distinct(keys: list[Any]) -> list[Any]:
-    """Return the keys if a dict or set can hold them all; raise where two are equal or the hashes are forged."""
-    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
-        raise ValueError(f"more than {MAX_SAME_HASH} keys share one hash")
-    if len(set(keys)) != len(keys):
-        raise ValueError("equal keys")
-    return keys
-
-
-def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(distinct(parts[::2]), parts[1::2], strict=True))
-
-
-# Fractions, paths, time zones, torch
-
-
-def _take_fraction(value: Fraction) -> tuple[int, list[Any]] | None:
-    small = max(value.numerator.bit_length(), value.denominator.bit_length()) <= MAX_FRACTION_BITS
-    return (20, [value.numerator, value.denominator]) if small else None
-
-
-def _make_fraction(parts: list[Any]) -> Fraction:
-    if max(parts[0].bit_length(), parts[1].bit_length()) > MAX_FRACTION_BITS:
-        raise ValueError("fraction too large")
-    return Fraction(*parts)
-
-
-def _take_path(value: PurePath) -> tuple[int, list[Any]] | None:
-    if type(value) not in (type(Path()), PurePosixPath, PureWindowsPath):
-        return None
-    return 22, [isinstance(value, PureWindowsPath), isinstance(value, Path), str(value)]
-
-
-def _make_path(parts: list[Any]) -> PurePath:
-    windows, concrete, text = parts
-    pure = PureWindowsPath(text) if windows else PurePosixPath(text)
-    # A concrete path of the other system cannot be built here; its pure form can.
-    return Path(text) if concrete and isinstance(Path(), type(pure)) else pure
-
-
-def _make_datetime(parts: list[Any]) -> datetime:
-    year, month, day, hour, minute, second, microsecond, fold, zone = parts
-    return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _make_time(parts: list[Any]) -> time:
-    hour, minute, second, microsecond, fold, zone = parts
-    return time(hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _take_zone(value: Any) -> tuple[int, list[Any]] | None:
-    zoneinfo = sys.modules.get("zoneinfo")
-    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo or not _ZONE_KEY(value.key or ""):
-        return None
-    return _ZONE, [value.key]
-
-
-def _make_zone(parts: list[Any]) -> Any:
-    import zoneinfo  # noqa: PLC0415 (needed by few values, and it reads the disk)
-
-    if not _ZONE_KEY(parts[0]):
-        raise ValueError(f"not a time zone: {parts[0][:80]!r}")
-    try:
-        return zoneinfo.ZoneInfo(parts[0])
-    except (zoneinfo.ZoneInfoNotFoundError, OSError) as exc:
-        raise NotHereError(f"time zone {parts[0]!r} is not known on this machine (pip install tzdata)") from exc
-
-
-def _take_torch(value: Any) -> tuple[int, list[Any]] | None:
-    torch = sys.modules.get("torch")
-    name = type(value).__name__
-    if torch is None or name not in _TORCH or getattr(torch, name, None) is not type(value):
-        return None
-    return _TORCH[name], list(value) if name == "Size" else [str(value).removeprefix("torch.")]
-
-
-def _torch() -> Any:
-    try:
-        import torch  # noqa: PLC0415 (tools that read other values start without it)
-    except ImportError as exc:
-        raise NotHereError("it needs torch, which is not installed here") from exc
-    return torch
-
-
-def _make_torch_name(kind: str) -> Callable[[list[Any]], Any]:
-    def make_name(parts: list[Any]) -> Any:
-        torch = _torch()
-        found = vars(torch).get(parts[0])
-        if type(found) is not getattr(torch, kind):
-            raise ValueError(f"not a torch.{kind}: {parts[0][:80]!r}")
-        return found
-
-    return make_name
-
-
-def _make_size(parts: list[Any]) -> Any:
-    if any(type(part) is not int for part in parts):
-        raise TypeError("torch.Size holds only int")
-    return _torch().Size(parts)
-
-
-# Enum members
-
-
-def _make_enum(module: str, qualname: str, name: Any, value: Any, *, like: Any) -> Any:
-    kind: Any = type(like)
-    if not issubclass(type(kind), EnumMeta) or (kind.__module__, kind.__qualname__) != (module, qualname):
-        kind = _loaded_class(module, qualname)
-    if issubclass(type(kind), EnumMeta):
-        members: Mapping[str, Any] = kind.__members__
-        if type(name) is str and name in members:
-            return members[name]
-        if issubclass(kind, Flag) and type(value) is int:
-            with suppress(ValueError):
-                return kind(value)
-    if name is not None and type(name) is not str:
-        raise TypeError("the name of an enum member is not a str")
-    return EnumRef(module, qualname, name, value)
-
-
-def _loaded_class(module: str, qualname: str) -> Any:
-    # Straight from each __dict__: a module's own __getattr__ may import, and this must never import.
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        if not issubclass(type(found), (types.ModuleType, type)):
-            return None
-        owner = type if issubclass(type(found), type) else object
-        found = owner.__getattribute__(found, "__dict__").get(part)
-    return found
-
-
-# The table, last because it names what stands above.
-
-_KINDS: Final[dict[type, _Kind]] = {
-    tuple: _Kind(4, list, tuple),
-    set: _Kind(5, list, lambda p: set(distinct(p))),
-    frozenset: _Kind(6, list, lambda p: frozenset(distinct(p))),
-    dict: _Kind(7, lambda d: [part for pair in d.items() for part in pair], lambda p: dict(_pairs(p))),
-    OrderedDict: _Kind(8, lambda d: [part for pair in d.items() for part in pair], lambda p: OrderedDict(_pairs(p))),
-    complex: _Kind(9, lambda c: [c.real, c.imag], lambda p: complex(*p), (float, float)),
-    range: _Kind(10, lambda r: [r.start, r.stop, r.step], lambda p: range(*p), (int, int, int)),
-    slice: _Kind(11, lambda s: [s.start, s.stop, s.step], lambda p: slice(*p), (object, object, object)),
-    type(...): _Kind(12, lambda _: [], lambda _: ..., ()),
-    datetime: _Kind(
-        13,
-        lambda d: [d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond, d.fold, d.tzinfo],
-        _make_datetime,
-        (*[int] * 8, object),
-    ),
-    date: _Kind(14, lambda d: [d.year, d.month, d.day], lambda p: date(*p), (int, int, int)),
-    time: _Kind(
-        15,
-        lambda t: [t.hour, t.minute, t.second, t.microsecond, t.fold, t.tzinfo],
-        _make_time,
-        (*[int] * 5, object),
-    ),
-    timedelta: _Kind(16, lambda d: [d.days, d.seconds, d.microseconds], lambda p: timedelta(*p), (int, int, int)),
-    timezone: _Kind(17, lambda z: list(z.__getinitargs__()), lambda p: timezone(*p)),
-    Decimal: _Kind(19, lambda d: [str(d)], lambda p: Decimal(p[0]), (str,)),
-    uuid.UUID: _Kind(21, lambda u: [u.bytes], lambda p: uuid.UUID(bytes=p[0]), (bytes,)),
-}
-_MAKERS: Final[dict[int, _Kind]] = {kind.code: kind for kind in _KINDS.values()} | {
-    code: _Kind(code, list, maker, part_types)
-    for code, maker, part_types in (
-        (_ZONE, _make_zone, (str,)),
-        (20, _make_fraction, (int, int)),
-        (22, _make_path, (bool, bool, str)),
-        (24, _make_torch_name("dtype"), (str,)),
-        (25, lambda p: _torch().device(p[0]), (str,)),
-        (26, _make_size, None),
-        (27, _make_torch_name("layout"), (str,)),
-        (28, _make_torch_name("memory_format"), (str,)),
-        (numpy_values.SCALAR, numpy_values.make_scalar, (object, bytes)),
-        (numpy_values.TEXT, numpy_values.make_text, (object,)),
-        (numpy_values.DTYPE, lambda p: numpy_values.make_dtype(p[0]), (object,)),
-        (numpy_values.ARRAY, numpy_values.make_array, (object, list, bool, bytes)),
-    )
-}
-
-
-# Plain values as data, never code: numbers, strings, containers, dates, paths, enum members, dtypes, as msgpack.
-#
-# A value goes in and comes back with the same type and the same bits. Nothing is imported, called or unpickled
-# because
-# a file says so; `allow_pickle` is the one door, and it is shut by default. Bytes that break the rules below raise
-# `MalformedFile` and nothing else, at a cost in proportion to their length.
-#
-#     value   = nil | bool | int of 64 bits | float64 | str | bin | array of values | ext(code, payload)
-#     payload = an array of values; for codes 1 to 3 and 127, raw bytes
-#
-#       1 int beyond 64 bits      9 complex      17 timezone     25 torch.device
-#       2 str with surrogates    10 range        18 ZoneInfo     26 torch.Size
-#       3 bytearray              11 slice        19 Decimal      27 torch.layout
-#       4 tuple                  12 Ellipsis     20 Fraction     28 torch.memory_format
-#       5 set                    13 datetime     21 UUID         29 numpy scalar
-#       6 frozenset              14 date         22 path         30 numpy str_ or bytes_
-#       7 dict                   15 time         23 enum member  31 numpy dtype
-#       8 OrderedDict            16 timedelta    24 torch.dtype  32 numpy array       127 pickle
-#
-# Items of a set are sorted by their bytes, so that equal sets have equal bytes in every process.
 
 MAX_DEPTH: Final = 64
 """Containers inside containers, in what is written and in what is read."""
@@ -394,7 +143,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-# Encoding
+# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
 def _pack(value: Any, call: _Call, depth: int) -> bytes:
@@ -478,7 +227,7 @@ def _too_large(call: _Call) -> UnsupportedLeaf:
     return UnsupportedLeaf(f"{call.key!r} is too large for a plain value (4 GiB)", hint="store it as a tensor")
 
 
-# Decoding
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def _unpack(data: Any, call: _Call, depth: int) -> Any:
@@ -534,3 +283,411 @@ def _unpickle(payload: memoryview, call: _Call) -> Any:
         raise UnsupportedLeaf(f"{call.key!r} is a pickle that cannot be rebuilt here: {exc}") from exc
     except Exception as exc:  # a pickle runs code, and code may raise anything
         raise MalformedFile(f"{call.key!r}: stored pickle is malformed: {exc!s:.200}") from exc
+
+
+# -- kinds of values that msgpack lacks --------------------------------------------------------------------------------
+
+
+# `to_parts` splits a value into its code and simpler values, by exact type. `from_parts` builds it again, and raises the
+# natural builtin error if the parts are invalid.
+
+MAX_FRACTION_BITS: Final = 1 << 16
+"""Bits of numerator and denominator: building a Fraction takes a gcd, which is quadratic."""
+MAX_SAME_HASH: Final = 256
+"""Keys of one hash: a set of many is quadratic to build, and only a forged file has them."""
+
+ENUM: Final = 23
+_ZONE: Final = 18
+_ZONE_KEY: Final = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}").fullmatch
+_TORCH: Final = {"dtype": 24, "device": 25, "Size": 26, "layout": 27, "memory_format": 28}
+
+
+@dataclass(frozen=True, slots=True)
+class EnumRef:
+    """An enum member whose class is not loaded in this process. Saving it again writes the same bytes."""
+
+    module: str
+    qualname: str
+    name: str | None
+    """None for a nameless combination of flags."""
+    value: Any = field(hash=False)
+    """None where a named member's value is no plain data."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one type becomes an array of parts and comes back."""
+
+    code: int
+    take: Callable[[Any], list[Any]]
+    make: Callable[[list[Any]], Any]
+    types: tuple[type, ...] | None = None
+    """Exact types of the parts, `object` for any; None where number and types are free."""
+
+
+def to_parts(value: Any) -> tuple[int, list[Any]] | None:
+    """Split a value into code and parts; None where it has no plain form."""
+    kind = type(value)
+    known = _KINDS.get(kind)
+    if known is not None:
+        return known.code, known.take(value)
+    if isinstance(kind, EnumMeta):
+        return ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
+    if kind is EnumRef:
+        return ENUM, [value.module, value.qualname, value.name, value.value]
+    if kind is Fraction:
+        return _take_fraction(value)
+    if isinstance(value, PurePath):
+        return _take_path(value)
+    if issubclass(kind, (np.generic, np.ndarray, np.dtype)):
+        return _numpy_parts(value)
+    return _take_zone(value) or _take_torch(value)
+
+
+def from_parts(code: int, parts: list[Any], like: Any = None) -> Any:
+    """Build the value that `take` split. Raises `NotHereError` where only this machine is at fault."""
+    if code == ENUM:
+        check_types(parts, (str, str, object, object))
+        return _make_enum(*parts, like=like)
+    kind = _MAKERS[code]
+    if kind.types is not None:
+        check_types(parts, kind.types)
+    return kind.make(parts)
+
+
+def distinct(keys: list[Any]) -> list[Any]:
+    """Return the keys if a dict or set can hold them all; raise where two are equal or the hashes are forged."""
+    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
+        raise ValueError(f"more than {MAX_SAME_HASH} keys share one hash")
+    if len(set(keys)) != len(keys):
+        raise ValueError("equal keys")
+    return keys
+
+
+def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(distinct(parts[::2]), parts[1::2], strict=True))
+
+
+# -- fractions, paths, time zones, torch -------------------------------------------------------------------------------
+
+
+def _take_fraction(value: Fraction) -> tuple[int, list[Any]] | None:
+    small = max(value.numerator.bit_length(), value.denominator.bit_length()) <= MAX_FRACTION_BITS
+    return (20, [value.numerator, value.denominator]) if small else None
+
+
+def _make_fraction(parts: list[Any]) -> Fraction:
+    if max(parts[0].bit_length(), parts[1].bit_length()) > MAX_FRACTION_BITS:
+        raise ValueError("fraction too large")
+    return Fraction(*parts)
+
+
+def _take_path(value: PurePath) -> tuple[int, list[Any]] | None:
+    if type(value) not in (type(Path()), PurePosixPath, PureWindowsPath):
+        return None
+    return 22, [isinstance(value, PureWindowsPath), isinstance(value, Path), str(value)]
+
+
+def _make_path(parts: list[Any]) -> PurePath:
+    windows, concrete, text = parts
+    pure = PureWindowsPath(text) if windows else PurePosixPath(text)
+    # A concrete path of the other system cannot be built here; its pure form can.
+    return Path(text) if concrete and isinstance(Path(), type(pure)) else pure
+
+
+def _make_datetime(parts: list[Any]) -> datetime:
+    year, month, day, hour, minute, second, microsecond, fold, zone = parts
+    return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _make_time(parts: list[Any]) -> time:
+    hour, minute, second, microsecond, fold, zone = parts
+    return time(hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _take_zone(value: Any) -> tuple[int, list[Any]] | None:
+    zoneinfo = sys.modules.get("zoneinfo")
+    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo or not _ZONE_KEY(value.key or ""):
+        return None
+    return _ZONE, [value.key]
+
+
+def _make_zone(parts: list[Any]) -> Any:
+    import zoneinfo  # noqa: PLC0415 (needed by few values, and it reads the disk)
+
+    if not _ZONE_KEY(parts[0]):
+        raise ValueError(f"not a time zone: {parts[0][:80]!r}")
+    try:
+        return zoneinfo.ZoneInfo(parts[0])
+    except (zoneinfo.ZoneInfoNotFoundError, OSError) as exc:
+        raise NotHereError(f"time zone {parts[0]!r} is not known on this machine (pip install tzdata)") from exc
+
+
+def _take_torch(value: Any) -> tuple[int, list[Any]] | None:
+    torch = sys.modules.get("torch")
+    name = type(value).__name__
+    if torch is None or name not in _TORCH or getattr(torch, name, None) is not type(value):
+        return None
+    return _TORCH[name], list(value) if name == "Size" else [str(value).removeprefix("torch.")]
+
+
+def _torch() -> Any:
+    try:
+        import torch  # noqa: PLC0415 (tools that read other values start without it)
+    except ImportError as exc:
+        raise NotHereError("it needs torch, which is not installed here") from exc
+    return torch
+
+
+def _make_torch_name(kind: str) -> Callable[[list[Any]], Any]:
+    def make_name(parts: list[Any]) -> Any:
+        torch = _torch()
+        found = vars(torch).get(parts[0])
+        if type(found) is not getattr(torch, kind):
+            raise ValueError(f"not a torch.{kind}: {parts[0][:80]!r}")
+        return found
+
+    return make_name
+
+
+def _make_size(parts: list[Any]) -> Any:
+    if any(type(part) is not int for part in parts):
+        raise TypeError("torch.Size holds only int")
+    return _torch().Size(parts)
+
+
+# -- enum members ------------------------------------------------------------------------------------------------------
+
+
+def _make_enum(module: str, qualname: str, name: Any, value: Any, *, like: Any) -> Any:
+    kind: Any = type(like)
+    if not issubclass(type(kind), EnumMeta) or (kind.__module__, kind.__qualname__) != (module, qualname):
+        kind = _loaded_class(module, qualname)
+    if issubclass(type(kind), EnumMeta):
+        members: Mapping[str, Any] = kind.__members__
+        if type(name) is str and name in members:
+            return members[name]
+        if issubclass(kind, Flag) and type(value) is int:
+            with suppress(ValueError):
+                return kind(value)
+    if name is not None and type(name) is not str:
+        raise TypeError("the name of an enum member is not a str")
+    return EnumRef(module, qualname, name, value)
+
+
+def _loaded_class(module: str, qualname: str) -> Any:
+    # Straight from each __dict__: a module's own __getattr__ may import, and this must never import.
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        if not issubclass(type(found), (types.ModuleType, type)):
+            return None
+        owner = type if issubclass(type(found), type) else object
+        found = owner.__getattribute__(found, "__dict__").get(part)
+    return found
+
+
+# -- numpy -------------------------------------------------------------------------------------------------------------
+
+
+# A dtype comes back equal, with the same C type and byte order. Its description is checked before numpy sees it. Objects,
+# numpy's variable-width strings, and dtypes of other packages have no plain form.
+
+SCALAR, TEXT, DTYPE, ARRAY = 29, 30, 31, 32
+
+MAX_ITEMSIZE: Final = 1 << 20
+"""Bytes of one item of a dtype: numpy allocates one item even for an empty array."""
+MAX_EMPTY_ITEMS: Final = 1 << 16
+"""Items of an array whose items have no bytes, so that no file can declare a size it does not pay for."""
+_X87_MANTISSA_BITS: Final = 63
+
+
+class NotHereError(Exception):
+    """A well-formed value that this machine cannot build: its text says what is missing."""
+
+
+def check_types(parts: list[Any], expected: tuple[type, ...]) -> None:
+    if len(parts) != len(expected) or any(
+        want is not object and type(part) is not want for part, want in zip(parts, expected, strict=True)
+    ):
+        raise TypeError(f"expected parts {[t.__name__ for t in expected]}, found {[type(p).__name__ for p in parts]}")
+
+
+def _numpy_parts(value: Any) -> tuple[int, list[Any]] | None:
+    """Split a scalar, dtype or array into code and parts; None where it has no plain form."""
+    kind = type(value)
+    if kind is np.str_:
+        # numpy's own str() would drop trailing zeros.
+        return TEXT, [str.__str__(value)]
+    if kind is np.bytes_:
+        return TEXT, [bytes(value)]
+    dtype = value if isinstance(value, np.dtype) else value.dtype
+    described = _describe_dtype(dtype)
+    if described is None:
+        return None
+    if value is dtype:
+        return DTYPE, [described]
+    if kind is np.ndarray:
+        if dtype.itemsize == 0 and value.size > MAX_EMPTY_ITEMS:
+            return None
+        fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+        order: Any = "F" if fortran else "C"
+        return ARRAY, [described, list(value.shape), fortran, _raw(value, order)]
+    if kind is not dtype.type:
+        return None
+    return SCALAR, [described, _raw(np.asarray(value))]
+
+
+def _raw(array: np.ndarray[Any, Any], order: Any = "C") -> bytes:
+    data = array.tobytes(order=order)
+    if array.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != _X87_MANTISSA_BITS:
+        return data
+    # Ten bytes carry the 80-bit long double; the rest is noise, and equal values must have equal bytes.
+    items = np.frombuffer(bytearray(data), np.uint8).reshape(-1, np.dtype("g").itemsize)
+    noise = slice(-10) if array.dtype.byteorder == ">" else slice(10, None)
+    items[:, noise] = 0
+    return items.tobytes()
+
+
+def _describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """Describe a dtype as plain data; None where `make_dtype` would not give it back."""
+    if dtype.hasobject or dtype.itemsize > MAX_ITEMSIZE:
+        return None
+    described = _dtype_parts(dtype)
+    try:
+        again = make_dtype(described)
+    except (TypeError, ValueError):
+        return None
+    return described if again == dtype and again.type is dtype.type and again.char == dtype.char else None
+
+
+def _dtype_parts(dtype: np.dtype[Any]) -> Any:
+    if dtype.subdtype is not None:
+        return ["array", _dtype_parts(dtype.subdtype[0]), list(dtype.subdtype[1])]
+    if dtype.names is not None and dtype.fields is not None:
+        fields = []
+        for name in dtype.names:
+            field, offset, *title = dtype.fields[name]
+            fields.append([name, _dtype_parts(field), offset, title[0] if title else None])
+        return ["struct", dtype.itemsize, dtype.isalignedstruct, fields]
+    if dtype.char in "gG":
+        return ["long double", int(np.finfo(dtype).nmant), dtype.str]
+    # Two C types can share one numpy string (long, long long); the character tells them apart.
+    same = np.dtype(dtype.str).char == dtype.char
+    return dtype.str if same else dtype.str[0] + dtype.char
+
+
+def make_dtype(described: Any) -> np.dtype[Any]:
+    if type(described) is str:
+        if not re.fullmatch(r"[<>|=]?[biufcSUVMmhIlLqQ][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?", described):
+            raise ValueError(f"not a dtype: {described[:80]!r}")
+        dtype: np.dtype[Any] = np.dtype(described)
+    elif described[0] == "array":
+        check_types(described, (str, object, list))
+        dtype = np.dtype((make_dtype(described[1]), tuple(map(_size, described[2]))))
+    elif described[0] == "struct":
+        check_types(described, (str, int, bool, list))
+        dtype = _make_struct(*described[1:])
+    elif described[0] == "long double":
+        check_types(described, (str, int, str))
+        dtype = _make_long_double(*described[1:])
+    else:
+        raise ValueError("not a dtype")
+    if dtype.hasobject or dtype.itemsize > MAX_ITEMSIZE:
+        raise ValueError(f"dtype refused: {described!r:.80}")
+    return dtype
+
+
+def _make_struct(itemsize: int, aligned: bool, fields: list[Any]) -> np.dtype[Any]:
+    for each in fields:
+        check_types(each, (str, object, int, object))
+        if each[3] is not None and type(each[3]) is not str:
+            raise TypeError("a field's title is not a str")
+    names, formats, offsets, titles = map(list, zip(*fields, strict=True)) if fields else ([], [], [], [])
+    layout: Any = {"names": names, "formats": [make_dtype(part) for part in formats], "offsets": offsets}
+    if any(title is not None for title in titles):
+        layout["titles"] = titles
+    layout |= {"itemsize": itemsize, "aligned": aligned}
+    dtype: np.dtype[Any] = np.dtype(layout)
+    return dtype
+
+
+def _make_long_double(mantissa_bits: int, text: str) -> np.dtype[Any]:
+    if not re.fullmatch(r"[<>|=]?[fc][0-9]{1,2}", text):
+        raise ValueError(f"not a dtype: {text[:80]!r}")
+    if mantissa_bits != np.finfo(np.longdouble).nmant:
+        raise NotHereError(f"its long double has {mantissa_bits} bits of mantissa, which this machine has not")
+    return np.dtype(text[0] + ("G" if "c" in text else "g"))
+
+
+def _size(part: Any) -> int:
+    if type(part) is not int or part < 0:
+        raise ValueError("a size is not an int of 0 or more")
+    return part
+
+
+def make_array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    dtype, shape = make_dtype(parts[0]), tuple(map(_size, parts[1]))
+    count = math.prod(shape)
+    if count * dtype.itemsize != len(parts[3]) or (dtype.itemsize == 0 and count > MAX_EMPTY_ITEMS):
+        raise ValueError(f"array of {len(parts[3])} bytes does not fit its shape and dtype")
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, parts[3], order="F" if parts[2] else "C").copy(order="K")
+    return array
+
+
+def make_scalar(parts: list[Any]) -> Any:
+    return make_array([parts[0], [], False, parts[1]])[()]
+
+
+def make_text(parts: list[Any]) -> Any:
+    if type(parts[0]) not in (str, bytes):
+        raise TypeError("neither str nor bytes")
+    return np.str_(parts[0]) if type(parts[0]) is str else np.bytes_(parts[0])
+
+
+# -- the table of kinds ------------------------------------------------------------------------------------------------
+
+_KINDS: Final[dict[type, _Kind]] = {
+    tuple: _Kind(4, list, tuple),
+    set: _Kind(5, list, lambda p: set(distinct(p))),
+    frozenset: _Kind(6, list, lambda p: frozenset(distinct(p))),
+    dict: _Kind(7, lambda d: [part for pair in d.items() for part in pair], lambda p: dict(_pairs(p))),
+    OrderedDict: _Kind(8, lambda d: [part for pair in d.items() for part in pair], lambda p: OrderedDict(_pairs(p))),
+    complex: _Kind(9, lambda c: [c.real, c.imag], lambda p: complex(*p), (float, float)),
+    range: _Kind(10, lambda r: [r.start, r.stop, r.step], lambda p: range(*p), (int, int, int)),
+    slice: _Kind(11, lambda s: [s.start, s.stop, s.step], lambda p: slice(*p), (object, object, object)),
+    type(...): _Kind(12, lambda _: [], lambda _: ..., ()),
+    datetime: _Kind(
+        13,
+        lambda d: [d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond, d.fold, d.tzinfo],
+        _make_datetime,
+        (*[int] * 8, object),
+    ),
+    date: _Kind(14, lambda d: [d.year, d.month, d.day], lambda p: date(*p), (int, int, int)),
+    time: _Kind(
+        15,
+        lambda t: [t.hour, t.minute, t.second, t.microsecond, t.fold, t.tzinfo],
+        _make_time,
+        (*[int] * 5, object),
+    ),
+    timedelta: _Kind(16, lambda d: [d.days, d.seconds, d.microseconds], lambda p: timedelta(*p), (int, int, int)),
+    timezone: _Kind(17, lambda z: list(z.__getinitargs__()), lambda p: timezone(*p)),
+    Decimal: _Kind(19, lambda d: [str(d)], lambda p: Decimal(p[0]), (str,)),
+    uuid.UUID: _Kind(21, lambda u: [u.bytes], lambda p: uuid.UUID(bytes=p[0]), (bytes,)),
+}
+_MAKERS: Final[dict[int, _Kind]] = {kind.code: kind for kind in _KINDS.values()} | {
+    code: _Kind(code, list, maker, part_types)
+    for code, maker, part_types in (
+        (_ZONE, _make_zone, (str,)),
+        (20, _make_fraction, (int, int)),
+        (22, _make_path, (bool, bool, str)),
+        (24, _make_torch_name("dtype"), (str,)),
+        (25, lambda p: _torch().device(p[0]), (str,)),
+        (26, _make_size, None),
+        (27, _make_torch_name("layout"), (str,)),
+        (28, _make_torch_name("memory_format"), (str,)),
+        (SCALAR, make_scalar, (object, bytes)),
+        (TEXT, make_text, (object,)),
+        (DTYPE, lambda p: make_dtype(p[0]), (object,)),
+        (ARRAY, make_array, (object, list, bool, bytes)),
+    )
+}

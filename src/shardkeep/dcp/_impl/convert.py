@@ -39,12 +39,10 @@ from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_p
 from shardkeep.dcp._impl.plans import (
     _create_chunk_list,
     _create_read_item_for_byteio,
-    clashes,
     create_read_items_for_chunk_list,
     current_device,
     device_of_group,
     saved_path,
-    within,
 )
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
@@ -63,7 +61,7 @@ from shardkeep.errors import (
     UnsupportedLeaf,
 )
 from shardkeep.format import checksum as crc
-from shardkeep.format.boxes import Box, flat_range_to_boxes
+from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, within
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.torch_zip import ArchiveLayout
 from shardkeep.layouts.torch_values import (
