@@ -1,40 +1,54 @@
 """
-Every exception shardkeep raises, and nothing else; a few are defined where they belong, as the tree says.
+Every exception that shardkeep raises on purpose.
 
     CheckpointError
-    ├── StateError                   the state handed to us cannot be saved or filled as it is
-    │   ├── UnsupportedLeaf          (TypeError)   a leaf that has no safe stored form
-    │   ├── KeyCollision             (ValueError)  two leaves with one flat name
-    │   ├── InvalidShards            (ValueError)  boxes overlap, leave a hole, or disagree between ranks
-    │   ├── ReplicasDiffer           (ValueError)  a replicated value is not the same on all ranks
-    │   └── StateMismatch            (ValueError)  checkpoint and state differ in keys, shapes, dtypes or kinds
+    ├── StateError                   the state or an argument is invalid
+    │   ├── UnsupportedLeaf          (TypeError)    a leaf has no safe stored form
+    │   │   └── NotSavable           (RuntimeError) a value would be lost or could not be read again
+    │   ├── KeyCollision             (ValueError)   two leaves have the same flat name
+    │   ├── InvalidShards            (ValueError)   boxes overlap, leave a hole, or disagree between ranks
+    │   ├── ReplicasDiffer           (ValueError)   a replicated value is not the same on all ranks
+    │   ├── StateMismatch            (ValueError)   checkpoint and state differ in keys, shapes, dtypes or kinds
+    │   ├── BrokenProtocol, MissingKeys, NoSuchValue                          from shardkeep.dcp
+    │   └── UnknownName, BadOptions, BadState, MissingKey, UnsupportedValue,
+    │       CompanionMismatch, UnexpectedValue, PinningRefused                from helpers for state dicts
     ├── CheckpointNotFound           (FileNotFoundError)
     ├── CheckpointExists             (FileExistsError)
-    ├── UnsupportedVersion           (ValueError)  written by a newer shardkeep
-    ├── PickleRefused                (ValueError)  a pickled leaf, and allow_pickle was not given
-    ├── DamagedCheckpoint            (ValueError)  what is stored is not what was saved
+    ├── UnsupportedVersion           (ValueError)   written by a newer shardkeep
+    ├── PickleRefused                (ValueError)   a pickled leaf, and allow_pickle was not given
+    ├── DamagedCheckpoint            (ValueError)   the stored bytes are not the ones that were saved
     │   ├── ChecksumMismatch
     │   ├── WrongSize
-    │   └── MalformedFile            a file whose contents break the format's rules
-    ├── StorageError                 (OSError)     the store failed; errno is set where there is one
+    │   ├── MalformedFile            the contents of a file break the rules of the format
+    │   ├── NearCopyDamaged          a checkpoint to be promoted is damaged
+    │   └── DamagedFrame             a stored frame cannot be decoded
+    │       ├── NotAuthentic         encrypted data, or its record, was changed, moved or exchanged
+    │       └── OversizedFrame       a frame would decode to more bytes than were written
+    ├── StorageError                 (OSError)      the store failed; errno is set if there is one
     │   ├── BlobNotFound             (FileNotFoundError)
     │   └── StorageFull
-    ├── EarlierSaveFailed            (RuntimeError) an asynchronous save failed, and nobody had asked for its result
+    ├── EarlierSaveFailed            (RuntimeError) an asynchronous save failed and its result was not retrieved
+    │   └── NotPromoted              a checkpoint could not be copied to the second root
     ├── SaveCancelled                a save was cancelled, or ended early, before it was committed
-    ├── WriterDied                   (RuntimeError) the process that writes for this one ended before its work was done
-    ├── RanksSilent                  (TimeoutError) ranks that did not answer within the deadline
-    ├── RanksDisagree                (RuntimeError) ranks called different things, or with different arguments
-    ├── RootInUse                    (RuntimeError) another job saves to this root (`manage.problems`)
-    ├── LeaseLost                    (RuntimeError) another job has taken this root over (`manage.problems`)
-    └── PackageMissing               (ImportError) a report needs a package that is not installed (`reports.problems`)
+    ├── WriterDied                   (RuntimeError) the writer process ended before its work was done
+    ├── RanksSilent                  (TimeoutError) ranks did not answer before the deadline
+    ├── RanksDisagree                (RuntimeError) ranks made different calls, or with different arguments
+    ├── RootInUse, LeaseLost         (RuntimeError) another job saves to this root
+    ├── KeyMissing                   (LookupError)  the checkpoint is encrypted, and no key was given
+    ├── WrongKey                     (ValueError)   none of the given keys decrypts it
+    ├── InvalidKey                   (ValueError)   the text or bytes given are not a key
+    ├── UnknownCodec, InvalidCodec, UnknownExtension, ExtensionUnavailable     (ValueError)
+    ├── CodecFailed                  (RuntimeError) a codec failed while writing
+    ├── CodecUnavailable, PackageMissing   (ImportError)  an optional package is not installed
+    └── NoMetadata, NoStorage        from shardkeep.dcp
 
-Each one says where, what was expected, what was found and what to do. An error can be rebuilt on another rank from
-its class name, text and details alone, so nothing but plain data is ever kept in it.
+Classes that torch's callers meet also derive from the builtin that torch raises in the same place. A message says where,
+what was expected, what was found and what to do. An error is rebuilt on other ranks from its class name, text and details,
+so it may only hold plain data.
 """
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import traceback
 from dataclasses import dataclass, field
@@ -43,19 +57,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank, as plain text that crosses ranks without pickle."""
+    """A failure on one rank, as plain text that crosses ranks without pickle."""
 
     kind: str
     """Class name of the exception."""
     message: str
     trace: str = ""
-    """The traceback as text; empty where there is none to show."""
+    """The traceback as text; empty if there is none to show."""
     hint: str = ""
     details: dict[str, Any] = field(default_factory=dict)
 
 
 class CheckpointError(Exception):
-    """Base of everything shardkeep raises on purpose."""
+    """Base class of all errors of shardkeep."""
 
     def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
         super().__init__(message)
@@ -68,8 +82,11 @@ class CheckpointError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
+# -- the state
+
+
 class StateError(CheckpointError):
-    """The state handed to us cannot be saved or filled as it is."""
+    """The state or an argument is invalid."""
 
 
 class UnsupportedLeaf(StateError, TypeError):
@@ -77,7 +94,7 @@ class UnsupportedLeaf(StateError, TypeError):
 
 
 class KeyCollision(StateError, ValueError):
-    """Two leaves of the state flatten to one name."""
+    """Two leaves of the state have the same flat name."""
 
 
 class InvalidShards(StateError, ValueError):
@@ -89,16 +106,16 @@ class ReplicasDiffer(StateError, ValueError):
 
 
 class StateMismatch(StateError, ValueError):
-    """The checkpoint and the state to fill differ; lists every difference at once."""
+    """The checkpoint does not match the state to load into; lists every difference."""
 
     @property
     def missing(self) -> list[str]:
-        """Keys the state has and the checkpoint has not."""
+        """Keys of the state that the checkpoint does not have."""
         return list(self.details.get("missing", ()))
 
     @property
     def unexpected(self) -> list[str]:
-        """Keys the checkpoint has and no rank's state asked for."""
+        """Keys of the checkpoint that no rank's state has."""
         return list(self.details.get("unexpected", ()))
 
     @property
@@ -107,12 +124,47 @@ class StateMismatch(StateError, ValueError):
         return list(self.details.get("mismatched", ()))
 
 
+class UnknownName(StateError, AttributeError):
+    """A name does not exist in the module."""
+
+
+class BadOptions(StateError, ValueError):
+    """Options exclude each other, or do not apply to what they are used on."""
+
+
+class BadState(StateError, RuntimeError):
+    """A state dict is empty, incomplete, or does not belong to the model or optimizer."""
+
+
+class MissingKey(BadState, KeyError):
+    """A state dict lacks a required key."""
+
+
+class UnsupportedValue(StateError, NotImplementedError):
+    """The chosen form of a state dict cannot hold a value."""
+
+
+class CompanionMismatch(StateError, ValueError):
+    """A companion tree does not match the state dict; names the path where they differ."""
+
+
+class UnexpectedValue(StateError, ValueError):
+    """A value is neither a tensor nor of a plain type, in a state dict that may hold only those."""
+
+
+class PinningRefused(StateError, RuntimeError):
+    """Memory cannot be pinned as requested."""
+
+
+# -- the checkpoint
+
+
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint at this place."""
+    """There is no committed checkpoint at this path."""
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
-    """A committed checkpoint is already there, and `overwrite=True` was not given."""
+    """A committed checkpoint already exists, and `overwrite=True` was not given."""
 
 
 class UnsupportedVersion(CheckpointError, ValueError):
@@ -120,58 +172,65 @@ class UnsupportedVersion(CheckpointError, ValueError):
 
 
 class PickleRefused(CheckpointError, ValueError):
-    """A pickled leaf was met and `allow_pickle=True` was not given."""
+    """A leaf is pickled, and `allow_pickle=True` was not given."""
 
 
 class DamagedCheckpoint(CheckpointError, ValueError):
-    """What is stored is not what was saved."""
+    """The stored bytes are not the bytes that were saved."""
 
 
 class ChecksumMismatch(DamagedCheckpoint):
-    """Bytes read back have another checksum than those written."""
+    """The checksum of stored bytes is wrong."""
 
 
 class WrongSize(DamagedCheckpoint):
-    """A file is shorter or longer than the commit record says, or is missing."""
+    """A file is missing, or shorter or longer than the commit record says."""
 
 
 class MalformedFile(DamagedCheckpoint):
     """A file breaks the rules of the format."""
 
 
+class NearCopyDamaged(DamagedCheckpoint):
+    """A checkpoint to be promoted is damaged, so it is not promoted."""
+
+
 class StorageError(CheckpointError, OSError):
-    """The store failed. `errno` is set where the system gave one."""
+    """The store failed. `errno` is set if the system returned one."""
 
     def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
         super().__init__(message, hint=hint, **details)
         self.errno = details.get("errno")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # OSError keeps its number where pickle does not look.
+        # OSError keeps its errno where pickle does not look.
         return type(self), self.args, {**vars(self), "errno": self.errno}
 
 
 class BlobNotFound(StorageError, FileNotFoundError):
-    """The store has no blob of that name."""
+    """The file does not exist in the store."""
 
 
 class StorageFull(StorageError):
     """No space is left (ENOSPC or EDQUOT)."""
 
 
+# -- saves and ranks
+
+
 class EarlierSaveFailed(CheckpointError, RuntimeError):
     """
-    An asynchronous save failed, and nobody had asked for its result by the time of the next one.
+    An asynchronous save failed, and its result had not been retrieved by the time of the next save.
 
-    What went wrong is the cause.
+    Its failure is the cause (`__cause__`).
     """
 
     response: Any = None
-    """What the call that raises this would have returned: it has made its save, or begun it, all the same."""
+    """The result of the call that raises this: it has made or started its own save."""
 
     @property
     def by_rank(self) -> dict[int, Failure]:
-        """What each rank said of the save that failed."""
+        """The failure of each rank in the save that failed."""
         return self._by_rank or getattr(self.__cause__, "by_rank", {})
 
     @by_rank.setter
@@ -179,16 +238,24 @@ class EarlierSaveFailed(CheckpointError, RuntimeError):
         self._by_rank = failures
 
 
+class NotPromoted(EarlierSaveFailed):
+    """
+    A checkpoint could not be copied to the second root. The first root still has it, and the copy is retried.
+
+    The failure is the cause (`__cause__`).
+    """
+
+
 class SaveCancelled(CheckpointError):
     """A save was cancelled, or ended early, before it was committed."""
 
 
 class WriterDied(CheckpointError, RuntimeError):
-    """The process that writes for this one could not be started, did not answer, or ended before its work was done."""
+    """The writer process could not be started, did not answer, or ended before its work was done."""
 
 
 class RanksSilent(CheckpointError, TimeoutError):
-    """Some ranks did not answer within the deadline."""
+    """Some ranks did not answer before the deadline."""
 
     @property
     def ranks(self) -> list[int]:
@@ -197,53 +264,77 @@ class RanksSilent(CheckpointError, TimeoutError):
 
 
 class RanksDisagree(CheckpointError, RuntimeError):
-    """The ranks called different things, or with different arguments."""
+    """The ranks made different calls, or with different arguments."""
 
 
-def failure_of(error: BaseException, trace: str = "") -> Failure:
-    """Describe any exception as plain text."""
-    if isinstance(error, CheckpointError):
-        return Failure(type(error).__name__, error.message, trace, error.hint, error.details)
-    return Failure(type(error).__name__, str(error) or repr(error), trace)
+class RootInUse(CheckpointError, RuntimeError):
+    """Another job, named in the message, saves to this root."""
 
 
-def error_class(kind: str) -> type[CheckpointError]:
-    """Find the class a failure names; foreign exceptions become plain `CheckpointError`."""
-    known = [CheckpointError]
-    for cls in known:  # grows while it is gone through
-        known += [below for below in cls.__subclasses__() if below.__module__.startswith("shardkeep.")]
-    return next((cls for cls in known if cls.__name__ == kind), CheckpointError)
+class LeaseLost(CheckpointError, RuntimeError):
+    """Another job has taken over this root, so this one no longer saves or deletes."""
 
 
-# What can go wrong before there is anything to report.
+# -- codecs, keys and optional packages
 
 
 class PackageMissing(CheckpointError, ImportError):
     """A report needs a package that is not installed."""
 
 
-def import_optional(module: str, *, package: str, wanted_by: str) -> Any:
-    """
-    Import a module of a package that shardkeep does not depend on.
-
-    Raises:
-        PackageMissing: it cannot be imported; says what to install.
-
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise PackageMissing(
-            f"{wanted_by} needs the package {package}: {exc}", hint=f"pip install {package}", package=package
-        ) from exc
+class UnknownExtension(CheckpointError, ValueError):
+    """A stored descriptor names an extension, or a version of one, that is not registered."""
 
 
-# Errors of the protocol: each is one of ours, and of the builtin type that callers of torch's checkpoint expect
-# there.
+class ExtensionUnavailable(CheckpointError, ValueError):
+    """An extension needs a module that is not installed."""
+
+
+class UnknownCodec(CheckpointError, ValueError):
+    """No codec of this name and version is registered."""
+
+
+class InvalidCodec(CheckpointError, ValueError):
+    """The arguments of a codec are invalid, or its class does not follow the protocol."""
+
+
+class CodecUnavailable(CheckpointError, ImportError):
+    """A codec needs a package that is not installed."""
+
+
+class CodecFailed(CheckpointError, RuntimeError):
+    """A codec failed while writing, or returned more bytes than it announced."""
+
+
+class DamagedFrame(DamagedCheckpoint):
+    """A stored frame cannot be decoded."""
+
+
+class NotAuthentic(DamagedFrame):
+    """Encrypted data, or its record, was changed, cut, moved or exchanged."""
+
+
+class OversizedFrame(DamagedFrame):
+    """A stored frame would decode to more bytes than were written."""
+
+
+class KeyMissing(CheckpointError, LookupError):
+    """A checkpoint is encrypted, or should be, and no key was given."""
+
+
+class WrongKey(CheckpointError, ValueError):
+    """None of the given keys decrypts the checkpoint."""
+
+
+class InvalidKey(CheckpointError, ValueError):
+    """The text or bytes given are not a key."""
+
+
+# -- shardkeep.dcp
 
 
 class BrokenProtocol(StateError, AssertionError, RuntimeError):
-    """A planner, a storage or a caller did not do what the protocol asks of it."""
+    """A planner, a storage or a caller violated the protocol."""
 
 
 class NoMetadata(CheckpointError, AssertionError):
@@ -251,31 +342,29 @@ class NoMetadata(CheckpointError, AssertionError):
 
 
 class MissingKeys(StateError, RuntimeError):
-    """The state asks for keys that the checkpoint does not have."""
+    """The checkpoint lacks keys of the state."""
 
 
 class NoSuchValue(StateError, ValueError):
-    """A plan asks for a value, or a shard of one, that the state does not have."""
+    """The state lacks a value, or a shard of one, that the plan needs."""
 
 
 class NotSavable(UnsupportedLeaf, RuntimeError):
-    """A value of the state that would be lost, or could not be read again."""
+    """A value of the state would be lost, or could not be read again."""
 
 
 class NoStorage(CheckpointError, RuntimeError):
     """No storage was given, and none could be chosen."""
 
 
-# What went wrong on which rank, as callers of torch's checkpoint expect to be told.
-#
-# Exceptions cross ranks as they are, pickled; one that cannot be pickled crosses as its text.
+# -- torch's exception for failures of ranks. Exceptions cross ranks pickled; one that cannot be pickled crosses as text.
 
 WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
 
 
 def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
     frames = traceback.extract_tb(exc.__traceback__)
-    # Made anew: what a frame remembers besides (code objects, since Python 3.13) cannot be pickled.
+    # A new summary, because since Python 3.13 frames hold code objects, which cannot be pickled.
     summary = traceback.StackSummary.from_list([(f.filename, f.lineno or 0, f.name, f.line) for f in frames])
     return exc, summary
 
@@ -295,9 +384,9 @@ def _get_failure_dict(results: list[Any]) -> dict[int, WRAPPED_EXCEPTION]:
 
 class CheckpointException(BaseException):
     """
-    One or more ranks failed in a step of a save or a load; raised on all of them.
+    One or more ranks failed in a step of a save or a load. Raised on all ranks.
 
-    A BaseException, as torch's is: `except Exception` does not catch it.
+    It is a BaseException, as in torch, so `except Exception` does not catch it.
     """
 
     def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
@@ -320,7 +409,7 @@ class CheckpointException(BaseException):
 
 
 def picklable_failure(wrapped: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
-    """Return a failure that another rank can read: the same, or one with its text where it cannot be pickled."""
+    """Return a failure that can be sent to another rank: the same, or its text if it cannot be pickled."""
     error, stack = wrapped
     try:
         pickle.loads(pickle.dumps(error))
@@ -330,127 +419,19 @@ def picklable_failure(wrapped: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
     return wrapped
 
 
-# What goes wrong between jobs that share a root, and events of a root that engines know nothing of.
+# -- errors as text
 
 
-class RootInUse(CheckpointError, RuntimeError):
-    """Another job saves to this root; says which."""
+def failure_of(error: BaseException, trace: str = "") -> Failure:
+    """Describe any exception as plain text."""
+    if isinstance(error, CheckpointError):
+        return Failure(type(error).__name__, error.message, trace, error.hint, error.details)
+    return Failure(type(error).__name__, str(error) or repr(error), trace)
 
 
-class LeaseLost(CheckpointError, RuntimeError):
-    """Another job has taken this root over: this one saves and deletes no more."""
-
-
-class NotPromoted(EarlierSaveFailed):
-    """
-    A checkpoint could not be copied to the far root. It is as safe as before in the near one, and is tried again.
-
-    What went wrong is the cause.
-    """
-
-
-class NearCopyDamaged(DamagedCheckpoint):
-    """A checkpoint that was to be promoted is not what was saved: it is left alone, and not promoted."""
-
-
-# Errors of this package that are also the builtin which torch's helpers raise in the same place.
-#
-# Code written for torch catches `RuntimeError` or `ValueError`; code written for shardkeep catches `CheckpointError`.
-
-
-class UnknownName(StateError, AttributeError):
-    """A name leads to nothing in the module."""
-
-
-class BadOptions(StateError, ValueError):
-    """Options that exclude each other, or that do not fit what they are used on."""
-
-
-class BadState(StateError, RuntimeError):
-    """A state dict that is empty, incomplete, or does not belong to the model or optimizer it is set to."""
-
-
-class MissingKey(BadState, KeyError):
-    """A state dict lacks a key that is needed."""
-
-
-class UnsupportedValue(StateError, NotImplementedError):
-    """A value that the chosen form of a state dict cannot hold."""
-
-
-class CompanionMismatch(StateError, ValueError):
-    """A companion tree does not fit the state dict; names the path at which they differ."""
-
-
-class UnexpectedValue(StateError, ValueError):
-    """A value that is neither a tensor nor of a plain type, in a state dict that may hold only those."""
-
-
-class PinningRefused(StateError, RuntimeError):
-    """Memory cannot be pinned as requested."""
-
-
-# Errors of stream extensions, codecs and keys.
-#
-# Those of extensions are also the ValueError that callers of torch's checkpoint expect.
-#
-#     UnknownExtension        (ValueError)    a stored descriptor names an extension that is not known here
-#     ExtensionUnavailable    (ValueError)    an extension needs a module that is not installed
-#     UnknownCodec            (ValueError)    no codec of this name, or none of this version, is known here
-#     InvalidCodec            (ValueError)    a codec was asked for in a way that makes no sense
-#     CodecUnavailable        (ImportError)   a codec needs a package that is not installed
-#     CodecFailed             (RuntimeError)  a codec broke its contract, or failed, while writing
-#     DamagedFrame            (DamagedCheckpoint)  a stored frame cannot be turned back into what was written
-#     ├── NotAuthentic        an encrypted frame, or what was recorded with it, was changed, moved or exchanged
-#     └── OversizedFrame      a frame that would become larger than what was written: a bomb, or damage
-#     KeyMissing              (LookupError)   it is encrypted, and no key was given
-#     WrongKey                (ValueError)    it is encrypted, and none of the keys given opens it
-#     InvalidKey              (ValueError)    what was given as a key is none
-
-
-class UnknownExtension(CheckpointError, ValueError):
-    """A stored descriptor names an extension, or a version of one, that is not known here."""
-
-
-class ExtensionUnavailable(CheckpointError, ValueError):
-    """An extension needs a module that is not installed."""
-
-
-class UnknownCodec(CheckpointError, ValueError):
-    """No codec of this name, or none of this version, is known here."""
-
-
-class InvalidCodec(CheckpointError, ValueError):
-    """A codec was asked for in a way that makes no sense, or its class cannot be one."""
-
-
-class CodecUnavailable(CheckpointError, ImportError):
-    """A codec needs a package that is not installed."""
-
-
-class CodecFailed(CheckpointError, RuntimeError):
-    """A codec failed while writing, or gave more than it said it would."""
-
-
-class DamagedFrame(DamagedCheckpoint):
-    """A stored frame cannot be turned back into what was written."""
-
-
-class NotAuthentic(DamagedFrame):
-    """What is encrypted, or was recorded with it, was changed, cut, moved or exchanged."""
-
-
-class OversizedFrame(DamagedFrame):
-    """A stored frame stands for more bytes than were written."""
-
-
-class KeyMissing(CheckpointError, LookupError):
-    """It is encrypted, or is to be, and no key was given."""
-
-
-class WrongKey(CheckpointError, ValueError):
-    """It is encrypted, and none of the keys that were given opens it."""
-
-
-class InvalidKey(CheckpointError, ValueError):
-    """What was given as a key is none."""
+def error_class(kind: str) -> type[CheckpointError]:
+    """Return the class that a failure names; foreign exceptions become `CheckpointError`."""
+    known = [CheckpointError]
+    for cls in known:  # grows during the loop
+        known += [below for below in cls.__subclasses__() if below.__module__.startswith("shardkeep.")]
+    return next((cls for cls in known if cls.__name__ == kind), CheckpointError)

@@ -19,7 +19,7 @@ from torch import nn
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.engine.process.client import writer_manager
-from shardkeep.errors import import_optional
+from shardkeep.reports.metrics import import_optional
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.asynchronous.test_process_mode import stop, until_asked

@@ -220,7 +220,7 @@ def test_a_fork_that_leaves_the_block_leaves_the_file_alone(tmp_path):
 
 def test_a_folder_that_is_not_there_is_known_at_once(tmp_path):
     """Not when training has ended."""
-    with pytest.raises(sk.StorageError, match="cannot be made"), sk.trace(tmp_path / "nowhere" / "trace.json"):
+    with pytest.raises(sk.StorageError, match="cannot be created"), sk.trace(tmp_path / "nowhere" / "trace.json"):
         pytest.fail("the block was entered")
 
 

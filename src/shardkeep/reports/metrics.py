@@ -1,37 +1,52 @@
-"""Whether this process is the one that speaks for the whole job."""
+"""The numbers of saves and loads that sinks report, under one set of names, and helpers that all sinks share."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 from shardkeep.dist.world import current_world
+from shardkeep.errors import PackageMissing
 from shardkeep.events import Event, LoadFailed, LoadFinished, SaveCommitted, SaveFailed
 
 
 def is_rank_zero() -> bool:
-    """Say whether this is rank 0 of the job, or a process on its own."""
+    """Return whether this is rank 0 of the job, or a process without a process group."""
     return current_world(timeout_s=0.0).rank == 0
 
 
 def from_rank_zero(event: Event) -> bool:
-    """Say whether an event comes from rank 0, of the job and of those that made the call."""
+    """Return whether an event comes from rank 0 of its call, and this is rank 0 of the job."""
     return event.rank == 0 and is_rank_zero()
 
 
-# The numbers in events that are worth a curve, under one set of names for all sinks.
-#
-# In comes an event; out come its figures by name. Failures are counted by the sinks.
+def import_optional(module: str, *, package: str, wanted_by: str) -> Any:
+    """
+    Import a module of a package that shardkeep does not depend on.
+
+    Raises:
+        PackageMissing: it is not installed.
+
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise PackageMissing(
+            f"{wanted_by} needs the package {package}: {exc}", hint=f"pip install {package}", package=package
+        ) from exc
+
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-"""Bounds of histograms: from a small state in memory to a large one on a slow network."""
+"""Bounds of histograms, from a small state in memory to a large one on a slow network."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What one number is."""
+    """The description of one number."""
 
     name: str
-    """As "save/blocked_s"; each sink writes it in its own way."""
+    """For example "save/blocked_s"; each sink adapts it to its own conventions."""
     unit: str
     """"s", "By" or "GBy/s", as OpenTelemetry abbreviates them."""
     text: str
@@ -39,19 +54,19 @@ class Metric:
 
 METRICS = (
     Metric("save/seconds", "s", "From the call to the commit."),
-    Metric("save/blocked_s", "s", "How long the call that saves kept training waiting."),
-    Metric("save/staged_s", "s", "From the call until all of the state might be changed."),
+    Metric("save/blocked_s", "s", "How long the call blocked training."),
+    Metric("save/staged_s", "s", "From the call until the state may be changed."),
     Metric("save/written_s", "s", "From the call until every rank had written its files."),
     Metric("save/bytes", "By", "Tensor bytes of the whole checkpoint."),
-    Metric("save/gb_per_s", "GBy/s", "The whole checkpoint over the time it took."),
+    Metric("save/gb_per_s", "GBy/s", "Tensor bytes of the checkpoint per second."),
     Metric("load/seconds", "s", "How long a load took."),
-    Metric("load/bytes", "By", "What was read: on rank 0 by all ranks, on others by this one."),
-    Metric("load/gb_per_s", "GBy/s", "What was read over the time it took."),
+    Metric("load/bytes", "By", "Bytes read: on rank 0 by all ranks, on other ranks by this rank."),
+    Metric("load/gb_per_s", "GBy/s", "Bytes read per second."),
 )
 
 
 def metrics_of(event: Event) -> dict[str, float]:
-    """Return the figures of an event, by name; none of one that only counts."""
+    """Return the numbers of an event by name; empty for events without numbers."""
     if isinstance(event, SaveCommitted):
         return {
             "save/seconds": event.seconds,
@@ -67,7 +82,7 @@ def metrics_of(event: Event) -> dict[str, float]:
 
 
 def failed_call(event: Event) -> str | None:
-    """Return "save" or "load" if the event says that one failed; not of a save that somebody cancelled."""
+    """Return "save" or "load" if the event is its failure; a cancelled save is not a failure."""
     if isinstance(event, SaveFailed) and not event.cancelled:
         return "save"
     return "load" if isinstance(event, LoadFailed) else None

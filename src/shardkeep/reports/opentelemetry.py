@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.errors import import_optional
 from shardkeep.events import Event
-from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, import_optional, metrics_of
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
@@ -20,16 +19,16 @@ class OpenTelemetry:
     """
     A callback for `on_event`: metrics of this rank, each with the attribute "shardkeep.rank".
 
-    Times are histograms (shardkeep.save.seconds, shardkeep.save.blocked_s, ...), bytes and speed those of the last call,
-    as gauges; failures are counters (shardkeep.save.failures, with the class of the error as "error.type").
+    Times are histograms (shardkeep.save.seconds, shardkeep.save.blocked_s, ...). Bytes and throughput are gauges with the
+    values of the last call. Failures are counters (shardkeep.save.failures, with the error class as "error.type").
     """
 
     def __init__(self, meter: Meter | None = None) -> None:
         """
-        Make the instruments.
+        Create the instruments.
 
         Args:
-            meter: By default one of the global meter provider.
+            meter: By default, a meter of the global meter provider.
 
         Raises:
             PackageMissing: opentelemetry-api is not installed.
@@ -44,7 +43,7 @@ class OpenTelemetry:
                 _metric(each.name),
                 unit=each.unit,
                 description=each.text,
-                explicit_bucket_boundaries_advisory=BUCKETS_S,  # its own are for milliseconds
+                explicit_bucket_boundaries_advisory=BUCKETS_S,  # the defaults are for milliseconds
             )
             for each in METRICS
             if each.unit == "s"
@@ -60,7 +59,7 @@ class OpenTelemetry:
         }
 
     def __call__(self, event: Event) -> None:
-        """Record the figures of an event, if it has any."""
+        """Record the numbers of an event, if it has any."""
         attributes = {"shardkeep.rank": event.rank}
         for name, value in metrics_of(event).items():
             if name in self._seconds:

@@ -1,16 +1,15 @@
 """
 Metrics of saves and loads for Prometheus.
 
-    sk.on_event(Prometheus())    # then prometheus_client.start_http_server(...), if nothing serves them yet
+    sk.on_event(Prometheus())    # and prometheus_client.start_http_server(...), unless the program serves metrics already
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.errors import import_optional
 from shardkeep.events import Event, SaveCommitted
-from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, import_optional, metrics_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -22,21 +21,21 @@ class Prometheus:
     """
     A callback for `on_event`: metrics of this rank.
 
-    Times are histograms (`shardkeep_save_blocked_seconds`, ...), bytes and speed those of the last call, as gauges.
-    `shardkeep_save_failures_total` counts failures, and `shardkeep_last_save_timestamp_seconds` is what to be alarmed by:
-    when a checkpoint was last committed.
+    Times are histograms (`shardkeep_save_blocked_seconds`, ...). Bytes and throughput are gauges with the values of the last
+    call. `shardkeep_save_failures_total` counts failures. Set an alert on `shardkeep_last_save_timestamp_seconds`: the time
+    of the last commit.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """
-        Register the metrics; once in a registry.
+        Register the metrics, which is possible once per registry.
 
         Args:
-            registry: By default the one that prometheus_client serves.
+            registry: By default, the global registry of prometheus_client.
 
         Raises:
             PackageMissing: prometheus-client is not installed.
-            ValueError: the registry has them already.
+            ValueError: the registry already has them.
 
         """
         client = import_optional("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
@@ -61,7 +60,7 @@ class Prometheus:
         )
 
     def __call__(self, event: Event) -> None:
-        """Take the figures of an event, if it has any."""
+        """Record the numbers of an event, if it has any."""
         for name, value in metrics_of(event).items():
             if name in self._seconds:
                 self._seconds[name].observe(value)
@@ -75,7 +74,7 @@ class Prometheus:
 
 
 def _metric(name: str, unit: str) -> str:
-    """Return a name as Prometheus wants it: "save/blocked_s" is shardkeep_save_blocked_seconds."""
+    """Return a name in Prometheus' style: "save/blocked_s" becomes shardkeep_save_blocked_seconds."""
     call, _, what = name.partition("/")
     bare = {"seconds": "", "bytes": "", "gb_per_s": "speed"}.get(what, what.removesuffix("_s"))
     return "_".join(filter(None, ("shardkeep", call, bare, _UNITS[unit])))

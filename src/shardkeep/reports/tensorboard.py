@@ -11,9 +11,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardkeep.errors import import_optional
 from shardkeep.events import Event
-from shardkeep.reports.metrics import failed_call, from_rank_zero, metrics_of
+from shardkeep.reports.metrics import failed_call, from_rank_zero, import_optional, metrics_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
 
 class TensorBoard:
     """
-    A callback for `on_event`: scalars below "checkpoint/", from rank 0 alone, over the step of each checkpoint.
+    A callback for `on_event`: scalars below "checkpoint/" over the step of each checkpoint, written by rank 0.
 
-    Checkpoints without a step are numbered, from 0.
+    Checkpoints without a step are numbered from 0.
     """
 
     def __init__(self, to: str | os.PathLike[str] | SummaryWriter) -> None:
         """
-        Write nothing yet.
+        Prepare to write; the first event creates the files.
 
         Args:
-            to: A folder, or a writer of yours, which is yours to close. Nothing is made in the folder on other ranks.
+            to: A folder, in which only rank 0 creates files, or a writer that you close yourself.
 
         Raises:
             PackageMissing: tensorboard is not installed.
@@ -52,7 +51,7 @@ class TensorBoard:
         figures, failed = metrics_of(event), failed_call(event)
         if not (figures or failed) or not from_rank_zero(event):
             return
-        with self._lock:  # several threads may save at a time
+        with self._lock:  # several threads may save at the same time
             if not self._closed:
                 self._write(event, figures, failed)
 
@@ -69,7 +68,7 @@ class TensorBoard:
         writer.flush()
 
     def close(self) -> None:
-        """Close the files, unless the writer came from the caller; what comes later is not written."""
+        """Close the files, unless the writer came from the caller. Later events are not written."""
         with self._lock:
             self._closed = True
             if self._folder is not None and self._writer is not None:

@@ -1,9 +1,8 @@
 """
-A timeline of saves, loads and promotions, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+A timeline of saves, loads and promotions in a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-In come events; out goes a JSON array in the trace event format, one process for each rank and one thread for each phase
-of it. Each call is written when it ends, so that memory is bounded, and what a killed job leaves behind can still be
-opened: viewers do not need the closing bracket.
+The file is a JSON array in the trace event format, with one process per rank and one thread per phase. Each call is written
+when it ends, so memory is bounded and the file of a killed job is readable: viewers do not need the closing bracket.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _LANES = {
     "load": ("load", "open", "plan", "read", "exchange", "place"),
     "promote": ("promote", "choose", "copy", "wait", "commit"),
 }
-"""From top to bottom."""
+"""The rows of a rank, from top to bottom."""
 _ROWS = 100
-"""Of one lane, at most: calls that go on at the same time have one each."""
+"""Most rows of one phase. Calls that overlap in time get a row each."""
 _End: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed
 _Timed: TypeAlias = _End | PromotionFinished
 _ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
@@ -56,17 +55,17 @@ _MOMENTS = (Retried, Pruned, StepSkipped, PromotionFailed)
 @contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """
-    Write a timeline of all saves, loads and promotions that end inside, with the phases of every rank.
+    Write a timeline of all saves, loads and promotions that end inside this block, with the phases of every rank.
 
-    To be entered on all ranks, or on rank 0 alone, which writes what the ranks have told it anyway. On the way out waits
-    for asynchronous saves that began inside, unless an exception passes; for promotions wait yourself. A file of that name is replaced.
+    Enter it on all ranks or only on rank 0, which writes the file. Leaving the block waits for asynchronous saves that began
+    inside, unless an exception is raised, but not for promotions. An existing file is replaced.
 
     Args:
         path: The file; open it at ui.perfetto.dev.
 
     Raises:
-        StorageError: it cannot be made, as there is no such folder. What goes wrong later is logged: neither a save nor
-            what comes after this block depends on it.
+        StorageError: the file cannot be created because its folder does not exist. Later failures are only logged, so
+            that they affect neither a save nor the code after this block.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -86,11 +85,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Tracing:
-    """The file, and what has to be known to go on with it."""
+    """The open file and the state needed to continue it."""
 
     def __init__(self, path: str) -> None:
         if not os.path.isdir(os.path.dirname(path) or ".") or os.path.isdir(path):
-            raise StorageError(f"the trace {path} cannot be made", hint="give a file in a folder that is there")
+            raise StorageError(f"the trace {path} cannot be created", hint="give a file in an existing folder")
         self._path = path
         self._process_id = os.getpid()
         self._changed = threading.Condition()
@@ -98,16 +97,16 @@ class _Tracing:
         self._file: IO[bytes] | None = None
         self._failure: OSError | None = None
         self._ended = False
-        # Of another rank than the job's first there is no file, even if the process group has gone in the end.
+        # A rank other than 0 writes no file, even if the process group is gone at the end.
         self._first = is_rank_zero()
         self._rows = _Rows()
 
     def hear(self, event: Event) -> None:
-        """Write what an event says."""
+        """Write an event."""
         with self._changed:
             if isinstance(event, (SaveBegan, LoadBegan)):
                 self._under_way.append(event.where)
-            elif event.where in self._under_way and isinstance(event, _ENDS):  # else it began before the trace did
+            elif event.where in self._under_way and isinstance(event, _ENDS):  # otherwise it began before the trace
                 self._under_way.remove(event.where)
                 self._changed.notify_all()
             self._first = self._first and is_rank_zero()
@@ -115,8 +114,8 @@ class _Tracing:
                 self._write(self._rows.entries(event))
 
     def close(self, *, wait: bool) -> None:
-        """End the file, once every call is in it."""
-        if os.getpid() != self._process_id:  # a fork that leaves the block: the file is its parent's
+        """Finish the file, once every call is in it."""
+        if os.getpid() != self._process_id:  # a fork left the block; the file belongs to its parent
             return
         with self._changed:
             while wait and self._under_way:
@@ -146,19 +145,19 @@ class _Tracing:
             if self._file is not None:
                 self._file.writelines(b",\n" + msgspec.json.encode(entry) for entry in entries)
                 self._file.flush()
-        except OSError as exc:  # told in the end, by `close`: not to a save
+        except OSError as exc:  # logged by `close`; a save must not fail because of it
             self._failure = self._failure or exc
 
 
 class _Rows:
-    """Who has which row in the picture."""
+    """Assigns rows to spans."""
 
     def __init__(self) -> None:
         self._ranks: set[int] = set()
         self._ends_us: dict[tuple[int, int], int] = {}
 
     def entries(self, event: Event) -> list[dict[str, Any]]:
-        """Return the entries of an event that has just been told, by a clock that never jumps."""
+        """Return the entries of an event that happened just now, by a monotonic clock."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
         if isinstance(event, PromotionFinished):
@@ -184,8 +183,8 @@ class _Rows:
         ]
 
     def _complete(self, rank: int, span: Span, lane: int, event: _Timed) -> Iterator[dict[str, Any]]:
-        """Give a span as an entry, after those that name the rank and its row."""
-        # Whole numbers, so that what begins when another ends does not overlap it by a rounding.
+        """Yield the entry of a span, after the entries that name its rank and row if they are new."""
+        # Integers, so that rounding does not make consecutive spans overlap.
         begin_us, end_us = (round((event.called_s + at_s) * 1e6) for at_s in (span.begin_s, span.end_s))
         first = lane * _ROWS
         rows = range(first, first + _ROWS)
@@ -211,16 +210,18 @@ class _Rows:
 
 
 def _more(span: Span, event: _Timed) -> dict[str, Any]:
-    """Say of a whole promotion what is of interest beyond the bytes that were copied."""
+    """Return further arguments for the span of a whole promotion."""
     if not isinstance(event, PromotionFinished) or span.name != "promote":
         return {}
     return {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
 
 
 def _with_whole(name: str, did: RankPhases, event: _Timed) -> list[Span]:
-    """Return the spans of a rank after one for the whole of its call, as far as it is known here."""
+    """Return a span for the whole call of a rank, as far as it is known here, and the spans of its phases."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
-    if did.rank == event.rank and not isinstance(event, PromotionFinished):  # whose seconds are those after the choice
+    if did.rank == event.rank and not isinstance(
+        event, PromotionFinished
+    ):  # its seconds do not include choosing the source
         begins, ends = [*begins, 0.0], [*ends, event.seconds]
     if not ends:
         return []

@@ -1,7 +1,7 @@
 """
-Shipped helpers for tests: rank pools, faulty stores, contract suites, and those of torch's `checkpoint_utils`.
+Helpers for tests: a contract suite for stores, a faulty store, ranks in threads, and torch's `checkpoint_utils`.
 
-Names are loaded when they are asked for: the contract suite needs pytest, which users of the others may not have.
+Names are imported when they are first used, because only the contract suite needs pytest.
 """
 
 from __future__ import annotations

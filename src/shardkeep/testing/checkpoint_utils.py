@@ -1,7 +1,7 @@
 """
-What tests of checkpoints need, under the names that torch's own tests use.
+Helpers for tests of checkpoints, under torch's names.
 
-An example of a stream extension, and decorators for test methods: a folder that all ranks share, and a logger's level.
+An example of a stream extension, and decorators for test methods: a folder that all ranks share, and a log level.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rot13Example(StreamTransformExtension):
     """
     An example of a stream extension, for tests: swaps the case of letters.
 
-    The name is torch's, and so is what it does: either one reads what the other wrote.
+    Name and behaviour are torch's, so each reads what the other wrote.
     """
 
     def __init__(self, chunk_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
@@ -40,18 +40,18 @@ class Rot13Example(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """Return the name that torch's example has too."""
+        """Return the name of torch's example."""
         return "stream.rot13"
 
     @staticmethod
     def from_descriptor(version: str) -> Rot13Example:
-        """Make the extension for version 1 or 1.x."""
+        """Return the extension for version 1 or 1.x."""
         if version.partition(".")[0] != "1":
             raise UnknownExtension(f"Unknown extension {version=} of {Rot13Example.registry_name()}; known is 1")
         return Rot13Example()
 
     def get_descriptor(self) -> str:
-        """Return what is stored with the data."""
+        """Return the descriptor that is stored with the data."""
         return f"{self.registry_name()}/1"
 
     @staticmethod
@@ -61,47 +61,45 @@ class Rot13Example(StreamTransformExtension):
         view[:count] = bytes(view[:count]).translate(_SWAPPED)
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """Return a stream that changes what is written to it."""
+        """Return a stream that transforms what is written to it."""
         return cast("IO[bytes]", self.Writer(output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        """Return a stream that gives what was written."""
+        """Return a stream that restores what was written."""
         return cast("IO[bytes]", self.Reader(input))
 
     class Writer(io.RawIOBase):
-        """Changes what is written to it; the data it is given stay as they are."""
+        """Transforms a copy of what is written to it."""
 
         def __init__(self, output: IO[bytes]) -> None:
             self.output = output
 
         def writable(self) -> bool:
-            """Say that this can be written to."""
             return True
 
         writeable = writable  # spelled so in torch
 
         def write(self, b: Buffer, /) -> int | None:
-            """Write a changed copy."""
+            """Write a transformed copy."""
             chunk = bytearray(b)
             Rot13Example._rot13bytes(chunk, len(chunk))
             return self.output.write(chunk)
 
         def flush(self) -> None:
-            """Flush what is beneath."""
+            """Flush the inner stream."""
             self.output.flush()
 
     class Reader(io.RawIOBase):
-        """Gives what was written; goes to any place if what is beneath can."""
+        """Restores what was written; seekable if the inner stream is."""
 
         def __init__(self, input: IO[bytes]) -> None:  # noqa: A002 - torch's name
             self.input = input
 
         def readable(self) -> bool:
-            """Say that this can be read."""
             return True
 
         def readinto(self, b: Buffer, /) -> int | None:
-            """Fill a buffer as far as what is beneath does at once."""
+            """Fill a buffer as far as one read of the inner stream does."""
             view = memoryview(b).cast("B")
             if hasattr(self.input, "readinto"):
                 count: int | None = self.input.readinto(view)
@@ -114,15 +112,12 @@ class Rot13Example(StreamTransformExtension):
             return count
 
         def seekable(self) -> bool:
-            """Say whether what is beneath can go to any place."""
             return self.input.seekable()
 
         def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-            """Go to a place."""
             return self.input.seek(offset, whence)
 
         def tell(self) -> int:
-            """Return the place."""
             return self.input.tell()
 
 
@@ -135,10 +130,10 @@ def get_test_extension_registry() -> ExtensionRegistry:
 
 def with_temp_dir(func: F | None = None) -> F | None:
     """
-    Give a test method `self.temp_dir`: a new folder, the same one on all ranks, that is gone after the last of them.
+    Set `self.temp_dir` of a test method: a new folder that all ranks share, deleted after the last of them.
 
     Raises:
-        BrokenProtocol: (an AssertionError) there is no function to decorate.
+        BrokenProtocol: (an AssertionError) it is used with brackets.
 
     """
     if func is None:
@@ -164,7 +159,7 @@ def with_temp_dir(func: F | None = None) -> F | None:
 
 
 def _leave(root: str, rank: int, ranks: int) -> None:
-    """Remove the folder if all other ranks have left it: no rank waits here for one that failed."""
+    """Delete the folder if all other ranks have left it; no rank waits here for one that failed."""
     left = os.path.join(root, "left")
     os.makedirs(left, exist_ok=True)
     with open(os.path.join(left, str(rank)), "w", encoding="ascii"):
@@ -179,10 +174,10 @@ def with_checkpoint_logging(
     level: int = logging.INFO,
 ) -> F | None:
     """
-    Give a logger another level while a test method runs.
+    Set the level of a logger while a test method runs.
 
     Raises:
-        BrokenProtocol: (an AssertionError) there is no function to decorate.
+        BrokenProtocol: (an AssertionError) it is used with brackets.
 
     """
     if func is None:

@@ -1,4 +1,14 @@
-"""What the contract suites of stores share: bytes to write, whole blobs, and races."""
+"""
+A test suite for stores: subclass `StoreContract`, create a store in `make_store`, and run pytest.
+
+    from shardkeep.testing import StoreContract
+
+    class TestMyStore(StoreContract):
+        def make_store(self) -> Store:
+            return MyStore(...)
+
+Each test creates its own stores. Needs pytest.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +29,20 @@ from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, Stora
 from shardkeep.storage.base import Store, delete_all, is_sequential, preferred_requests
 from shardkeep.storage.buffers import aligned_buffer
 
+BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
+GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
+LARGE_NBYTES = (17 << 20) + 5
+"""Size of a blob that is uploaded in more than two parts."""
+
 
 def same(expected: object, actual: object) -> None:
-    """Fail the test unless both are equal; says how they differ without printing megabytes."""
+    """Fail the test unless both are equal, without printing megabytes."""
     if expected != actual:
         pytest.fail(f"expected {str(expected)[:200]}, got {str(actual)[:200]}")
 
 
 def sample(nbytes: int, seed: int = 0) -> bytes:
-    """Make bytes in which every misplaced piece shows."""
+    """Return random bytes, so that a misplaced part is noticed."""
     return random.Random(seed).randbytes(nbytes)  # noqa: S311 -- test data, no secret
 
 
@@ -47,7 +62,7 @@ def read_blob(store: Store, name: str) -> bytes:
 
 
 def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
-    """Run all attempts at once; tell which succeeded. The others must fail with EEXIST."""
+    """Run all attempts at once, and return those that succeed. The others must fail with EEXIST."""
     start = threading.Barrier(attempts)
 
     def one(i: int) -> bool:
@@ -63,11 +78,8 @@ def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
         return [i for i, won in enumerate(pool.map(one, range(attempts))) if won]
 
 
-# What every store must do with small blobs, which are put in one step; a part of `StoreContract`.
-
-
 class PutContract:
-    """The promises about `put`, `get` and `version`, one test each."""
+    """The promises about `put`, `get` and `version`: small blobs that are written in one step. A part of `StoreContract`."""
 
     def make_store(self) -> Store:
         """Make a new, empty store."""
@@ -75,14 +87,14 @@ class PutContract:
 
     @pytest.mark.parametrize("data", [b"", b"abc", sample(1_000_001)])
     def test_put_get(self, data: bytes) -> None:
-        """What was put is what is got, and `open` sees it too."""
+        """`get` and `open` return what was put."""
         store = self.make_store()
         store.put("a", data)
         same(data, store.get("a", limit=len(data)))
         same(data, read_blob(store, "a"))
 
     def test_put_keeps_what_is_there(self) -> None:
-        """Without `replace`, an existing blob is an error and stays."""
+        """Without `replace`, an existing blob is an error and is not changed."""
         store = self.make_store()
         store.put("a", b"old")
         with pytest.raises(StorageError) as caught:
@@ -91,22 +103,22 @@ class PutContract:
         same(b"old", store.get("a", limit=10))
         same(["a"], [blob.name for blob in store.list()])
 
-    def test_put_replaces_when_told(self) -> None:
-        """With `replace`, the new bytes take the old ones' place, or an empty one."""
+    def test_put_replaces_on_request(self) -> None:
+        """With `replace`, the new bytes replace the old ones, if there are any."""
         store = self.make_store()
         store.put("a", b"old, and longer", replace=True)
         store.put("a", b"new", replace=True)
         same(b"new", store.get("a", limit=3))
 
     def test_one_of_many_puts_wins(self) -> None:
-        """Of puts racing for one name, one succeeds, and its bytes are there whole."""
+        """Of puts racing for one name, exactly one succeeds, and its bytes are complete."""
         store = self.make_store()
         won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
         same(1, len(won))
         same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
 
     def test_put_over_a_version(self) -> None:
-        """A blob is replaced if it is of the version that was seen, and only then; one that is gone is not made anew."""
+        """With `over`, a blob is replaced only if it still has that version; a deleted one is not created again."""
         store = self.make_store()
         same(None, store.version("a"))
         store.put("a", b"one")
@@ -127,7 +139,7 @@ class PutContract:
         same([], list(store.list()))
 
     def test_one_of_many_swaps_wins(self) -> None:
-        """Of puts racing to replace one version, one succeeds, round after round."""
+        """Of puts racing to replace one version, exactly one succeeds."""
         store = self.make_store()
         store.put("a", b"begin")
         for turn in range(2):
@@ -137,7 +149,7 @@ class PutContract:
             same(bytes([won[0]]) + said, store.get("a", limit=1001))
 
     def test_put_is_atomic(self) -> None:
-        """A reader beside a replacing writer sees the old bytes or the new ones, never a part."""
+        """A reader during a replacement sees the old bytes or the new ones, never a mix."""
         store, versions = self.make_store(), [bytes([i]) * (10_000 + i) for i in range(2)]
         store.put("a", versions[0])
 
@@ -161,35 +173,17 @@ class PutContract:
             store.get("a", limit=4)
 
 
-# What every store must do, as a test suite: subclass `StoreContract`, say how to make a store, run pytest.
-#
-#     from shardkeep.testing import StoreContract
-#
-#     class TestMyStore(StoreContract):
-#         def make_store(self) -> Store:
-#             return MyStore(...)
-#
-# Each test makes its own stores and leaves nothing behind but what is in them. Needs pytest.
-
-BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
-GOOD_NAMES = ("a", "0", "A.b-c_d", ".metadata", "__0_0.distcp", "x..y", "model-00001-of-00002.safetensors", "a" * 251)
-
-
-LARGE_NBYTES = (17 << 20) + 5
-"""Of a blob that is more than two parts of an upload."""
-
-
 class StoreContract(PutContract):
     """The promises of `shardkeep.storage.base`, one test each."""
 
     MANY = 1001
-    """Blobs that are listed and deleted together: more than the service names in one answer. S3 names 1000."""
+    """Blobs that are listed and deleted together: more than one page of a listing, which has 1000 on S3."""
 
     # -- blobs written in parts
 
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3_000_001])
     def test_round_trip(self, nbytes: int) -> None:
-        """What was written is what is read."""
+        """Reading returns what was written."""
         store, data = self.make_store(), sample(nbytes)
         write_blob(store, "a", data)
         same(data, read_blob(store, "a"))
@@ -201,7 +195,7 @@ class StoreContract(PutContract):
         same(data, read_blob(store, "a"))
 
     def test_a_large_blob(self) -> None:
-        """A blob of several parts, as services cut them, is written in shuffled pieces and read in ranges across them."""
+        """A blob of several upload parts is written in shuffled pieces and read in ranges across the parts."""
         store, data = self.make_store(), sample(LARGE_NBYTES)
         _write_shuffled(store, data, {8 << 20, 16 << 20}, 9)
         step = 3_000_001
@@ -258,7 +252,7 @@ class StoreContract(PutContract):
         same(array.tolist(), into.tolist())
 
     def test_empty(self) -> None:
-        """A blob of no bytes exists; an empty part or read is no error."""
+        """A blob without bytes exists; an empty part or read is not an error."""
         store = self.make_store()
         writer = store.create("a", 0)
         writer.write_at(0, memoryview(b""))
@@ -283,7 +277,7 @@ class StoreContract(PutContract):
 
     @pytest.mark.parametrize("end", [0, 1, 4097, 2_000_001, 3_000_000])
     def test_a_blob_may_end_early(self, end: int) -> None:
-        """`finish` says where the blob ends, and no byte that was not written is there."""
+        """`finish` decides where the blob ends, and it has no bytes that were not written."""
         store, data = self.make_store(), sample(end)
         writer = store.create("a", 3_000_000)
         writer.write_at(0, memoryview(data))
@@ -293,7 +287,7 @@ class StoreContract(PutContract):
 
     @pytest.mark.parametrize("end", [-1, 11])
     def test_a_blob_ends_inside(self, end: int) -> None:
-        """A blob that would end outside of what it was made for is refused, and can be abandoned."""
+        """An end outside the declared size is refused, and the blob can be abandoned."""
         store = self.make_store()
         writer = store.create("a", 10)
         writer.write_at(0, memoryview(bytes(10)))
@@ -394,7 +388,7 @@ class StoreContract(PutContract):
 
     @pytest.mark.parametrize("verb", ["open", "get"])
     def test_missing(self, verb: str) -> None:
-        """A blob that is not there is `BlobNotFound`, also to those who catch FileNotFoundError."""
+        """A missing blob raises `BlobNotFound`, which is a FileNotFoundError."""
         store = self.make_store()
         with pytest.raises(BlobNotFound, match="nothing-here") as caught:
             _call(store, verb, "nothing-here")
@@ -416,7 +410,7 @@ class StoreContract(PutContract):
         same(True, all(abs(blob.modified_s - before) < 60 for blob in blobs))
 
     def test_delete(self) -> None:
-        """A deleted blob is gone, the others stay, and deleting again is no error."""
+        """A deleted blob is gone, the others stay, and deleting it again is not an error."""
         store = self.make_store()
         store.delete("a")
         store.put("a", b"1")
@@ -428,7 +422,7 @@ class StoreContract(PutContract):
             store.get("a", limit=1)
 
     def test_delete_all(self) -> None:
-        """Many go at once, whether all of them are there or not; the others stay."""
+        """Many blobs are deleted at once, even if some do not exist; the others stay."""
         store = self.make_store()
         for name in ("a", "b", "c"):
             store.put(name, b"1")
@@ -465,14 +459,14 @@ class StoreContract(PutContract):
         write_blob(store, name, b"2")
         same(b"2", store.get(name, limit=1))
 
-    def test_wishes(self) -> None:
-        """A store says whether it wants parts in order, and how many requests it likes; at least one."""
+    def test_preferences(self) -> None:
+        """A store says whether it wants parts in order, and how many concurrent requests it prefers, at least one."""
         store = self.make_store()
         same(True, is_sequential(store) in {True, False})
         same(True, preferred_requests(store, 3) >= 1)
 
     def test_url(self) -> None:
-        """The store's url stands in its messages."""
+        """Messages begin with the store's url."""
         store = self.make_store()
         with pytest.raises(BlobNotFound) as caught:
             store.open("a")
@@ -480,7 +474,7 @@ class StoreContract(PutContract):
 
 
 def _write_shuffled(store: Store, data: bytes, cuts: set[int], more: int) -> None:
-    """Write a blob from several threads, cut at these and `more` other places, in no order."""
+    """Write a blob from several threads in random order, cut at these and `more` other offsets."""
     memory = aligned_buffer(len(data))
     memory[:] = data
     rng = random.Random(1)  # noqa: S311 -- test data, no secret

@@ -1,8 +1,7 @@
 """
-Ranks that are threads of one process, for tests of many small worlds: no process group, no spawn, milliseconds each.
+Ranks as threads of one process, for tests of many small worlds: no process group, no new processes, milliseconds each.
 
-What they share with real ranks is the whole of `shardkeep.ranks`: they talk through a torch store. `rank_pool` has
-real processes.
+They communicate as real ranks do, through `shardkeep.dist` and a torch store.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 def run_thread_ranks(size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0) -> list[T]:
-    """Call `rank_main` with the `World` of each rank, all at once; return what they return, by rank."""
+    """Call `rank_main` with the `World` of each rank at the same time, and return the results by rank."""
     outcomes = thread_outcomes(size, rank_main, timeout_s=timeout_s)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -28,7 +27,7 @@ def run_thread_ranks(size: int, rank_main: Callable[[World], T], *, timeout_s: f
 
 
 def thread_outcomes(size: int, rank_main: Callable[[World], T], *, timeout_s: float = 30.0) -> list[T | BaseException]:
-    """Like `run_thread_ranks`, but return what each rank raised in the place of its result."""
+    """Like `run_thread_ranks`, but return the exception of a rank in place of its result."""
     store = HashStore()
 
     def main(rank: int) -> T | BaseException:
