@@ -1,10 +1,8 @@
 """When saves are due."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.errors import StateError
 from shardkeep.manage.schedule import Flag, StepSchedule, Timer
 
 
@@ -77,10 +75,3 @@ def test_what_was_asked_for_is_taken_once() -> None:
     flag.set()
     assert flag.take()
     assert not flag.take()
-
-
-@pytest.mark.parametrize("make", [lambda: StepSchedule(every=0), lambda: Timer(0, float), lambda: Timer(-1, float)])
-def test_schedules_that_make_no_sense_are_refused(make) -> None:  # type: ignore[no-untyped-def]
-    """At once."""
-    with pytest.raises(StateError):
-        make()

@@ -176,19 +176,26 @@ def list_keys(keys: Iterable[str]) -> str:
 # -- opening data files ------------------------------------------------------------------------------------------------
 
 
+def open_sized(store: Opens, name: str, nbytes: int) -> BlobReader:
+    """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
+    try:
+        reader = store.open(name)
+    except BlobNotFound as exc:
+        raise WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
+    if (found := reader.nbytes) != nbytes:
+        reader.close()
+        raise WrongSize(
+            f"{name}: {found} bytes, the commit record says {nbytes}",
+            hint="the file was cut short or changed after the save",
+            file=name,
+        )
+    return reader
+
+
 def open_checked(store: Opens, entry: FileEntry, cache: DigestCache | None = None) -> tuple[BlobReader, bytes]:
     """Open a data file after checking its size and header; return the reader and the digests of the file's blocks."""
+    reader = open_sized(store, entry.name, entry.nbytes)
     try:
-        reader = store.open(entry.name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{entry.name}: the file is missing", hint="restore it from a copy", file=entry.name) from exc
-    try:
-        if reader.nbytes != entry.nbytes:
-            raise WrongSize(
-                f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.nbytes}",
-                hint="the file was cut short or changed after the save",
-                file=entry.name,
-            )
         if not entry.block_nbytes:
             return reader, b""
         if cache and (known := cache.get(entry)) is not None:

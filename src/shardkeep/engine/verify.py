@@ -15,7 +15,7 @@ from contextlib import closing
 
 import numpy as np
 
-from shardkeep.codecs.coded_store import check_size, collecting_damage, damaged_frame, damaged_frames, read_table
+from shardkeep.codecs.coded_store import collecting_damage, damaged_frame, damaged_frames, read_table
 from shardkeep.engine.reader import (
     DigestCache,
     KeysAt,
@@ -23,9 +23,10 @@ from shardkeep.engine.reader import (
     adjacent_blocks,
     damage_of,
     open_checked,
+    open_sized,
     read_files,
 )
-from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, WrongSize
+from shardkeep.errors import CheckpointError, DamagedCheckpoint
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.frames import FrameTable
 from shardkeep.format.record import Blob, FileEntry, Record
@@ -162,12 +163,7 @@ def _no_key(*_: object) -> str:
 
 def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[CheckpointError]:
     """Check a coded file, all of its frames by so many threads; by none: only its table."""
-    try:
-        reader = store.open(blob.name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{blob.name}: the file is missing", hint="restore it from a copy", file=blob.name) from exc
-    with closing(reader):
-        check_size(reader, blob)
+    with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as reader:
         table = read_table(reader, blob, store)
 
         def look(rows: IntArray) -> list[int]:

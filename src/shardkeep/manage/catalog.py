@@ -13,11 +13,11 @@ import math
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from itertools import islice
+from functools import partial
 from typing import Any, Literal
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StateError, StorageError
@@ -48,8 +48,6 @@ _PIN_PREFIX = "pin."
 _MAX_PIN_NBYTES = 4096
 _THREADS = 16
 """How many records are read at a time: most of that time is spent waiting for the disk or the network."""
-_BATCH = 64
-"""How many records are read before the next ones are asked for."""
 _MAX_STRANGERS = 3
 
 Status = Literal["committed", "unfinished", "damaged"]
@@ -384,10 +382,17 @@ class Catalog:
         return f"Catalog({self.root.url!r}, {self.naming.template!r})"
 
     def __iter__(self) -> Iterator[Entry]:
-        """Read entries one after the other, the highest step first."""
+        """Read all entries, the highest step first."""
         pins = pinned(self.root)
-        steps = sorted(self._steps(), reverse=True)
-        return _read_ahead(lambda each: self._look(*each, pins=pins), iter(steps))
+        found = [(step, name) for name in self.root.places() if (step := self.naming.step(name)) is not None]
+        steps, names = zip(*sorted(found, reverse=True), strict=True) if found else ((), ())
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkeep-catalog") as threads:
+            look = partial(self._look, pins=pins)
+            try:
+                entries = threads.map(look, steps, names)
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                entries = map(look, steps, names)
+            yield from (entry for entry in entries if entry)
 
     def entries(self) -> list[Entry]:
         """
@@ -418,12 +423,6 @@ class Catalog:
             if len(found) == _MAX_STRANGERS:
                 break
         return found
-
-    def _steps(self) -> Iterator[tuple[int, str]]:
-        for name in self.root.places():
-            step = self.naming.step(name)
-            if step is not None:
-                yield step, name
 
     def _look(self, step: int, name: str, *, pins: set[str]) -> Entry | None:
         store = self.root.place(name)
@@ -465,22 +464,6 @@ def _why_unfinished(store: Store, names: Iterable[str]) -> str:
     if found.dead:
         return "its writer is gone"
     return "it has no commit record"
-
-
-def _read_ahead(look: Callable[[tuple[int, str]], Entry | None], steps: Iterator[tuple[int, str]]) -> Iterator[Entry]:
-    """Read the first two entries, then the rest many at a time."""
-    yield from (entry for entry in map(look, islice(steps, 2)) if entry)
-    rest = list(steps)
-    if not rest:
-        return
-    with ThreadPoolExecutor(min(_THREADS, len(rest)), thread_name_prefix="shardkeep-catalog") as threads:
-        for start in range(0, len(rest), _BATCH):
-            batch = rest[start : start + _BATCH]
-            try:
-                looked = threads.map(look, batch)
-            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                looked = map(look, batch)
-            yield from (entry for entry in looked if entry)
 
 
 class Tiers:

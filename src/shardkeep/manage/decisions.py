@@ -78,7 +78,12 @@ class StepDecisions:
 
     def request(self, kinds: Collection[str]) -> None:
         """Pass the requests that reached this rank on to rank 0."""
-        self._visit(lambda mailbox: _put_requests(mailbox, kinds), doing="send a request to rank 0")
+
+        def errand(mailbox: KVMailbox) -> None:
+            for kind in kinds:
+                mailbox.put(f"asks/{kind}", b"")
+
+        self._visit(errand, doing="send a request to rank 0")
 
     def decision(self, step: int, decide: Decide, kinds: Collection[str]) -> Decision:
         """Make the decision for a step on rank 0, or wait for it on other ranks."""
@@ -141,11 +146,6 @@ class StepDecisions:
             raise RanksSilent(
                 f"could not {doing}: {lost}", hint="the process of rank 0 has ended", ranks=others
             ) from lost
-
-
-def _put_requests(mailbox: KVMailbox, kinds: Collection[str]) -> None:
-    for kind in kinds:
-        mailbox.put(f"asks/{kind}", b"")
 
 
 def _take_requests(mailbox: KVMailbox, kinds: Collection[str]) -> list[str]:

@@ -187,7 +187,7 @@ class Saves:
         self._restored: Restored | None = None
 
     def _unreplicated(self, entries: list[Entry]) -> Collection[str]:
-        return () if self.replicator is None else self.replicator.unreplicated(entries)
+        return () if self.replicator is None else self.replicator.coordinator.unreplicated(entries)
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Saves:
         self._last, self._highest = (restored.step, None), restored.step
         self._pruner.distrusted = {each.name for each in restored.skipped if each.tier == NEAR}
         if self.replicator is not None:
-            self.replicator.distrust({each.name for each in restored.skipped if each.tier == FAR})
+            self.replicator.coordinator.distrust({each.name for each in restored.skipped if each.tier == FAR})
 
     def check(self, step: int) -> None:
         """Raise `StateError` for a step below the last one: it would count as older, and be deleted first."""
@@ -280,7 +280,7 @@ class Saves:
 
         def acquire(payloads: list[bytes]) -> list[bytes]:
             self._lease.acquire()
-            far = [] if self.replicator is None else self.replicator.acquire_root()
+            far = [] if self.replicator is None else self.replicator.coordinator.acquire_root()
             restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
             entries = merge_tiers([*self._pruner.sweep_all(), *far])
             found.append(find_timeline(entries, restored, step, roots=self._tiers.urls))
@@ -363,7 +363,7 @@ class Saves:
                     hint=f"unpin({step}), or save(..., overwrite=True)",
                     **{PINNED: True},
                 )
-        elif self.replicator is not None and self.replicator.has(name):
+        elif self.replicator is not None and self.replicator.coordinator.has(name):
             raise CheckpointExists(
                 f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
                 hint="save(..., overwrite=True) replaces it, or choose other roots",
@@ -372,7 +372,7 @@ class Saves:
 
     def _exists(self, step: int) -> bool:
         try:
-            if self.replicator is not None and self.replicator.has(self._catalog.naming.name(step)):
+            if self.replicator is not None and self.replicator.coordinator.has(self._catalog.naming.name(step)):
                 return True
             found = self._catalog.find(step)
         except CheckpointError as error:
@@ -382,7 +382,7 @@ class Saves:
 
     def _is_pinned(self, name: str) -> bool:
         try:
-            far = self.replicator is not None and self.replicator.is_pinned(name)
+            far = self.replicator is not None and self.replicator.coordinator.is_pinned(name)
             return far or name in pinned(self._catalog.root)
         except CheckpointError as error:
             log.warning("%s: cannot look for pins: %s", self._root.url, error)

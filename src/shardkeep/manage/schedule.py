@@ -61,8 +61,6 @@ class StepSchedule:
     """Which steps are due by their number: each multiple of `every` that is reached or passed, and each step of `at`."""
 
     def __init__(self, every: int | None = None, at: Iterable[int] = ()) -> None:
-        if every is not None and every < 1:
-            raise StateError(f"every_steps={every!r}", hint="give a number of steps, 1 or more, or None")
         self._every = every
         self._at = sorted(at)
         self._last: int | None = None
@@ -86,8 +84,6 @@ class Timer:
     """Is due once `minutes` have passed since the last save, by a monotonic clock."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float]) -> None:
-        if minutes is not None and not minutes > 0:
-            raise StateError(f"every_minutes={minutes!r}", hint="give a time in minutes, more than 0, or None")
         self._seconds = math.inf if minutes is None else 60 * minutes
         self._clock = clock
         self._since = clock()

@@ -19,6 +19,7 @@ from datetime import datetime
 import msgspec
 
 from shardkeep.engine.coordinator import discard
+from shardkeep.engine.reader import open_sized
 from shardkeep.errors import (
     BlobNotFound,
     CheckpointError,
@@ -34,7 +35,6 @@ from shardkeep.layouts.native import claim_name
 from shardkeep.manage.catalog import FAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
-from shardkeep.manage.replicate.copy import open_sized
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.storage.base import Store, Version, free_nbytes
 from shardkeep.storage.reread import decode_or_reread
@@ -162,6 +162,10 @@ class ReplicationCoordinator:
         with self._lock:
             self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
             return list(self._there.values())
+
+    def distrust(self, names: Collection[str]) -> None:
+        """Do not count these far checkpoints as kept, because they could not be restored."""
+        self.pruner.distrusted = set(names)
 
     def has(self, name: str) -> bool:
         """Return whether the far root has a checkpoint of this name."""

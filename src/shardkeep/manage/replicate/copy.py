@@ -24,10 +24,10 @@ import xxhash
 
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import SaveHandle, lower_priority
-from shardkeep.engine.reader import open_checked, read_sidecar
+from shardkeep.engine.reader import open_checked, open_sized, read_sidecar
 from shardkeep.engine.report import SaveReport
 from shardkeep.engine.workers import FollowUpError, run_workers, window_for
-from shardkeep.errors import BlobNotFound, ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
+from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 from shardkeep.format.data_file import count_blocks
 from shardkeep.format.frames import MAGIC
@@ -135,24 +135,6 @@ class ExpectedDigests:
             window.append(each)
         if window:
             yield window
-
-
-def open_sized(store: Store, name: str, nbytes: int) -> BlobReader:
-    """Open a file; raise `WrongSize` if it does not have the expected size, or is missing."""
-    where = f"{store.url}/{name}"
-    try:
-        reader = store.open(name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{where}: the file is missing", hint="restore it from a copy", file=name) from exc
-    if reader.nbytes != nbytes:
-        found = reader.nbytes
-        reader.close()
-        raise WrongSize(
-            f"{where}: {found} bytes, the commit record says {nbytes}",
-            hint="the file was cut short or changed after the save",
-            file=name,
-        )
-    return reader
 
 
 def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests:

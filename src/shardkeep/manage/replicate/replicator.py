@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, NearCopyDamaged, NotPromoted, SaveCancelled
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
 from shardkeep.manage.background import DaemonWorker, PendingTasks
-from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers
+from shardkeep.manage.catalog import FAR, NEAR, Catalog, Tiers
 from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
@@ -92,7 +91,8 @@ class Replicator:
         """Rounds with lower numbers are cancelled."""
         policy = RetryPolicy(retries, sleep=clock.sleep, wanted=self._is_wanted)
         far = Catalog(RetryingRoot(root, policy), tiers.near.naming.template)
-        self._coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, near_locks, clock.now)
+        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, near_locks, clock.now)
+        """Rank 0's part."""
         self.rounds = PendingTasks()
         self._catalogs = tiers.near, far
         self._urls = tiers.urls
@@ -104,28 +104,6 @@ class Replicator:
         """The ranks, once `begin` was called."""
         self._worker = DaemonWorker("shardkeep-promote")
         self._futures: list[Future[None]] = []
-
-    # -- what is there -------------------------------------------------------------------------------------------
-
-    def acquire_root(self) -> list[Entry]:
-        """On rank 0: acquire the far root, and return what it has."""
-        return self._coordinator.acquire_root()
-
-    def distrust(self, names: Collection[str]) -> None:
-        """Do not count these far checkpoints as kept, because they could not be restored."""
-        self._coordinator.pruner.distrusted = set(names)
-
-    def has(self, name: str) -> bool:
-        """On rank 0: return whether the far root has a checkpoint of this name."""
-        return self._coordinator.has(name)
-
-    def is_pinned(self, name: str) -> bool:
-        """On rank 0: return whether the far root has a checkpoint of this name, and it is pinned."""
-        return self._coordinator.is_pinned(name)
-
-    def unreplicated(self, near: list[Entry]) -> set[str]:
-        """On rank 0: return the near checkpoints that must stay because they are still to be copied."""
-        return self._coordinator.unreplicated(near)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -192,9 +170,9 @@ class Replicator:
         """Stop, and release the far root. If it does not answer, its lease expires."""
         try:
             self.stop()
-            self._coordinator.pruner.close()
+            self.coordinator.pruner.close()
         finally:
-            run_with_deadline(self._coordinator.lease.release, "shardkeep-release", GRACE_S)
+            run_with_deadline(self.coordinator.lease.release, "shardkeep-release", GRACE_S)
 
     def _leave(self) -> None:
         """At exit."""
@@ -256,7 +234,7 @@ class Replicator:
         with ExitStack() as held:
 
             def choose(payloads: list[bytes]) -> list[bytes]:
-                found = self._coordinator.choose(held, newest=newest)
+                found = self.coordinator.choose(held, newest=newest)
                 chosen.extend([] if found is None else [found])
                 return [b"" if found is None else msgspec.msgpack.encode(found.order)] * len(payloads)
 
@@ -269,7 +247,7 @@ class Replicator:
                     phases.add("choose", 0.0, chosen_s)
                     order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
                     if self._copy_together(meeting, order, chosen, phases, number, world) and world.rank == 0:
-                        self._coordinator.clean_up(order, held)
+                        self.coordinator.clean_up(order, held)
             except BaseException as error:
                 if order is not None or not isinstance(error, SaveCancelled):
                     self._report_failure(order, error, phases.now() - chosen_s, world.rank)
@@ -341,15 +319,15 @@ class Replicator:
         phases.collect([part.spans for part in parts])
         phases.add("wait", phases.spans[-1].end_s, phases.now())
         damage = [part.damage for part in parts if part.damage]
-        if damage and not self._coordinator.is_gone(chosen.order):
-            self._coordinator.leave_out(chosen.order)
+        if damage and not self.coordinator.is_gone(chosen.order):
+            self.coordinator.leave_out(chosen.order)
             raise NearCopyDamaged(
                 f"{self._urls[NEAR]}/{chosen.order.name} is damaged: {damage[0]}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
             )
         if not damage:
             with phases.phase("commit"):
-                self._coordinator.commit(chosen)
+                self.coordinator.commit(chosen)
         copied, files = sum(part.copied for part in parts), sum(part.files for part in parts)
         return [msgspec.msgpack.encode(_Outcome(copied=copied, files=files, gone=bool(damage)))] * len(shares)
 
