@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import shardkeep as sk
 from shardkeep.conversion import to_hf as models
-from shardkeep.layouts.safetensors_stored import temporary_name
+from shardkeep.layouts.safetensors_publish import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
 from tests.engine.test_memory import peak_growth

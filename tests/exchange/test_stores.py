@@ -12,8 +12,7 @@ from safetensors.torch import load as load_safetensors
 import shardkeep as sk
 from shardkeep.codecs.keys import KeyRing
 from shardkeep.conversion import torch_archive as archive_blob
-from shardkeep.layouts.safetensors_publish import begin_save, prepare_directory, publish_model
-from shardkeep.layouts.safetensors_stored import NOTE_NAME
+from shardkeep.layouts.safetensors_publish import NOTE_NAME, begin_save, prepare_directory, publish_model
 from shardkeep.storage.fsspec import FsspecStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place

@@ -39,7 +39,7 @@ from shardkeep.layouts.safetensors import (
     SAVE_ID_KEY,
     STATE_KEY,
 )
-from shardkeep.layouts.safetensors_stored import NOTE_NAME, list_model
+from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
 from shardkeep.layouts.torch import is_data, is_metadata
 from shardkeep.options import Options
 from shardkeep.state.patterns import Patterns, Renames

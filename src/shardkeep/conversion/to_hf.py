@@ -43,13 +43,14 @@ from shardkeep.layouts.safetensors import (
     to_text,
 )
 from shardkeep.layouts.safetensors_publish import (
+    ModelDirectory,
     begin_save,
     can_rename,
     discard_save,
+    list_model,
     prepare_directory,
     publish_model,
 )
-from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, is_name, local_path

@@ -52,7 +52,7 @@ from shardkeep.layouts.safetensors import (
     read_header,
     to_bytes,
 )
-from shardkeep.layouts.safetensors_stored import ModelDirectory, list_model
+from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.plan.tiling import explain, tiled

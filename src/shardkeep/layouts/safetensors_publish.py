@@ -1,42 +1,64 @@
 """
-From new safetensors files to a model that takes the place of what was there, in one step.
+Publishes safetensors files: a set of new files becomes the model of a place in one step, in place of what was there.
 
-In a directory of this machine new files are written as `NAME.new-SAVE`. When all of them are durable, a small note says
-which files make up the directory from now on: from then on the new model is what `Folder` sees, and the old one was
-until then. Renaming to the final names follows, data first, the index file last; whoever writes to the directory next
-completes what an interrupted process left. One process of a machine at a time does any of this: what another is about to
-remove by its name may be the new file by then. Stores cannot rename: `safetensors_stored` does the same in other steps.
+A small note, `shardkeep-publish.json`, says which files count while a listing cannot:
 
-Other programs know nothing of notes, and go by `model.safetensors` or the index file. Where several files take the names
-of old ones, the old index goes first: until the new one is there they find no model, and never files of both.
+    pending     a save is under way, or died: only the files that the note names count, those that were there before
+    complete    the files of the save count, and those it replaces do not, although some may still be there
 
-Only files whose header shows that a checkpoint writer made them, and those that the caller names, are ever removed.
+In a local directory files are written as `NAME.new-SAVE`. When all are durable, the complete note is put, and from then on
+readers of shardkeep see the new model. The files are renamed, data first and the index file last, and the note is
+deleted. One process of a machine at a time does this, under the directory's lock, because a file that one process
+removes by its name may be the new file of another by then.
+
+A store cannot rename, so files are written under names that carry the mark of their save:
+
+    pin         a pending note names what is there now
+    write       the new files
+    commit      a complete note takes the place of the pending one, by compare-and-swap
+    finish      the index file is put, what was replaced is deleted, then the note
+
+A pending note in a store may belong to a save that died or to one that hangs. The next save puts its own note over it
+before it removes files; a save that hung then finds that the note is not its own, and fails.
+
+The next save to a place finishes what an interrupted one left. Other programs do not know the note: they go by the index
+file or by `model.safetensors`. Where several files replace old ones by name, the old index file is removed first, so
+they find no model rather than files of both. Shards without an index file are an exception: while they replace others in
+a store, and after a save that died there, other programs see both.
+
+Files are removed only if their header shows that a checkpoint writer made them, or if the caller names them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from shardkeep.errors import BlobNotFound, CheckpointError
-from shardkeep.layouts import safetensors_stored as stored
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, marked_name, read_header
-from shardkeep.layouts.safetensors_stored import (
-    NOTE_NAME,
-    ModelDirectory,
-    PublishNote,
-    list_model,
-    read_note,
-    temporary_name,
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
+from shardkeep.layouts.safetensors import (
+    CUSTOM_METADATA_KEY,
+    INDEX_NAME,
+    SAVE_ID_KEY,
+    SUFFIX,
+    marked_name,
+    read_header,
 )
-from shardkeep.storage.base import Store, local_path
+from shardkeep.storage.base import Gets, Opens, Store, Version, is_name, local_path
+from shardkeep.storage.local import PathStore
 from shardkeep.storage.system import directory_lock, make_directory, storage_errors, sync_directory
 
-_MADE_BY_WRITERS = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
+NOTE_NAME = "shardkeep-publish.json"
+_MOST_SMALL_NBYTES = 256 << 20
+"""Of a note or an index file."""
+_MODEL_FILE = re.compile(r"(shard-\d+-)?model-\d+-of-\d+(-[0-9a-f]{8})?\.safetensors")
+_WRITTEN_TO_STORES = re.compile(rf"{_MODEL_FILE.pattern}|model\.safetensors")
 _TEMPORARY = re.compile(
     r"((shard-\d+-)?model-\d+-of-\d+\.safetensors|model\.safetensors(\.index\.json)?|"
     + re.escape(NOTE_NAME)
@@ -44,15 +66,52 @@ _TEMPORARY = re.compile(
 )
 
 
+class OpensAndGets(Opens, Gets, Protocol):
+    """What reading the files needs of a store."""
+
+
+@dataclass(frozen=True)
+class PublishNote:
+    """The contents of the note."""
+
+    save_id: str
+    files: list[str]
+    """The files that count."""
+    remove: list[str]
+    """Files that do not count any more."""
+    index: bool
+    """Whether there is an index file."""
+    pending: bool = False
+
+    def encode(self) -> bytes:
+        """Return the bytes of the note."""
+        said = {"save_id": self.save_id, "files": self.files, "remove": self.remove, "index": self.index}
+        return json.dumps({**said, "pending": True} if self.pending else said).encode()
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """The safetensors files of a place that count, by the names they have or will have."""
+
+    path: str
+    files: dict[str, str]
+    """For each name, what `opens` calls the file: its path, or its name in the store."""
+    index: str | None
+    """What `opens` calls the index file."""
+    opens: OpensAndGets
+    index_version: Version | None = None
+    """Of the index file, when a save to a store was prepared."""
+
+
 @dataclass(frozen=True)
 class SaveNames:
-    """Under which names the files of a save are written, and which they have in the end."""
+    """The names of the files of a save, while they are written and in the end."""
 
     save_id: str
     renames: bool
-    """They are written under temporary names."""
+    """Files are written under temporary names."""
     marks: bool = False
-    """All names have the save's mark in them, so that no other save, not even one at the same time, has such a name."""
+    """Final names carry the mark of the save, so that no other save, not even a concurrent one, uses them."""
 
     def final(self, name: str) -> str:
         """Return the name that a file has in the end."""
@@ -63,67 +122,150 @@ class SaveNames:
         return temporary_name(name, self.save_id) if self.renames else self.final(name)
 
 
+def temporary_name(name: str, save_id: str) -> str:
+    """Return the name of a file before it is published in a local directory."""
+    return f"{name}.new-{save_id}"
+
+
 def can_rename(store: Store) -> bool:
-    """Say whether files of a place can be given other names."""
+    """Say whether files of a place can be renamed: it is a local directory."""
     return local_path(store) is not None
 
 
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def list_model(store: Store) -> ModelDirectory:
+    """
+    Find the safetensors files of a place that count; writes nothing.
+
+    Raises:
+        BlobNotFound: the place is a local directory that does not exist.
+
+    """
+    if can_rename(store):
+        path = store.url
+        with storage_errors("cannot list", path):
+            names = os.listdir(path)
+        # Ask for each file: it may have been renamed since the listing.
+        exists = lambda name: os.path.exists(os.path.join(path, name))  # noqa: E731 - as short as its use
+        return _counted(store, names, lambda name: os.path.join(path, name), PathStore(direct=False), exists)
+    names = [info.name for info in store.list()]
+    return _counted(store, names, str, store, set(names).__contains__)
+
+
+def _counted(
+    store: Store,
+    names: Collection[str],
+    called: Callable[[str], str],
+    opens: OpensAndGets,
+    exists: Callable[[str], bool],
+) -> ModelDirectory:
+    def now(name: str, save_id: str) -> str:
+        """Return the name of a file of a complete save, which may not be renamed yet."""
+        new = temporary_name(name, save_id)
+        return new if exists(new) else name
+
+    files = {name: name for name in sorted(names) if name.endswith(SUFFIX)}
+    index = INDEX_NAME if INDEX_NAME in names else None
+    note = read_note(store) if NOTE_NAME in names else None
+    if note is not None and note.pending:
+        files = {name: name for name in note.files if name in files}
+        index = index if note.index else None
+    elif note is not None:
+        files |= {name: now(name, note.save_id) for name in note.files}
+        for name in note.remove:
+            files.pop(name, None)
+        index = now(INDEX_NAME, note.save_id) if note.index else None
+    by_name = {name: called(each) for name, each in files.items()}
+    return ModelDirectory(store.url, by_name, None if index is None else called(index), opens)
+
+
+def read_note(store: Gets) -> PublishNote | None:
+    """
+    Read the note of a place; None if there is none.
+
+    Raises:
+        MalformedFile: the file of that name is not a note.
+
+    """
+    try:
+        raw = store.get(NOTE_NAME, limit=_MOST_SMALL_NBYTES)
+    except BlobNotFound:
+        return None
+    checks: dict[str, Callable[[Any], bool]] = {
+        "save_id": lambda value: isinstance(value, str) and is_name(value),
+        "files": _are_names,
+        "remove": _are_names,
+        "index": lambda value: isinstance(value, bool),
+        "pending": lambda value: isinstance(value, bool),
+    }
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict):
+        said.setdefault("pending", False)
+    if not isinstance(said, dict) or not all(key in said and check(said[key]) for key, check in checks.items()):
+        where = os.path.join(str(getattr(store, "url", "")), NOTE_NAME)
+        raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
+    return PublishNote(**{key: said[key] for key in checks})
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(name, str) and is_name(name) and name.endswith(SUFFIX) for name in value
+    )
+
+
+def made_by_writer(folder: ModelDirectory, name: str) -> bool:
+    """Say whether a checkpoint writer made a file; a model from elsewhere is not to be removed."""
+    if not _MODEL_FILE.fullmatch(name):
+        return False
+    try:
+        return CUSTOM_METADATA_KEY in read_header(folder.files[name], folder.opens).metadata
+    except CheckpointError:
+        return False  # a file that cannot be read is left for its owner to look at
+
+
+# -- the steps of a save -----------------------------------------------------------------------------------------------
+
+
 def prepare_directory(store: Store) -> ModelDirectory:
-    """Make a place ready to be written to: complete what was interrupted, and remove what never will be."""
-    path = local_path(store)
-    if path is None:
-        return stored.prepare_store(store)
+    """
+    Make a place ready for a save: finish what was interrupted, and remove what never will be published.
+
+    Raises:
+        CheckpointExists: another save to the same store began or was published at the same time.
+
+    """
+    if not can_rename(store):
+        return _prepare_store(store)
+    path = store.url
     with storage_errors("cannot make", path):
         make_directory(os.path.abspath(path))
-    _take_over(store)
-    with _alone(path):
-        _complete(store)
+    _end_pending(store)
+    with _locked(path):
+        _finish_interrupted(store)
         _clear(path)
         return list_model(store)
 
 
-def _take_over(store: Store) -> None:
-    """End what somebody began who wrote here as if it were a store."""
-    note = read_note(store)
-    if note is not None and note.pending:
-        stored.prepare_store(store)
-
-
-def _complete(store: Store) -> str | None:
-    """Complete what was interrupted, and return whose it was."""
-    note = read_note(store)
-    if note is None or note.pending:
-        return None
-    _finish_renames(store.url, note)
-    return note.save_id
-
-
-@contextmanager
-def _alone(path: str) -> Iterator[None]:
-    """
-    Keep others of this machine from publishing in a directory, or clearing it, where the system can.
-
-    Puts that replace what is there take the same lock, and cannot be made meanwhile.
-    """
-    with ExitStack() as stack:
-        with storage_errors("cannot lock", path):
-            stack.enter_context(directory_lock(path))
-        yield
-
-
 def begin_save(store: Store, save_id: str, folder: ModelDirectory) -> SaveNames:
     """
-    Begin to write files beside what `prepare` found: until `publish`, only that counts.
+    Begin to write files beside what `prepare_directory` found: until `publish_model`, only that counts.
 
     Raises:
-        CheckpointExists: another save to the place, which is a store, has begun since.
+        CheckpointExists: another save to the same store has begun since.
 
     """
     if can_rename(store):
         return SaveNames(save_id, renames=True)
-    stored.pin_current(store, save_id, folder)
-    stored.check_unchanged(store, save_id, folder)
-    # Also in an empty place: a save that hung, and is thought to be dead, may go on to write its files.
+    _pin(store, save_id, folder)
+    if store.version(INDEX_NAME) != folder.index_version:  # published between `prepare_directory` and `_pin`
+        _drop_note(store, save_id)
+        raise _taken_over(store)
+    # Names are marked in an empty place, too: a save that hung may go on to write its files.
     return SaveNames(save_id, renames=False, marks=True)
 
 
@@ -138,20 +280,20 @@ def publish_model(
     removes: Sequence[str] = (),
 ) -> None:
     """
-    Make files that are complete the contents of a place.
+    Make files that are durable the contents of a place.
 
     Args:
         store: the place.
-        names: what they are called.
+        names: what the files are called.
         files: all of them, without marks.
         weights: the file of each tensor, for the index file; None for a place without one.
         total_nbytes: the bytes of all tensors, for the index file.
-        replaces_saves: whether files of earlier saves are to go.
-        removes: other safetensors files that are to go.
+        replaces_saves: whether files of earlier saves are removed.
+        removes: other safetensors files to remove.
 
     Raises:
-        BlobNotFound: a file is not there; what was in the place is as it was.
-        CheckpointExists: another save to the place, which is a store, began meanwhile.
+        BlobNotFound: a file is missing; the place is unchanged.
+        CheckpointExists: another save to the same store began meanwhile.
 
     """
     final = list(map(names.final, files))
@@ -160,88 +302,37 @@ def publish_model(
         by_tensor = {key: names.final(name) for key, name in weights.items()}
         index = json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": by_tensor}, indent=2).encode()
 
-    def noted(folder: ModelDirectory) -> PublishNote:
+    def note_for(folder: ModelDirectory) -> PublishNote:
         stale = [name for name in removes if name not in set(final)]
         if replaces_saves:
             stale += [name for name in folder.files if name not in set(final) and made_by_writer(folder, name)]
         return PublishNote(names.save_id, final, list(dict.fromkeys(stale)), weights is not None)
 
     if can_rename(store):
-        _publish(store, names.save_id, files, index, noted)
+        _publish_local(store, names.save_id, files, index, note_for)
         return
     folder = list_model(store)
-    if not names.marks:  # nobody called `begin`
-        stored.pin_current(store, names.save_id, folder)
-    stored.check_present(store, final)
-    note = noted(folder)
+    if not names.marks:  # `begin_save` was not called
+        _pin(store, names.save_id, folder)
+    present = {info.name for info in store.list()}
+    if missing := [name for name in final if name not in present]:
+        raise _missing(f"{store.url}/{missing[0]}", missing[0])
+    note = note_for(folder)
     if index:
         store.put(temporary_name(INDEX_NAME, names.save_id), index, replace=True)
-    stored.commit_note(store, note)
-    stored.finish_in_store(store, note)
-
-
-def _publish(
-    store: Store, save_id: str, files: Sequence[str], index: bytes, noted: Callable[[ModelDirectory], PublishNote]
-) -> None:
-    """Publish in a directory of this machine; the index file is empty where there is none."""
-    _check_renamed(store, files, save_id)
-    if index:
-        store.put(temporary_name(INDEX_NAME, save_id), index, replace=True)
-    _take_over(store)
-    with _alone(store.url):
-        if _complete(store) == save_id:  # which may also be of one who died since `prepare`
-            return
-        _check_renamed(store, files, save_id, [INDEX_NAME] if index else [])  # which others may have cleared
-        note = noted(list_model(store))
-        _put_note(store, note)
-        _finish_renames(store.url, note)
-
-
-def _put_note(store: Store, note: PublishNote) -> None:
-    """Write the note, in one step; also over one of a store's kind."""
-    path, written = store.url, temporary_name(NOTE_NAME, note.save_id)
-    with storage_errors("cannot publish in", path):
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(path, written))
-        store.put(written, note.encode())
-        os.replace(os.path.join(path, written), os.path.join(path, NOTE_NAME))
-        sync_directory(path)
-
-
-def _check_renamed(store: Store, files: Sequence[str], save_id: str, others: Sequence[str] = ()) -> None:
-    """Make sure that files of this save are there: under temporary names, or in place already, which others cannot be."""
-    for name in (*files, *others):
-        if os.path.exists(os.path.join(store.url, temporary_name(name, save_id))):
-            continue
-        final = os.path.join(store.url, name)
-        if name in others or not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
-            raise BlobNotFound(
-                f"{final}: a rank says that it wrote this file, but it is not there",
-                hint="do all ranks see the same directory, and did no other export or save to it begin meanwhile?",
-                file=name,
-            )
-
-
-def made_by_writer(folder: ModelDirectory, name: str) -> bool:
-    """Say whether a file is a part of a checkpoint that was saved, and no model that came from elsewhere."""
-    if not _MADE_BY_WRITERS.fullmatch(name):
-        return False
-    try:
-        return CUSTOM_METADATA_KEY in read_header(folder.files[name], folder.opens).metadata
-    except CheckpointError:
-        return False  # what cannot be read is left for its owner to look at
+    _commit_note(store, note)
+    _finish_in_store(store, note)
 
 
 def discard_save(store: Store, save_id: str, *, last: bool = True, unpublished: bool = False) -> bool:
     """
-    Remove the files of a save that nobody will publish, and say whether that was so: those of one that a note says is
-    there stay.
+    Remove the files of a save that will not be published; return False if a note says that it was published.
 
     Args:
         store: the place.
         save_id: the save.
-        last: nobody writes files of it any more.
-        unpublished: `publish` was not called, so that its files may go also where another save has taken over.
+        last: no rank writes files of it any more.
+        unpublished: `publish_model` was not called, so files may be removed even if another save has taken over.
 
     """
     note = read_note(store)
@@ -252,32 +343,97 @@ def discard_save(store: Store, save_id: str, *, last: bool = True, unpublished: 
         _clear(store.url, save_id)
         return True
     if began or unpublished:
-        stored.remove_written(store, save_id)
+        _remove_written(store, save_id)
     if began and last:
-        stored.drop_note(store, save_id)
+        _drop_note(store, save_id)
     return True
 
 
-def _clear(path: str, save_id: str | None = None) -> None:
-    """Remove what has a temporary name, of one save or of any."""
-    with storage_errors("cannot clear", path):
-        for name in os.listdir(path):
-            if _TEMPORARY.fullmatch(name) and (save_id is None or name.endswith(temporary_name("", save_id))):
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, name))
+def _missing(where: str, name: str) -> BlobNotFound:
+    return BlobNotFound(
+        f"{where}: a rank says that it wrote this file, but it is not there",
+        hint="do all ranks see the same place, and did no other export or save to it begin meanwhile?",
+        file=name,
+    )
+
+
+# -- in a local directory ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Keep other processes of this machine from publishing in a directory or clearing it, where the system can."""
+    with ExitStack() as stack:
+        with storage_errors("cannot lock", path):
+            stack.enter_context(directory_lock(path))
+        yield
+
+
+def _end_pending(store: Store) -> None:
+    """End a pending save of a process that used the directory as if it were a store."""
+    note = read_note(store)
+    if note is not None and note.pending:
+        _prepare_store(store)
+
+
+def _finish_interrupted(store: Store) -> str | None:
+    """Finish an interrupted save, and return its id."""
+    note = read_note(store)
+    if note is None or note.pending:
+        return None
+    _finish_renames(store.url, note)
+    return note.save_id
+
+
+def _publish_local(
+    store: Store, save_id: str, files: Sequence[str], index: bytes, note_for: Callable[[ModelDirectory], PublishNote]
+) -> None:
+    """Publish in a local directory; `index` is empty where there is no index file."""
+    _check_durable(store, files, save_id)
+    if index:
+        store.put(temporary_name(INDEX_NAME, save_id), index, replace=True)
+    _end_pending(store)
+    with _locked(store.url):
+        if _finish_interrupted(store) == save_id:  # another process has just done it
+            return
+        _check_durable(store, files, save_id, [INDEX_NAME] if index else [])  # another process may have cleared them
+        note = note_for(list_model(store))
+        _put_local_note(store, note)
+        _finish_renames(store.url, note)
+
+
+def _check_durable(store: Store, files: Sequence[str], save_id: str, others: Sequence[str] = ()) -> None:
+    """Make sure that files of a save exist: under temporary names, or, data files only, renamed already."""
+    for name in (*files, *others):
+        if os.path.exists(os.path.join(store.url, temporary_name(name, save_id))):
+            continue
+        final = os.path.join(store.url, name)
+        if name in others or not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
+            raise _missing(final, name)
+
+
+def _put_local_note(store: Store, note: PublishNote) -> None:
+    """Write the note in one step, also over a pending one."""
+    path, written = store.url, temporary_name(NOTE_NAME, note.save_id)
+    with storage_errors("cannot publish in", path):
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, written))
+        store.put(written, note.encode())
+        os.replace(os.path.join(path, written), os.path.join(path, NOTE_NAME))
+        sync_directory(path)
 
 
 def _finish_renames(path: str, note: PublishNote) -> None:
+    """Do what a complete note says; a process that was interrupted may have done a part of it."""
     with storage_errors("cannot publish in", path):
-        # Not the new one, which is there already if whoever was interrupted came so far.
+        # Not the new index file, which is there already if the interrupted process came so far.
         is_old = not note.index or os.path.lexists(os.path.join(path, temporary_name(INDEX_NAME, note.save_id)))
         replaces = any(os.path.lexists(os.path.join(path, name)) for name in note.files)
         if is_old and replaces and len(note.files) > 1:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, INDEX_NAME))
         for name in [*note.files, *([INDEX_NAME] if note.index else [])]:
-            # Missing: renamed already, by whoever was interrupted.
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # renamed already
                 os.replace(os.path.join(path, temporary_name(name, note.save_id)), os.path.join(path, name))
         for name in [*note.remove, *([] if note.index else [INDEX_NAME])]:
             with suppress(FileNotFoundError):
@@ -286,3 +442,108 @@ def _finish_renames(path: str, note: PublishNote) -> None:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(path, NOTE_NAME))
         sync_directory(path)
+
+
+def _clear(path: str, save_id: str | None = None) -> None:
+    """Remove files with temporary names, of one save or of any."""
+    with storage_errors("cannot clear", path):
+        for name in os.listdir(path):
+            if _TEMPORARY.fullmatch(name) and (save_id is None or name.endswith(temporary_name("", save_id))):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+
+
+# -- in a store --------------------------------------------------------------------------------------------------------
+
+
+def _prepare_store(store: Store) -> ModelDirectory:
+    # List before reading the note: files of a save that begins from here on must not be among those removed.
+    names = [info.name for info in store.list()]
+    seen = store.version(NOTE_NAME)
+    note = read_note(store)
+    if note is not None and note.pending:
+        claim = PublishNote(str(uuid.uuid4()), note.files, [], note.index, pending=True)
+        _swap_note(store, claim, over=seen)  # from here on the save of that note cannot publish
+        for name in names:
+            if _WRITTEN_TO_STORES.fullmatch(name) and name not in note.files:
+                store.delete(name)
+        note = claim
+    elif note is not None:
+        _finish_in_store(store, note)
+    for name in names:
+        if name.startswith(temporary_name(INDEX_NAME, "")):
+            store.delete(name)
+    index_version = store.version(INDEX_NAME)
+    found = replace(list_model(store), index_version=index_version)  # while the note still says what counts
+    if note is not None and note.pending:
+        _drop_note(store, note.save_id)
+    return found
+
+
+def _pin(store: Store, save_id: str, folder: ModelDirectory) -> None:
+    """Put a pending note: only what is there now counts."""
+    _swap_note(store, PublishNote(save_id, list(folder.files), [], folder.index is not None, pending=True), over=None)
+
+
+def _commit_note(store: Store, note: PublishNote) -> None:
+    """Put a complete note over the pending one, unless another save has taken over."""
+    seen = store.version(NOTE_NAME)
+    now = read_note(store)
+    if seen is None or now is None or now.save_id != note.save_id:
+        with suppress(CheckpointError):
+            _remove_written(store, note.save_id)
+        raise _taken_over(store)
+    _swap_note(store, note, over=seen)
+
+
+def _swap_note(store: Store, note: PublishNote, *, over: Version | None) -> None:
+    """Put a note over the one of that version, or where there is none."""
+    try:
+        store.put(NOTE_NAME, note.encode(), over=over)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        raise _taken_over(store) from exc
+
+
+def _taken_over(store: Store) -> CheckpointExists:
+    return CheckpointExists(
+        f"{store.url}: another save began to write here meanwhile, and this one was not committed",
+        hint="let one job at a time write models to a place",
+    )
+
+
+def _remove_written(store: Store, save_id: str) -> None:
+    """Remove the files of one save."""
+    mark = marked_name("", save_id)
+    for info in store.list():
+        if _WRITTEN_TO_STORES.fullmatch(info.name) and info.name.endswith(mark):
+            store.delete(info.name)
+    store.delete(temporary_name(INDEX_NAME, save_id))
+
+
+def _drop_note(store: Store, save_id: str) -> None:
+    """Delete the note if it still belongs to this save."""
+    note = read_note(store)
+    if note is not None and note.save_id == save_id:
+        store.delete(NOTE_NAME)
+
+
+def _finish_in_store(store: Store, note: PublishNote) -> None:
+    """Do what a complete note says; a process that was interrupted may have done a part of it."""
+    index = temporary_name(INDEX_NAME, note.save_id)
+    if note.index:
+        there = store.version(INDEX_NAME)  # read first: an index file that is put later may be of a later save
+        try:
+            store.put(INDEX_NAME, store.get(index, limit=_MOST_SMALL_NBYTES), over=there)
+        except BlobNotFound:
+            pass  # put already
+        except StorageError as exc:
+            if exc.errno != errno.EEXIST:  # else another process has just put it
+                raise
+    else:
+        store.delete(INDEX_NAME)
+    for name in note.remove:
+        store.delete(name)
+    _drop_note(store, note.save_id)
+    store.delete(index)

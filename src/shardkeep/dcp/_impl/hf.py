@@ -68,15 +68,17 @@ from shardkeep.layouts.safetensors import (
     read_header,
 )
 from shardkeep.layouts.safetensors_publish import (
+    ModelDirectory,
+    OpensAndGets,
     SaveNames,
     begin_save,
     can_rename,
     discard_save,
+    list_model,
     made_by_writer,
     prepare_directory,
     publish_model,
 )
-from shardkeep.layouts.safetensors_stored import ModelDirectory, OpensAndGets, list_model
 from shardkeep.layouts.torch_values import (
     Metadata,
     SavePlan,

@@ -31,7 +31,7 @@ from shardkeep.engine.workers import run_workers
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Ints, intersect, relative, slices, whole
 from shardkeep.format.dtypes import to_torch
-from shardkeep.layouts.safetensors_stored import list_model
+from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch_values import ChunkStorageMetadata, LoadPlanner, Metadata, MetadataIndex, ReadItem
 from shardkeep.options import Options
 
