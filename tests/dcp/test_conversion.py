@@ -20,8 +20,9 @@ from torch.distributed.tensor import Shard as Cut
 
 import shardkeep
 from shardkeep.codecs.stream_extensions import ExtensionRegistry
-from shardkeep.conversion import torch_archive as archive_file
-from shardkeep.conversion.torch_archive import pickle_state
+from shardkeep.conversion import pipeline as streams
+from shardkeep.conversion import to_file as archive_file
+from shardkeep.conversion.to_file import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp._impl import convert as compat_conversion
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
@@ -32,6 +33,14 @@ from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, spread_out
 from tests.warm.python import warm_python
+
+BLOCK_NBYTES = 4096
+
+
+def small_windows(monkeypatch, blocks=1):
+    """Write archives in windows of so many blocks, on three threads."""
+    monkeypatch.setattr(streams, "block_nbytes_for", lambda _: BLOCK_NBYTES)
+    monkeypatch.setattr(archive_file, "limits", lambda *_: (3, blocks * BLOCK_NBYTES))
 
 
 def plain_state():
@@ -84,13 +93,13 @@ def archive_root(path):
 
 
 @pytest.mark.parametrize("by", ["ours", "theirs"])
-@pytest.mark.parametrize("window", [4096, None], ids=["small windows", "one window"])
+@pytest.mark.parametrize("window", [1, None], ids=["small windows", "one window"])
 def test_a_checkpoint_of_four_ranks_becomes_the_file_that_torch_makes(rank_pool, tmp_path, monkeypatch, by, window):
     """
     Tensors that were cut by rows, columns and both are whole again, with the very pickle that torch writes.
     """
     if window:
-        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", window)
+        small_windows(monkeypatch, window)
     rank_pool.run(4, save_spread, str(tmp_path / "ck"), by)
     theirs.dcp_to_torch_save(tmp_path / "ck", tmp_path / "theirs.pt")
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "ours.pt")
@@ -127,12 +136,11 @@ def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
     """
     quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
     made = []
-    for nbytes in (4096, 3 * 4096, 1 << 20):
-        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", nbytes)
-        assert archive_file.window_nbytes() == nbytes
+    for blocks in (1, 3, 100):
+        small_windows(monkeypatch, blocks)
         ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
         made.append((tmp_path / "file.pt").read_bytes())
-    assert len(made[0]) > 20 * 4096
+    assert len(made[0]) > 20 * BLOCK_NBYTES
     assert made[0] == made[1] == made[2]
 
 
@@ -188,7 +196,7 @@ def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypa
     """
     What was written through an extension cannot be read in parts, and comes out right in small windows all the same.
     """
-    monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", 4096)
+    small_windows(monkeypatch)
     registry = checkpoint_utils.get_test_extension_registry()
     writer = FileSystemWriter(tmp_path / "ck", _extensions=[checkpoint_utils.Rot13Example()])
     state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70), "tiny": numbered(3)}}
@@ -297,13 +305,13 @@ def save_native(folder):
     shardkeep.save({**plain_state(), **spread}, folder)
 
 
-@pytest.mark.parametrize("window", [4096, None], ids=["small windows", "one window"])
+@pytest.mark.parametrize("window", [1, None], ids=["small windows", "one window"])
 def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, window):
     """
     What `shardkeep.save` wrote on three ranks, nested as it was.
     """
     if window:
-        monkeypatch.setattr(archive_file, "_WINDOW_NBYTES", window)
+        small_windows(monkeypatch, window)
     rank_pool.run(3, save_native, str(tmp_path / "ck"))
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     full = {**plain_state(), "rows": numbered(50, 30), "columns": numbered(9, 7)}

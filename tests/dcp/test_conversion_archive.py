@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.conversion.torch_archive import TensorPlaceholder, destination, pickle_state, write_archive
+from shardkeep.conversion.to_file import TensorPlaceholder, destination, pickle_state, write_archive
 from shardkeep.format import checksum as crc
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
@@ -219,9 +219,9 @@ def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monke
     process = writing(tmp_path / "file.pt", die)
     process.join()
     left = unfinished(tmp_path)
-    for what, value in (("host", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
+    for what, value in (("host_identity", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
         with monkeypatch.context() as changed:
-            changed.setattr(f"shardkeep.conversion.torch_archive.{what}", value)
+            changed.setattr(f"shardkeep.conversion.to_file.{what}", value)
             write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
         assert unfinished(tmp_path) == left
     write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as theirs
 
+from shardkeep.conversion import pipeline as streams
 from shardkeep.dcp._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
 from shardkeep.dcp._impl import hf as consolidate
-from shardkeep.dcp._impl import hf as consolidate_windows
-from shardkeep.dcp._impl.hf import OutputFile, write_whole
-from shardkeep.errors import CheckpointError
-from shardkeep.layouts.safetensors_publish import SaveNames
+from shardkeep.errors import CheckpointError, ChecksumMismatch
+from shardkeep.storage import local
 from tests.hugging_face.samples import (
     INDEX,
     by_library,
@@ -103,12 +102,10 @@ def test_any_shards_make_the_tensors_they_were_cut_from(tmp_path_factory, drawn)
             shards.setdefault(number, {})[key] = (part(full[key], offsets, sizes), offsets)
     for number, parts in shards.items():
         shard(folder, number + 1, parts)
-    before = consolidate_windows.window_for
-    consolidate_windows.window_for = lambda threads, budget: (threads, window)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "limits", lambda *_: (2, window))
+        patch.setattr(streams, "block_nbytes_for", lambda _: window)
         consolidate_safetensors_files(folder, folder / "out", {k: i % files + 1 for i, k in enumerate(full)})
-    finally:
-        consolidate_windows.window_for = before
     assert same(by_library(folder / "out"), full) == []
 
 
@@ -195,14 +192,14 @@ def consolidate_with_a_failure(folder):
         def fail(*args, **kwargs):
             raise OSError(28, "no space")
 
-        before, consolidate.write_whole = consolidate.write_whole, fail
+        before, consolidate.write_model_files = consolidate.write_model_files, fail
     try:
         consolidate_safetensors_files_on_every_rank(folder, folder + "/out", {"a": 1, "b": 2})
     except CheckpointError as error:
         return type(error).__name__, "no space" in str(error), sorted(os.listdir(folder + "/out"))
     finally:
         if dist.get_rank() == 1:
-            consolidate.write_whole = before
+            consolidate.write_model_files = before
     return None
 
 
@@ -219,7 +216,25 @@ def test_a_rank_that_fails_fails_all_and_the_old_model_stays(rank_pool, tmp_path
     assert same(by_library(tmp_path / "out"), before) == []
 
 
-def test_memory_does_not_grow_with_the_tensors(tmp_path):
+def test_bits_that_a_disk_loses_are_found_by_reading_back(tmp_path, monkeypatch):
+    """
+    Files are compared with what was written before they get their names; nothing is published.
+    """
+    shard(tmp_path / "in", 1, {"a": (numbered(300, 300), [0, 0])})
+    real = local.write_at
+
+    def lossy(fd, view, offset):
+        spoiled = bytearray(view)
+        spoiled[-1] ^= 1
+        return real(fd, memoryview(bytes(spoiled)), offset)
+
+    monkeypatch.setattr(local, "write_at", lossy)
+    with pytest.raises(ChecksumMismatch, match="'a'"):
+        consolidate_safetensors_files(tmp_path / "in", tmp_path / "out", {"a": 1})
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
     """
     Two tensors of sixty MiB, cut along either axis, are made in a window and the pages around it.
     """
@@ -227,14 +242,12 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     halves = full.shape[1] // 2
     shard(tmp_path, 1, {"rows": (full[:300], [0, 0]), "columns": (full[:, :halves], [0, 0])})
     shard(tmp_path, 2, {"rows": (full[300:], [300, 0]), "columns": (full[:, halves:], [0, halves])})
-    job = consolidate._plan(tmp_path, tmp_path / "out", {"rows": 1, "columns": 1}, 2)
+    monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(4 << 20))
     with memory_used() as used:
-        names = SaveNames("s", renames=True)
-        write_whole(job.output, list(job.files.values()), job.inputs, names=names, threads=1, budget_nbytes=2 << 20)
+        consolidate_safetensors_files(tmp_path, tmp_path / "out", {"rows": 1, "columns": 1}, 2)
     python, everything = used
     assert python < 1 << 20
     assert everything < 16 << 20
-    consolidate._publish(job, names)
     assert seen(by_library(tmp_path / "out")["columns"]) == seen(full)
 
 
@@ -245,7 +258,6 @@ def test_a_tensor_without_elements_makes_a_file_of_a_header(tmp_path):
     shard(tmp_path, 1, {"none": (torch.empty(0, 4), [0, 0])})
     consolidate_safetensors_files(tmp_path, tmp_path / "out", None)
     assert by_library(tmp_path / "out")["none"].shape == (0, 4)
-    assert isinstance(consolidate._plan(tmp_path, tmp_path / "out", None, 1).files[1], OutputFile)
 
 
 def test_types_of_less_than_a_byte(tmp_path):

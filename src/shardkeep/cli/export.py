@@ -94,7 +94,7 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
     parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
-    parser.add_argument("--codecs", metavar="NAMES", help="for native and dcp: codecs for the data, such as float,aes")
+    parser.add_argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes")
     parser.add_argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
 
@@ -122,7 +122,7 @@ def _run_convert(args: argparse.Namespace) -> int:
     what += f", {format_size(report.bytes_written)} as {report.layout}"
     _print_written(report.to, what, report.seconds, report.gb_per_s)
     if report.decrypted:
-        _warn_decrypted(can_encrypt=args.to != "safetensors")
+        _warn_decrypted(can_encrypt=args.to == "native")
     labels = [each for each in report.left_out if each in {"step", "meta"}]
     if labels:
         echo_err(f"torch's layout has no place for {' and '.join(labels)} of the commit record", "yellow")

@@ -31,7 +31,6 @@ from shardkeep.cli.runs import base_name, is_empty_directory, open_existing_run
 from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
-from shardkeep.engine.torch_source import TorchSource
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, KeyMissing, WrongKey
 from shardkeep.format.record import FileEntry
 from shardkeep.manage.catalog import Entry
@@ -98,17 +97,15 @@ def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
         except DamagedCheckpoint as damaged:
             return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
         return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
-    problems, undecoded = _keys_of_items(checkpoint)
-    if deep and not problems:
+    if deep:
         report = checkpoint.verify()
         return CheckResult(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
     files = checkpoint.record.files
     return CheckResult(
-        [*problems, *shallow_problems(checkpoint)],
+        list(shallow_problems(checkpoint)),
         files=len(files),
         nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
         without_digests=sum(not file.block_nbytes for file in files),
-        undecoded=undecoded,
     )
 
 
@@ -118,17 +115,6 @@ def _wrong_keys(exc: KeyMissing | WrongKey) -> list[str]:
         return []
     # A user who is about to discard an old key relies on this being a problem.
     return [f"none of the given keys decrypts it: {exc.message}" if isinstance(exc, WrongKey) else exc.message]
-
-
-def _keys_of_items(checkpoint: Checkpoint) -> tuple[list[str], int]:
-    """Try the keys on items of torch's layout, which opening does not do; also return how many files lack a key."""
-    source = checkpoint.source
-    if isinstance(source, TorchSource):
-        try:
-            source.check_keys()
-        except (KeyMissing, WrongKey) as exc:
-            return _wrong_keys(exc), len(checkpoint.record.files)
-    return [], 0
 
 
 def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from shardkeep.codecs.base import WRAPPED, CodecConfig
+from shardkeep.codecs.base import WRAPPED
 from shardkeep.conversion.pipeline import Progress
 from shardkeep.conversion.select import Selection, cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
@@ -24,7 +24,6 @@ from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
 from shardkeep.engine.reader import DigestCache, Source
 from shardkeep.engine.sources import find
-from shardkeep.engine.torch_source import TorchSource
 from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.tree import Node, decode_tree, join
@@ -57,8 +56,6 @@ log = logging.getLogger("shardkeep")
 
 def is_encrypted(source: Source) -> bool:
     """Say whether anything of a checkpoint is encrypted."""
-    if isinstance(source, TorchSource):
-        return source.is_secret
     return any(WRAPPED in codec for chain in source.record.chains for codec in chain)
 
 
@@ -226,8 +223,7 @@ def convert(
         max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
         overwrite: replace a checkpoint that is there, of whichever layout: its files go once the new one is committed.
         allow_pickle: convert values that are pickled, too. For "dcp" they are unpickled. Only for checkpoints you trust.
-        codecs: what the files go through, as for `save`. In "dcp" each item does, for all alike: `open`, `load` and
-            `shardkeep.dcp` read them, which takes its keys from the environment; torch does not. Not for "safetensors".
+        codecs: what the files go through, as for `save`: for "native" only, as no other program could read them.
         options: threads, memory and keys.
         progress: called with the bytes written so far and those to write, from any thread.
 
@@ -252,10 +248,9 @@ def convert(
     began = time.perf_counter()
     if layout not in LAYOUTS:
         raise StateError(f"layout={layout!r}", hint=f"give one of {', '.join(LAYOUTS)}")
-    of_all = _for_all(codecs) if layout == "dcp" else None
-    if codecs and layout == "safetensors":
+    if codecs and layout != "native":
         raise StateError(
-            "codecs are for layout='native' and 'dcp': no other program reads what they make of safetensors files",
+            f"codecs are for layout='native': no other program reads what they make of layout={layout!r}",
             hint='give layout="native", or leave the codecs out',
         )
     options = options or Options()
@@ -279,9 +274,7 @@ def convert(
                 progress=progress,
             ).nbytes
         elif layout == "dcp":
-            nbytes = write_torch_layout(
-                target, source, overwrite=overwrite, codecs=of_all, options=options, progress=progress
-            )
+            nbytes = write_torch_layout(target, source, overwrite=overwrite, options=options, progress=progress)
         else:
             nbytes = write_safetensors(
                 target,
@@ -303,18 +296,6 @@ def convert(
     )
     log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, nbytes / 1e9, report.seconds)
     return report
-
-
-def _for_all(codecs: Codecs) -> Sequence[str | CodecConfig] | None:
-    """Return codecs that are the same for all of the state."""
-    if not codecs:
-        return None
-    if isinstance(codecs, Mapping):
-        raise StateError(
-            "codecs by part of the state are for layout='native'",
-            hint='give a list of codecs for layout="dcp"',
-        )
-    return codecs
 
 
 def _refuse_pickles(source: Source) -> None:

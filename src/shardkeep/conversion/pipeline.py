@@ -1,16 +1,19 @@
 """
-Files whose bytes come from an opened checkpoint as they are written: never more than a window a thread is in memory.
+Writes files whose bytes are produced as they are written: memory is one window a thread, however large the files.
 
-A file is a row of parts: bytes at hand, or a box of a stored tensor, converted to another dtype if need be. Files are
-written by the pipeline of all saves, durable on return or removed, and their digests are taken before the bytes leave
-memory: `check_written` reads them back and compares.
+A file is a list of parts laid end to end: bytes in memory, bytes that depend on earlier ones, or a part that the caller
+fills, such as a box of a stored tensor, converted to another dtype if needed. The engine's file job writes them: files
+are durable on return, or removed. Digests are taken before the bytes leave memory; `check_written` reads the files back
+and compares.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +23,10 @@ from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_fil
 from shardkeep.engine.workers import window_for
 from shardkeep.engine.writer import (
     FileJob,
+    HashingSink,
     Window,
     WritableStore,
     file_entry,
-    hash_and_write,
     write_files,
 )
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes, matrix_of
@@ -33,10 +36,10 @@ from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import every_block
-from shardkeep.storage.base import BlobWriter, Creates, preferred_requests
+from shardkeep.storage.base import preferred_requests
 
 _LOOKED_AT = 1 << 18
-"""Elements that are read once more at a time, to see what they were before they were infinite."""
+"""Elements read again at a time, to see whether they were finite before the conversion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +58,42 @@ class TensorPart:
         return self.box.volume * self.dtype.itemsize
 
 
-Part = memoryview | TensorPart
+@dataclass(frozen=True, slots=True)
+class LatePart:
+    """Bytes that depend on what the file holds before them: made when all other parts of their window are filled."""
+
+    nbytes: int
+    make: Callable[[], bytes]
+
+
+class FillPart(Protocol):
+    """A part whose bytes the caller of `write_filled` fills in."""
+
+    @property
+    def key(self) -> str:
+        """What errors call it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+
+Part = memoryview | LatePart | FillPart
+Wanted = tuple[Any, int, int, memoryview]
+"""A part to fill, where its wanted bytes begin and end in it, and the memory for them."""
+Fill = Callable[[list[Wanted]], None]
+"""Fills memory with bytes of parts; called from several threads."""
 Progress = Callable[[int, int], None]
-"""Told, now and then and from any thread, how many bytes are done and how many there are."""
+"""Called now and then, from any thread, with the bytes that are done and those there are."""
 
 
 @dataclass(frozen=True)
 class FileParts:
-    """A file to write, and what it is made of."""
+    """A file to write, and the parts it is made of."""
 
     job: FileJob
     parts: Sequence[Part]
-    """Those that have bytes; one for each source of the job."""
+    """Those that are not empty, one for each source of the job."""
 
 
 def file_parts(
@@ -78,15 +105,9 @@ def file_parts(
     apart: bool = False,
 ) -> FileParts:
     """
-    Lay parts end to end in a file.
+    Lay parts end to end in a file. Each stored part must begin at a multiple of its elements' size.
 
-    Args:
-        name: of the file.
-        parts: each stored one at a multiple of its elements' size.
-        header: of the native layout, with room for the digests; else there are none in the file.
-        block_nbytes: what digests are taken of; by default as many bytes as fit the file.
-        apart: of the native layout, too: the header has no room for digests, and they go into a file beside this one.
-
+    `header`, `block_nbytes` and `apart` are for native data files, as in `FileJob`; other files hold no digests.
     """
     filled = [part for part in parts if part.nbytes]
     ends = np.cumsum([part.nbytes for part in filled], dtype=np.int64)
@@ -106,18 +127,17 @@ def file_parts(
 
 
 class PartReader:
-    """Fills memory with parts of an opened checkpoint. Used by several threads."""
+    """Fills memory with parts of an opened checkpoint. Used by several threads, each of which reads by itself."""
 
-    def __init__(self, source: Source, *, threads: int, budget_nbytes: int) -> None:
+    def __init__(self, source: Source, *, budget_nbytes: int) -> None:
         self._source = source
-        self._threads = threads
         self._budget_nbytes = budget_nbytes
         self._lock = threading.Lock()
         self.infinite: set[str] = set()
-        """Keys of tensors of which finite numbers became infinite when they were converted to a smaller type."""
+        """Keys of tensors with finite numbers that became infinite when they were converted to a smaller type."""
 
     def fill(self, wanted: Sequence[tuple[TensorPart, int, int, memoryview]]) -> None:
-        """Fill memory with bytes of parts, from one of its whole elements to another."""
+        """Fill memory with bytes of parts; each range must be of whole elements."""
         if not wanted:
             return
         rows: list[int] = []
@@ -141,7 +161,7 @@ class PartReader:
                 self._look_at(part, start // part.dtype.itemsize, flat)
 
     def _look_at(self, part: TensorPart, first: int, flat: torch.Tensor) -> None:
-        """Take note of a tensor of which numbers are infinite now that were finite; those are read once more."""
+        """Note a tensor if finite numbers of it became infinite; what is infinite now is read again as it is stored."""
         if part.key in self.infinite or not bool(torch.isinf(flat).any()):
             return
         stored = to_torch(self._source.index.dtype(part.row))
@@ -173,7 +193,7 @@ class PartReader:
             np.array(rows, np.int64),
             Boxes(matrix_of([b.offsets for b in boxes], axes, 0), matrix_of([b.sizes for b in boxes], axes, 1)),
             into,
-            threads=self._threads,
+            threads=1,
             budget_nbytes=self._budget_nbytes,
         )
 
@@ -188,62 +208,72 @@ def _may_overflow(stored: DType, target: DType) -> bool:
     return torch.finfo(before).max > torch.finfo(after).max
 
 
-class _Sink:
-    """Where windows go: gathered, hashed and written by the thread that calls."""
+def write_filled(
+    store: WritableStore,
+    files: Sequence[FileParts],
+    fill: Fill,
+    *,
+    threads: int,
+    window_nbytes: int,
+    progress: Progress | None = None,
+) -> list[bytes]:
+    """
+    Write files whose parts `fill` provides, durable on return; if anything fails, all of them are removed.
 
-    def __init__(
-        self, store: Creates, files: Mapping[str, FileParts], gathering: PartReader, progress: Progress | None
-    ) -> None:
-        self._store = store
-        self._files = files
-        self._gathering = gathering
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self._total = sum(file.job.data_nbytes for file in files.values())
+    Returns:
+        The digests of each file's blocks.
 
-    def begin(self, job: FileJob) -> BlobWriter:
-        return self._store.create(job.name, job.nbytes)
+    """
+    by_name = {file.job.name: file for file in files}
+    total, done, lock = sum(file.job.data_nbytes for file in files), 0, threading.Lock()
 
-    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+    @contextmanager
+    def take(window: Window, own: memoryview) -> Iterator[memoryview]:
+        nonlocal done
         data = own[: window.nbytes]
-        self._gather(window, data)
-        digests = hash_and_write(file, window.offset, data, window.job.block_nbytes)
-        if self._progress is not None:
-            with self._lock:
-                self._done += window.nbytes
-                self._progress(self._done, self._total)
-        return digests
+        _gather(by_name[window.job.name], window, data, fill)
+        yield data
+        if progress is not None:
+            with lock:
+                done += window.nbytes
+                progress(done, total)
 
-    def _gather(self, window: Window, data: memoryview) -> None:
-        parts = self._files[window.job.name].parts
-        wanted = []
-        for row in window.rows:
-            begin = int(window.job.start[row])
-            part = parts[row]
-            low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
-            into = data[low - window.start : high - window.start]
-            if isinstance(part, memoryview):
-                into[:] = part[low - begin : high - begin]
-            else:
-                wanted.append((part, low - begin, high - begin, into))
-        self._gathering.fill(wanted)
+    jobs = [file.job for file in files]
+    return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=HashingSink(store, take))
+
+
+def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> None:
+    wanted: list[Wanted] = []
+    late: list[tuple[LatePart, int, int, memoryview]] = []
+    for row in window.rows:
+        begin = int(window.job.start[row])
+        part = file.parts[row]
+        low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
+        into = data[low - window.start : high - window.start]
+        if isinstance(part, memoryview):
+            into[:] = part[low - begin : high - begin]
+        elif isinstance(part, LatePart):
+            late.append((part, low - begin, high - begin, into))
+        else:
+            wanted.append((part, low - begin, high - begin, into))
+    fill(wanted)
+    for made, low, high, into in late:
+        into[:] = made.make()[low:high]
 
 
 def write_parts(
     store: WritableStore, files: Sequence[FileParts], source: Source, options: Options, progress: Progress | None = None
 ) -> tuple[list[bytes], set[str]]:
     """
-    Write files, durable on return; if anything fails, all of them are removed.
+    Write files of parts of a checkpoint, durable on return; if anything fails, all of them are removed.
 
     Returns:
         The digests of each file's blocks, and keys of tensors whose finite numbers are infinite after the conversion.
 
     """
-    threads, window = _limits(options, store, source.store)
-    gathering = PartReader(source, threads=1, budget_nbytes=2 * window)
-    sink = _Sink(store, {file.job.name: file for file in files}, gathering, progress)
-    digests = write_files(store, [file.job for file in files], threads=threads, window_nbytes=window, sink=sink)
+    threads, window = limits(options, store, source.store)
+    gathering = PartReader(source, budget_nbytes=2 * window)
+    digests = write_filled(store, files, gathering.fill, threads=threads, window_nbytes=window, progress=progress)
     return digests, gathering.infinite
 
 
@@ -258,13 +288,13 @@ def verify_written(
     """
     Read files back, every byte, and compare them with what was meant to be written.
 
-    `entries`: what the commit record will say of them, where it says more than what they are made of.
+    `entries` are what the commit record will say of the files, where that differs from `entry_of`.
 
     Raises:
         ChecksumMismatch: they differ; names the file, the offset and the tensors.
 
     """
-    threads, window = _limits(options, store)
+    threads, window = limits(options, store)
     known = DigestCache(most_nbytes=None)
     entries = [file_entry(file.job) for file in files] if entries is None else entries
     for file, entry, of_file in zip(files, entries, digests, strict=True):
@@ -276,7 +306,7 @@ def verify_written(
         hit = [
             repr(part.key)
             for part, start in zip(parts, job.start.tolist(), strict=True)
-            if isinstance(part, TensorPart) and start < end and start + part.nbytes > at
+            if not isinstance(part, (memoryview, LatePart)) and start < end and start + part.nbytes > at
         ]
         return ", ".join(hit[:4]) + (" and others" if len(hit) > 4 else "") or "the header"
 
@@ -284,7 +314,7 @@ def verify_written(
     read_files(store, entries, plans, {}, keys_at=keys_at, threads=threads, window_nbytes=window, digests=known)
 
 
-def _limits(options: Options, *stores: object) -> tuple[int, int]:
+def limits(options: Options, *stores: object) -> tuple[int, int]:
     """Return threads and the size of a window: each thread has one to write, and one to read through."""
     threads = max(preferred_requests(store, options.io_threads) for store in stores)
     return window_for(threads, options.host_budget_bytes // 2)

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from shardkeep.codecs.chain import rewrapped
 from shardkeep.engine.codecs import keys_for, open_chains
 from shardkeep.engine.sources import find
-from shardkeep.engine.torch_source import FoundTorch
-from shardkeep.errors import CheckpointError, CheckpointExists, KeyMissing, StateError, StorageError
+from shardkeep.errors import CheckpointExists, KeyMissing, StateError, StorageError
 from shardkeep.format.record import FORMAT, RECORD_NAME, encode_record
 from shardkeep.layouts import native
 from shardkeep.options import Options
@@ -40,7 +39,6 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
 
     Raises:
         StateError: the checkpoint is not encrypted.
-        CheckpointError: it is, and is of torch's layout: that is to be converted anew.
         KeyMissing: there are no keys.
         WrongKey: none of the keys opens it.
         NotAuthentic: its commit record was changed by somebody who has not the key.
@@ -59,7 +57,8 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
     """
     options = options or Options()
     store = open_store(where, direct=options.direct_io)
-    _refuse_others(store, options)
+    if find(store).record.format != FORMAT:  # only the native layout is ever encrypted
+        raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
     version = store.version(RECORD_NAME)
     record = native.read_record(store)
     keys = keys_for(options)
@@ -80,16 +79,3 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
             f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
         ) from exc
     return True
-
-
-def _refuse_others(store: Store, options: Options) -> None:
-    """Insist that a checkpoint is native: torch's layout has the data key in the descriptor of every item."""
-    found = find(store)
-    if found.record.format == FORMAT:
-        return
-    if isinstance(found, FoundTorch) and found.open(options).is_secret:
-        raise CheckpointError(
-            f"{store.url}: torch layout: keys cannot be rotated here",
-            hint="convert it anew, with the new key first: shardkeep convert FROM TO --to dcp --codecs aes",
-        )
-    raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")

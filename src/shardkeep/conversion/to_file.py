@@ -1,81 +1,112 @@
 """
-One file that `torch.load` opens, written from an opened checkpoint: a flat dict of tensors and plain values.
+Writes one file in the form of `torch.save`, which `torch.load` opens, in windows that several threads fill.
 
-The file is laid out first and then written in windows. A digest of each tensor is taken as its bytes are read; before
-the file gets its name it is read back and compared with them; in a store, where it has it already, right after.
+All sizes are known before the first byte is written, so every window has its place in the file. Only the checksums are
+not: torch writes the CRC-32 of a storage behind it, and again in the directory at the end of the file. A window with
+such bytes waits for the windows before it.
+
+The file appears under its name when it is complete, durable and read back, in place of what was there, or not at all. On
+a local disk it is written under a temporary name and renamed; the next write to the same path removes what a killed
+process left. A store cannot rename: a new blob appears there when it is complete, and is read back afterwards. A blob
+that replaces another is put from memory in one request if it is small enough; an object store joins the uploaded parts
+of a larger one in one request, and other stores refuse it. A blob that replaced another is never deleted, because then
+neither would be left.
 """
 
 from __future__ import annotations
 
 import errno
+import io
+import math
+import os
+import pickle
+import re
+import secrets
+import threading
+import zlib
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-import xxhash
+import torch
+from torch import _utils as rebuilding
 
-from shardkeep.conversion import torch_archive as archive_file
-from shardkeep.conversion.pipeline import PartReader, Progress
+from shardkeep.conversion.pipeline import (
+    LatePart,
+    Part,
+    PartReader,
+    Progress,
+    Wanted,
+    file_parts,
+    limits,
+    verify_written,
+    write_filled,
+)
 from shardkeep.conversion.select import Selection
-from shardkeep.conversion.torch_archive import TensorPlaceholder, file_exists, pickle_state
-from shardkeep.engine.reader import Source
-from shardkeep.errors import CheckpointExists, ChecksumMismatch, StorageError, UnsupportedLeaf
+from shardkeep.engine.reader import ReadableStore, Source
+from shardkeep.engine.workers import FollowUpError
+from shardkeep.engine.writer import WritableStore
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointExists,
+    DamagedCheckpoint,
+    NoStorage,
+    StorageError,
+    UnsupportedLeaf,
+)
+from shardkeep.format.boxes import Ints
+from shardkeep.format.checksum import combine_crc32
+from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.torch_zip import ArchiveLayout
+from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, preferred_requests
+from shardkeep.storage.base import BlobReader, BlobWriter, Replaces, Store, create_over
+from shardkeep.storage.local import LocalStore
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.resolve import open_store
+from shardkeep.storage.system import host_identity, process_start, storage_errors, sync_directory
+
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def write_torch_file(
     to: str, picked: Selection, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
 ) -> tuple[int, set[str]]:
     """
-    Write the file; it replaces what is at its place once it is complete, if `overwrite` was given.
+    Write the file; it replaces what is at `to` once it is complete, if `overwrite` was given.
 
     Returns:
-        Its size, and keys of tensors of which finite numbers became infinite when they were converted.
+        Its size, and keys of tensors with finite numbers that became infinite when they were converted.
 
     Raises:
         CheckpointExists: something is there.
 
     """
-    path = archive_file.destination(to, make_directory=True)
+    path = destination(to, make_directory=True)
     if file_exists(path) and not overwrite:
         raise _taken(to)
     layout, names = _layout(picked, source, options)
-    threads = preferred_requests(source.store, options.io_threads)
-    gathering = PartReader(source, threads=threads, budget_nbytes=options.host_budget_bytes // 2)
-    done, total = [0], sum(layout.sizes)
-    hashes = [xxhash.xxh3_128() for _ in names]
+    gathering = PartReader(source, budget_nbytes=2 * limits(options, source.store)[1])
 
-    def fill(parts: list[archive_file.StoragePart]) -> None:
-        gathering.fill([(picked.tensors[names[each.storage]], each.start, each.stop, each.into) for each in parts])
-        for each in parts:
-            hashes[each.storage].update(each.into)
-        if progress is not None:
-            done[0] += sum(len(each.into) for each in parts)
-            progress(done[0], total)
-
-    def check(reader: BlobReader) -> None:
-        buffer = memoryview(bytearray(archive_file.window_nbytes(options.host_budget_bytes)))
-        for name, start, nbytes, meant in zip(names, layout.starts, layout.sizes, hashes, strict=True):
-            found = xxhash.xxh3_128()
-            for at in range(0, nbytes, len(buffer)):
-                piece = buffer[: min(len(buffer), nbytes - at)]
-                reader.read_into(start + at, piece)
-                found.update(piece)
-            if found.digest() != meant.digest():
-                raise ChecksumMismatch(
-                    f"{to}: {name!r} at offset {start} was not written as it was read",
-                    hint="the disk or its driver is at fault: write to another one",
-                    key=name,
-                    file=to,
-                    offset=start,
-                )
+    def fill(ranges: list[StorageRange]) -> None:
+        gathering.fill([(picked.tensors[names[each.storage]], each.start, each.stop, each.into) for each in ranges])
 
     try:
-        archive_file.write_archive(
-            path, layout, fill, replace=overwrite, check=check, budget_nbytes=options.host_budget_bytes
+        write_archive(
+            path,
+            layout,
+            fill,
+            keys=names,
+            replace_file=overwrite,
+            options=options,
+            progress=progress,
+            stores=[source.store],
         )
     except StorageError as exc:
         if exc.errno == errno.EEXIST:
@@ -120,3 +151,411 @@ def _is_plain(value: Any) -> bool:
 
 def _taken(to: str) -> CheckpointExists:
     return CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
+
+
+# -- the archive -------------------------------------------------------------------------------------------------------
+
+
+class StorageRange(NamedTuple):
+    """A range of bytes of a storage, and the memory to fill with it."""
+
+    storage: int
+    start: int
+    stop: int
+    into: memoryview
+
+
+FillStorages = Callable[[list[StorageRange]], None]
+"""Fills memory with bytes of storages; called from several threads, in any order, with ranges of whole elements."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    number: int
+    nbytes: int
+    key: str
+
+
+def write_archive(
+    path: str,
+    layout: ArchiveLayout,
+    fill: FillStorages,
+    *,
+    keys: Sequence[str] = (),
+    replace_file: bool = True,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    stores: Sequence[object] = (),
+) -> None:
+    """
+    Write an archive to `path`, as `destination` returns it; it is read back before it replaces what is there.
+
+    `keys` name the storages in errors, and `stores` are those that `fill` reads from.
+
+    Raises:
+        StorageError: it cannot be written, or something is at `path` that it may not replace (errno EEXIST).
+
+    """
+    options = options or Options()
+    sums = _Checksums(layout)
+    file = file_parts("", _parts(layout, sums, keys))
+    digests: list[bytes] = []
+
+    def fill_window(wanted: list[Wanted]) -> None:
+        ranges = [StorageRange(part.number, start, stop, into) for part, start, stop, into in wanted]
+        try:
+            fill(ranges)
+            sums.add(ranges)
+        except BaseException:
+            sums.fail()
+            raise
+
+    def write(store: WritableStore, name: str) -> None:
+        threads, window = limits(options, store, *stores)
+        files = [replace(file, job=replace(file.job, name=name))]
+        digests[:] = write_filled(store, files, fill_window, threads=threads, window_nbytes=window, progress=progress)
+
+    def check(store: ReadableStore, name: str) -> None:
+        verify_written(store, [replace(file, job=replace(file.job, name=name))], digests, options)
+
+    write_file(path, layout.nbytes, write, check, replace=replace_file, budget_nbytes=options.host_budget_bytes)
+
+
+def _parts(layout: ArchiveLayout, sums: _Checksums, keys: Sequence[str]) -> list[Part]:
+    parts: list[Part] = []
+    at = 0
+    for number, (start, nbytes) in enumerate(zip(layout.starts, layout.sizes, strict=True)):
+        parts.append(LatePart(start - at, partial(sums.before, number)))
+        parts.append(_Storage(number, nbytes, keys[number] if keys else f"archive/data/{number}"))
+        at = start + nbytes
+    parts.append(LatePart(layout.nbytes - at, partial(sums.before, len(layout.sizes))))
+    return parts
+
+
+class _Checksums:
+    """The CRC-32 of every storage, combined from ranges that are filled in any order."""
+
+    def __init__(self, layout: ArchiveLayout) -> None:
+        self._layout = layout
+        self._left = list(layout.sizes)
+        self._ranges: dict[int, dict[int, tuple[int, int]]] = {}
+        self._crcs = [0] * len(layout.sizes)
+        self._complete = 0
+        """All storages before this one are complete."""
+        self._failed = False
+        self._changed = threading.Condition()
+        self._advance()
+
+    def add(self, ranges: Sequence[StorageRange]) -> None:
+        """Take the checksums of ranges that were filled."""
+        found = [(each, zlib.crc32(each.into)) for each in ranges]
+        with self._changed:
+            for each, value in found:
+                self._ranges.setdefault(each.storage, {})[each.start] = value, len(each.into)
+                self._left[each.storage] -= len(each.into)
+            self._advance()
+            self._changed.notify_all()
+
+    def _advance(self) -> None:
+        while self._complete < len(self._left) and not self._left[self._complete]:
+            whole = 0
+            for at, (value, nbytes) in sorted(self._ranges.pop(self._complete, {}).items()):
+                whole = combine_crc32(whole, value, nbytes) if at else value
+            self._crcs[self._complete] = whole
+            self._complete += 1
+
+    def fail(self) -> None:
+        """Wake up threads that wait for a window that will never be filled."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def before(self, number: int) -> bytes:
+        """Return the bytes between storage `number` and the one before it, once that one is complete."""
+        with self._changed:
+            # Windows are handed out in order: another thread has each of those that are missing.
+            self._changed.wait_for(lambda: self._failed or self._complete >= number)
+            if self._complete < number:
+                raise FollowUpError("another window of the file could not be filled")
+            return self._layout.before(number, self._crcs)
+
+
+# -- its pickle --------------------------------------------------------------------------------------------------------
+
+_PROTOCOL = 2  # torch's
+
+
+@dataclass(frozen=True)
+class TensorPlaceholder:
+    """Stands in a state for a dense tensor that lies in a checkpoint, and is pickled as torch pickles tensors."""
+
+    key: str
+    shape: Ints
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """What its values take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Pickled(NamedTuple):
+    """A state without the bytes of its tensors."""
+
+    data: bytes
+    storages: list[TensorPlaceholder | torch.UntypedStorage]
+    """What holds the bytes of each storage, by the number that the pickle gives it; those in memory are on the CPU."""
+
+
+def pickle_state(state: Any) -> Pickled:
+    """Pickle a state as `torch.save` does."""
+    out = io.BytesIO()
+    pickler = _StatePickler(out)
+    pickler.dump(state)
+    return Pickled(out.getvalue(), pickler.storages)
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """The storage of a tensor that is not in memory."""
+
+    tensor: TensorPlaceholder
+
+
+class _StatePickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, _PROTOCOL)
+        self.storages: list[TensorPlaceholder | torch.UntypedStorage] = []
+        self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if not isinstance(obj, TensorPlaceholder):
+            return NotImplemented
+        strides = tuple(math.prod(max(n, 1) for n in obj.shape[axis + 1 :]) for axis in range(len(obj.shape)))
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        form = (_Bytes(obj), 0, obj.shape, strides, False, hooks)
+        if obj.dtype.name in _STORAGE_OF:
+            return rebuilding._rebuild_tensor_v2, form
+        return rebuilding._rebuild_tensor_v3, (*form, to_torch(obj.dtype))
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        if isinstance(obj, _Bytes):
+            number = self._add(obj.tensor)
+            name = _STORAGE_OF.get(obj.tensor.dtype.name)
+            if name is None:
+                return "storage", torch.UntypedStorage, number, "cpu", obj.tensor.nbytes
+            return "storage", getattr(torch, name), number, "cpu", math.prod(obj.tensor.shape)
+        if isinstance(obj, torch.storage.TypedStorage):
+            typed: Any = obj
+            return self._stored(typed._untyped_storage, getattr(torch, typed._pickle_storage_type()), typed._size())
+        if isinstance(obj, torch.UntypedStorage):
+            return self._stored(obj, torch.UntypedStorage, obj.nbytes())
+        return None
+
+    def _stored(self, storage: torch.UntypedStorage, kind: Any, elements: int) -> tuple[Any, ...]:
+        # Tensors that share memory share it after they were loaded, too.
+        known = self._known.get(storage._cdata)
+        if known is None:
+            number = self._add(storage.cpu())  # type: ignore[no-untyped-call]  # torch's
+            # Kept as well: no other storage may come to have its address.
+            known = self._known[storage._cdata] = number, storage
+        return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
+
+    def _add(self, storage: TensorPlaceholder | torch.UntypedStorage) -> str:
+        self.storages.append(storage)
+        return str(len(self.storages) - 1)
+
+
+# -- the file that it becomes ------------------------------------------------------------------------------------------
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_MOST_HELD_NBYTES = 1 << 30
+"""A larger blob does not replace another from memory."""
+
+Write = Callable[[WritableStore, str], None]
+"""Writes the file to a store under a name, durable on return."""
+Check = Callable[[ReadableStore, str], None]
+"""Reads the file back and raises `DamagedCheckpoint` where it is not what was meant to be written."""
+
+
+def is_blob_url(path: str) -> bool:
+    """Say whether a path is the URL of a file in a store, and not a local file."""
+    return _URL.match(path) is not None and not path.lower().startswith("file://")
+
+
+def file_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of a local file, which may be given as a `file://` URL."""
+    return open_store(path, direct=False).url if isinstance(path, str) and _URL.match(path) else os.fspath(path)
+
+
+def blob_location(url: str) -> tuple[Store, str]:
+    """
+    Return the store of a blob and its name there.
+
+    Raises:
+        CheckpointError: the URL names no file.
+
+    """
+    above, _, name = url.rpartition("/")
+    if not name or above.endswith(":/"):
+        raise CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
+    return open_store(above, direct=Options().direct_io), name
+
+
+def file_exists(path: str) -> bool:
+    """Say whether a local file or a blob exists."""
+    if not is_blob_url(path):
+        return os.path.exists(path)
+    store, name = blob_location(path)
+    return store.version(name) is not None
+
+
+def open_blob(url: str) -> BlobReader:
+    """
+    Open a blob by its URL.
+
+    Raises:
+        BlobNotFound: it does not exist.
+
+    """
+    store, name = blob_location(url)
+    try:
+        return store.open(name)
+    except BlobNotFound as exc:
+        raise BlobNotFound(f"{url}: there is no such file", name=name, errno=exc.errno) from exc
+
+
+def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:
+    """
+    Return where the file goes: its path, with links resolved, or its URL.
+
+    `make_directory`: the directory may be missing, and is made when the file is written. `torch.save` makes none.
+
+    Raises:
+        NoStorage: (a RuntimeError) the directory does not exist, or the path is a directory itself.
+
+    """
+    if isinstance(path, str) and is_blob_url(path):
+        return path
+    where = os.path.realpath(file_path(path))
+    if not make_directory and not os.path.isdir(os.path.dirname(where)):
+        raise NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
+    if os.path.isdir(where):
+        raise NoStorage(f"{where} is a directory", hint="give the name of the file to write")
+    return where
+
+
+def write_file(path: str, nbytes: int, write: Write, check: Check, *, replace: bool, budget_nbytes: int) -> None:
+    """
+    Write a file to `path`, as `destination` returns it.
+
+    Raises:
+        StorageError: the file cannot be written; or something is there that it may not replace (errno EEXIST), or is too
+            large to replace there (errno EFBIG), and is still there. Or it was written and cannot be read.
+        DamagedCheckpoint: what was written is not what was meant.
+
+    """
+    if is_blob_url(path):
+        _write_blob(path, nbytes, write, check, replace=replace, budget_nbytes=budget_nbytes)
+    else:
+        _write_local(path, write, check, replace=replace)
+
+
+def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> None:
+    folder, name = os.path.split(path)
+    _clear(folder, name)  # first: the disk may have no room for both
+    temporary = f"{_prefix(name)}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(8)}"
+    store = LocalStore(folder, direct=Options().direct_io)
+    written = os.path.join(folder, temporary)
+    try:
+        write(store, temporary)
+        check(store, temporary)
+        with storage_errors("cannot replace", folder, name):
+            if replace:
+                os.replace(written, path)
+            else:
+                os.link(written, path)
+                os.unlink(written)
+            sync_directory(folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(written)
+        raise
+
+
+def _prefix(name: str) -> str:
+    """Begin the name of an unfinished file: it says which file it will be, and on which machine it is written."""
+    marks = (blake2b(text, digest_size=6).hexdigest() for text in (os.fsencode(name), host_identity().encode()))
+    return "-".join((".shardkeep-converting", *marks))
+
+
+def _clear(folder: str, name: str) -> None:
+    """Remove unfinished files of processes that died while they wrote this file."""
+    unfinished = re.compile(re.escape(_prefix(name)) + r"-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            left = unfinished.fullmatch(entry.name)
+            if left and process_start(int(left["pid"])) != left["started"]:
+                with suppress(OSError):
+                    # The processes of other users may be hidden, and look dead: leave their files alone.
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        os.unlink(entry.path)
+
+
+def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, budget_nbytes: int) -> None:
+    store, name = blob_location(url)
+    replaces = replace and store.version(name) is not None
+    replacing: list[Replaces] = []
+    if replaces and nbytes <= min(_MOST_HELD_NBYTES, budget_nbytes // 2):  # it is held twice for a moment
+        held = MemoryStore()
+        write(held, name)
+        check(held, name)
+        store.put(name, held.get(name, limit=nbytes), replace=True)
+    elif replaces:
+
+        def begin(name: str, nbytes: int) -> BlobWriter:
+            replacing.append(_replacing(store, name, nbytes))
+            return replacing[0]
+
+        write(_Kept(begin), name)
+    else:
+        write(_Kept(store.create), name)
+    try:
+        try:
+            check(store, name)
+        except DamagedCheckpoint:
+            check(store, name)  # the first read may have been damaged on the way
+    except DamagedCheckpoint as exc:
+        if replacing and replacing[0].in_doubt:
+            raise StorageError(
+                f"{store.url}/{name}: was not replaced: the upload did not arrive, and the old file is still there",
+                hint="try again",
+                name=name,
+                errno=errno.EIO,
+            ) from exc
+        if not replaces:
+            with suppress(CheckpointError):
+                store.delete(name)
+        raise
+
+
+class _Kept:
+    """A store to write one blob to. A failed write deletes nothing: the name may be that of another blob."""
+
+    def __init__(self, create: Callable[[str, int], BlobWriter]) -> None:
+        self.create = create
+
+    def delete(self, name: str) -> None:
+        """Do nothing."""
+
+
+def _replacing(store: Store, name: str, nbytes: int) -> Replaces:
+    writer = create_over(store, name, nbytes)
+    if writer is None:
+        raise StorageError(
+            f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
+            hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
+            name=name,
+            errno=errno.EFBIG,
+        )
+    return writer

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from shardkeep.conversion.pipeline import (
     FileParts,
-    Part,
     Progress,
     TensorPart,
     file_parts,
@@ -44,6 +43,7 @@ from shardkeep.layouts.safetensors import (
 )
 from shardkeep.layouts.safetensors_publish import (
     ModelDirectory,
+    SaveNames,
     begin_save,
     can_rename,
     discard_save,
@@ -176,7 +176,7 @@ def write_model(
     beside = CompanionFiles(store, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
     files = [
-        _file(name, group, tensors, {FORMAT_KEY: FORMAT_VALUE, **(metadata if name == names[0] else {})})
+        model_file(name, {key: tensors[key] for key in group}, metadata if name == names[0] else {})
         for name, group in zip(names, groups, strict=True)
     ]
     is_new = local_path(store) is not None and not os.path.isdir(store.url)
@@ -185,9 +185,7 @@ def write_model(
     called = begin_save(store, save_id, folder)
     complete = False
     try:
-        written = [_renamed(file, called.written(file.job.name)) for file in files]
-        digests, infinite = write_parts(store, written, source, options, progress)
-        verify_written(store, written, digests, options)
+        infinite = write_model_files(store, called, files, source, options, progress)
         beside.add(store)
         total = sum(part.nbytes for part in tensors.values())
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
@@ -273,16 +271,36 @@ def _groups(tensors: Mapping[str, TensorPart], most_nbytes: float) -> list[list[
     return groups
 
 
-def _file(name: str, group: Sequence[str], tensors: Mapping[str, TensorPart], metadata: Mapping[str, str]) -> FileParts:
-    inorder = sorted(group, key=lambda key: -alignment_of(tensors[key].nbytes))
-    parts: list[Part] = [tensors[key] for key in inorder]
+def model_file(name: str, tensors: Mapping[str, TensorPart], metadata: Mapping[str, str]) -> FileParts:
+    """Lay out a safetensors file of these tensors, each aligned to its elements."""
+    inorder = sorted(tensors, key=lambda key: -alignment_of(tensors[key].nbytes))
     described = {key: (tensors[key].dtype, tensors[key].box.sizes) for key in inorder}
-    header = build_header(described, metadata, where=name)
-    return file_parts(name, [memoryview(header), *parts])
+    header = build_header(described, {FORMAT_KEY: FORMAT_VALUE, **metadata}, where=name)
+    return file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])
 
 
-def _renamed(file: FileParts, name: str) -> FileParts:
-    return replace(file, job=replace(file.job, name=name))
+def write_model_files(
+    store: Store,
+    names: SaveNames,
+    files: Sequence[FileParts],
+    source: Source,
+    options: Options,
+    progress: Progress | None = None,
+) -> set[str]:
+    """
+    Write files under the names that `names` gives them before they are published, and read them back.
+
+    Returns:
+        Keys of tensors with finite numbers that became infinite when they were converted.
+
+    Raises:
+        ChecksumMismatch: a file does not hold what was written.
+
+    """
+    written = [replace(file, job=replace(file.job, name=names.written(file.job.name))) for file in files]
+    digests, infinite = write_parts(store, written, source, options, progress)
+    verify_written(store, written, digests, options)
+    return infinite
 
 
 # A checkpoint of any layout written anew as safetensors files: tensors under their flat names, and all else in a

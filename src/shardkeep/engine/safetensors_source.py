@@ -430,7 +430,26 @@ def find_safetensors(store: Store) -> FoundSafetensors | None:
     headers = read_headers(paths, threads=Options().io_threads, opens=folder.opens)
     catalog = catalog_of(headers, homes=homes)
     _check_homes(folder, homes, headers)
-    kept = _kept_state(headers)
+    return _found_files(folder, headers, catalog, _kept_state(headers))
+
+
+def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile], options: Options) -> SafetensorsSource:
+    """
+    Open files whose headers were read as one checkpoint: a flat dict of tensors.
+
+    Raises:
+        MalformedFile: the files are not one whole checkpoint.
+
+    """
+    return _found_files(folder, headers, catalog_of(headers), None).open(options)
+
+
+def _found_files(
+    folder: ModelDirectory,
+    headers: list[SafetensorsFile],
+    catalog: Mapping[str, CatalogEntry],
+    kept: HeaderState | None,
+) -> FoundSafetensors:
     record = _record(folder, headers, catalog, kept)
     return FoundSafetensors(folder.opens, record, _by_path(headers), catalog, kept)
 

@@ -13,7 +13,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import io
-import json
 import logging
 import math
 import zlib
@@ -27,9 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardkeep.codecs.base import WRAPPED
-from shardkeep.codecs.stream_extensions import CodecStream, ExtensionRegistry, transformed_input
-from shardkeep.engine.codecs import keys_for
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source, list_keys, read_files
 from shardkeep.engine.workers import WINDOW_NBYTES, window_for
 from shardkeep.errors import (
@@ -229,26 +226,6 @@ class TorchSource(Source):
 
     aligned: ClassVar[bool] = False
 
-    @property
-    def is_secret(self) -> bool:
-        """Whether anything in it is encrypted."""
-        return any(map(_is_secret, self._all_descriptors()))
-
-    def check_keys(self) -> None:
-        """
-        Check that what is encrypted can be read with the keys that there are; reads nothing.
-
-        Raises:
-            KeyMissing: there is no key.
-            WrongKey: it is encrypted with another one.
-
-        """
-        for descriptors in filter(_is_secret, self._all_descriptors()):
-            self.undo(descriptors, io.BytesIO())
-
-    def _all_descriptors(self) -> set[tuple[str, ...]]:
-        return {*self.descriptors.values(), *(location.descriptors for location in self.objects.values())}
-
     def locate(self, tensors: IntArray) -> None:
         """
         Find out where the chunks of these tensors begin.
@@ -341,21 +318,6 @@ class TorchSource(Source):
         return int(self.index.chunks.file[chunk]), int(self.items.offset[chunk])
 
 
-def _is_secret(descriptors: Sequence[str]) -> bool:
-    """Say whether one of these extensions encrypts, as far as it is known here."""
-    for descriptor in descriptors:
-        name, _, version = descriptor.partition("/")
-        if name != CodecStream.registry_name():
-            continue
-        try:
-            recorded = json.loads(version.partition(":")[2])
-        except (ValueError, RecursionError):
-            continue  # reading reports it
-        if isinstance(recorded, list) and any(isinstance(each, dict) and WRAPPED in each for each in recorded):
-            return True
-    return False
-
-
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +343,6 @@ class FoundTorch:
                 f"{METADATA_NAME}: another save replaced the checkpoint meanwhile", hint="open or load it again"
             )
         registry = ExtensionRegistry()
-        registry.register(CodecStream.reading_with(keys_for(options)))
 
         def undo(descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
             return transformed_input(registry, descriptors, stream)

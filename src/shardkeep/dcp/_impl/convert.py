@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import pickle
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +22,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.futures import Future
 
-from shardkeep.conversion.torch_archive import (
-    StoragePart,
+from shardkeep.conversion.to_file import (
+    StorageRange,
     TensorPlaceholder,
     destination,
     file_exists,
+    file_path,
     is_blob_url,
-    local_path,
     open_blob,
     pickle_state,
     write_archive,
@@ -125,7 +126,7 @@ class CheckpointTensors:
         self._read(objects, _Objects(put))
         return state
 
-    def fill(self, parts: list[tuple[TensorPlaceholder, StoragePart]]) -> None:
+    def fill(self, parts: list[tuple[TensorPlaceholder, StorageRange]]) -> None:
         """Read bytes of tensors."""
         planner = _Boxes()
         plan: list[ReadItem] = []
@@ -271,7 +272,7 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
 
     """
     blob = isinstance(path, str) and is_blob_url(path)
-    where = os.fspath(path) if blob else os.path.abspath(local_path(path))
+    where = os.fspath(path) if blob else os.path.abspath(file_path(path))
     try:
         if not blob and not os.path.isfile(where):
             raise BlobNotFound(f"{where}: there is no such file", file=where)
@@ -406,8 +407,8 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     """
     Convert a checkpoint into a file that `torch.load` reads: nested as the state that was saved, tensors whole.
 
-    The file replaces what is at its place, once it is complete. Objects are held in memory; of tensors, two windows
-    are, or one whole tensor where it was saved through an extension.
+    The file is read back and then replaces what is at its place. Memory holds all objects, and of tensors one window a
+    thread, or one whole tensor where it was saved through an extension.
 
     Args:
         dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
@@ -422,24 +423,21 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     checkpoint = CheckpointTensors(FileSystemReader(dcp_checkpoint_dir))
     pickled = pickle_state(checkpoint.read_state())
     storages = pickled.storages
+    reading = threading.Lock()  # a storage reader may not be used by several threads
 
-    def fill(parts: list[StoragePart]) -> None:
-        stored: list[tuple[TensorPlaceholder, StoragePart]] = []
-        for part in parts:
-            storage = storages[part.storage]
+    def fill(ranges: list[StorageRange]) -> None:
+        stored: list[tuple[TensorPlaceholder, StorageRange]] = []
+        for each in ranges:
+            storage = storages[each.storage]
             if isinstance(storage, TensorPlaceholder):
-                stored.append((storage, part))
+                stored.append((storage, each))
             else:
-                part.into[:] = _bytes_of(storage)[part.start : part.stop]
-        checkpoint.fill(stored)
+                each.into[:] = view_memory(storage.data_ptr(), storage.nbytes())[each.start : each.stop]
+        with reading:
+            checkpoint.fill(stored)
 
     sizes = [each.nbytes if isinstance(each, TensorPlaceholder) else each.nbytes() for each in storages]
     write_archive(path, ArchiveLayout(pickled.data, sizes), fill)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """View a storage that came with an object."""
-    return view_memory(storage.data_ptr(), storage.nbytes())
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -28,7 +28,7 @@ from shardkeep.codecs.stream_extensions import (
     _StorageReaderTransforms,
     _StorageWriterTransforms,
 )
-from shardkeep.dcp._impl.hf_files import aligned_order, header_of
+from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
@@ -243,8 +243,8 @@ def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[Fil
 def _as_safetensors(plan: FilePlan) -> FilePlan:
     if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
         return plan
-    items = aligned_order(plan.items)
-    return plan._replace(items=items, header=header_of(items, where=plan.name))
+    tensors = aligned_order(list(map(planned_tensor, plan.items)))
+    return plan._replace(items=[tensor.item for tensor in tensors], header=header_of(tensors, {}, where=plan.name))
 
 
 def _objects_first(items: Sequence[WriteItem]) -> list[WriteItem]:

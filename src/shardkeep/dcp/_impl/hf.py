@@ -12,24 +12,23 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.futures import Future
 
+from shardkeep.conversion.pipeline import FileParts, TensorPart
+from shardkeep.conversion.to_hf import model_file, write_model_files
 from shardkeep.dcp._impl.filesystem import CheckpointThere, FileSystemWriter
 from shardkeep.dcp._impl.hf_files import (
     SHARDED_DIR_NAME,
     FileToWrite,
-    NewFile,
     _gen_file_name,
     _metadata_fn,
     no_tensor,
@@ -38,38 +37,14 @@ from shardkeep.dcp._impl.hf_files import (
 from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
-from shardkeep.engine.safetensors_source import (
-    Catalog,
-    CatalogChunk,
-    CatalogEntry,
-    catalog_of,
-    read_headers,
-    read_weight_map,
-)
-from shardkeep.engine.workers import run_workers, window_for
+from shardkeep.engine.reader import Source
+from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
+from shardkeep.engine.workers import window_for
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, MalformedFile, StateError
-from shardkeep.format.boxes import (
-    Box,
-    IntArray,
-    Ints,
-    contiguous_run,
-    flat_range_to_boxes,
-    intersect,
-    relative,
-    slices,
-)
-from shardkeep.layouts.safetensors import (
-    CUSTOM_METADATA_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    SafetensorsFile,
-    alignment_of,
-    build_header,
-    read_header,
-)
+from shardkeep.format.boxes import whole
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_publish import (
     ModelDirectory,
-    OpensAndGets,
     SaveNames,
     begin_save,
     can_rename,
@@ -90,204 +65,12 @@ from shardkeep.layouts.torch_values import (
     is_tensor_entry,
 )
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, Opens, Store, preferred_requests, same_place
+from shardkeep.storage.base import Store, preferred_requests, same_place
 from shardkeep.storage.file_systems import by_store
 from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-# Whole tensors from their shards: each output file in windows, filled from the shards that meet them, on several
-# threads.
-#
-# A window is a run of elements in the order of the output file. What a shard has of it is a run of the shard as well,
-# so
-# every read is in one piece, whatever axis the tensor was cut along. Memory is two windows a thread, however large
-# the
-# tensors; several threads work on one file. Files are durable on return; if anything fails, all of them are removed.
-
-_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Bytes are moved as these, whatever they mean."""
-_MOST_OPEN = 128
-"""Files open at a time; a checkpoint may have more than a process may open."""
-
-
-@dataclass(frozen=True)
-class OutputFile:
-    """A file to make, with its tensors in order."""
-
-    name: str
-    header: bytes
-    tensors: Sequence[CatalogEntry]
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes after the header."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def output_file(name: str, tensors: Mapping[str, CatalogEntry]) -> OutputFile:
-    """Describe a file that holds these tensors, whole."""
-    inorder = dict(sorted(tensors.items(), key=lambda entry: -alignment_of(entry[1].nbytes)))
-    parts = {key: (tensor.dtype, tensor.shape) for key, tensor in inorder.items()}
-    return OutputFile(name, build_header(parts, {FORMAT_KEY: FORMAT_VALUE}, where=name), list(inorder.values()))
-
-
-class _Shards:
-    """The chunks of a tensor, found by the box they meet."""
-
-    def __init__(self, stored: CatalogEntry) -> None:
-        self.stored = stored
-        table = len(stored.chunks), len(stored.shape)
-        self._low: IntArray = np.array([c.box.offsets for c in stored.chunks], np.int64).reshape(table)
-        self._high = self._low + np.array([c.box.sizes for c in stored.chunks], np.int64).reshape(table)
-
-    def meeting(self, box: Box) -> list[CatalogChunk]:
-        if len(self.stored.chunks) == 1:
-            return self.stored.chunks
-        low = np.array(box.offsets, np.int64)
-        hit = np.all((self._low < low + np.array(box.sizes, np.int64)) & (self._high > low), axis=1)
-        return [self.stored.chunks[row] for row in np.flatnonzero(hit).tolist()]
-
-
-class _Inputs:
-    """Files, opened when first read and kept open as long as there is room. Close it when done."""
-
-    def __init__(self, store: Opens) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, BlobReader] = OrderedDict()
-        self._users: dict[str, int] = {}
-
-    @contextmanager
-    def reader(self, path: str) -> Iterator[BlobReader]:
-        """Lend a reader of a file."""
-        with self._lock:
-            reader = self._open.get(path)
-            if reader is None:
-                self._make_room()
-                reader = self._open[path] = self._store.open(path)
-            self._open.move_to_end(path)
-            self._users[path] = self._users.get(path, 0) + 1
-        try:
-            yield reader
-        finally:
-            with self._lock:
-                self._users[path] -= 1
-
-    def _make_room(self) -> None:
-        idle = [path for path in self._open if not self._users.get(path)]
-        for path in idle[: max(0, len(self._open) - _MOST_OPEN + 1)]:
-            self._open.pop(path).close()
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for reader in self._open.values():
-                reader.close()
-            self._open.clear()
-
-
-class _Span(NamedTuple):
-    """Some elements of a tensor in a window."""
-
-    shards: _Shards
-    first: int
-    last: int
-
-
-class _Window(NamedTuple):
-    file: NewFile
-    start: int
-    """Where it begins in the data."""
-    spans: list[_Span]
-
-
-def write_whole(
-    store: Store, files: Sequence[OutputFile], shards: Opens, *, names: SaveNames, threads: int, budget_nbytes: int
-) -> None:
-    """Write files of whole tensors, from shards that `shards` opens; durable on return."""
-    if not files:
-        return
-    threads, both = window_for(threads, budget_nbytes)
-    window = both // 2
-    with closing(_Inputs(shards)) as inputs, ExitStack() as undo:
-
-        def work(task: _Window, buffer: memoryview) -> bool:
-            at = 0
-            for span in task.spans:
-                at += _fill(span, buffer[at:window], buffer[window:], inputs)
-            task.file.write(task.start, buffer[:at])
-            return True
-
-        run_workers(_windows(store, files, names, window, undo), work, threads=threads, buffer_nbytes=both)
-        undo.pop_all()
-
-
-def _windows(
-    store: Store, files: Sequence[OutputFile], names: SaveNames, window: int, undo: ExitStack
-) -> Iterator[_Window]:
-    """Open the files, one after the other, and cut their data into windows of whole elements."""
-    for file in files:
-        output = NewFile(store, names.written(file.name), file.header, file.data_nbytes, undo)
-        if not file.data_nbytes:
-            yield _Window(output, 0, [])
-        start = nbytes = 0
-        spans: list[_Span] = []
-        for stored in file.tensors:
-            size = stored.dtype.itemsize
-            first, count = 0, stored.nbytes // size
-            shards = _Shards(stored)
-            while first < count:
-                last = min(count, first + (window - nbytes) // size)
-                if last > first:
-                    spans.append(_Span(shards, first, last))
-                    nbytes += (last - first) * size
-                first = last
-                if first < count or nbytes == window:
-                    yield _Window(output, start, spans)
-                    start, nbytes, spans = start + nbytes, 0, []
-        if spans:
-            yield _Window(output, start, spans)
-
-
-def _fill(span: _Span, window: memoryview, scratch: memoryview, inputs: _Inputs) -> int:
-    """Read the elements of a span into the beginning of a window; return their bytes."""
-    stored = span.shards.stored
-    size = stored.dtype.itemsize
-    at = 0
-    for box in flat_range_to_boxes(stored.shape, span.first, span.last):
-        nbytes = box.volume * size
-        for chunk in span.shards.meeting(box):
-            common = intersect(box, chunk.box)
-            if common is not None:
-                _copy(chunk, common, box, size, window[at : at + nbytes], scratch, inputs)
-        at += nbytes
-    return at
-
-
-def _copy(
-    chunk: CatalogChunk, common: Box, box: Box, size: int, window: memoryview, scratch: memoryview, inputs: _Inputs
-) -> None:
-    """Read the common part of a chunk and of the window's box to where it belongs in the window."""
-    source = chunk.start + _run_of(chunk.box.sizes, relative(common, chunk.box)) * size
-    goal = relative(common, box)
-    run = contiguous_run(box.sizes, goal)
-    into = scratch[: common.volume * size] if run is None else window[run[0] * size :][: run[1] * size]
-    with inputs.reader(chunk.path) as reader:
-        reader.read_into(source, into)
-    if run is None:
-        whole = np.frombuffer(window, _RAW[size]).reshape(box.sizes)
-        whole[slices(goal)] = np.frombuffer(into, _RAW[size]).reshape(goal.sizes)
-
-
-def _run_of(shape: Ints, box: Box) -> int:
-    """Return where a box begins in a chunk, of which it is one run: it spans all axes after the one that cuts it."""
-    start = 0
-    for offset, full in zip(box.offsets, shape, strict=True):
-        start = start * full + offset
-    return start
 
 
 # From the shards of a checkpoint to a Hugging Face model: whole tensors, files as a mapping says, and an index of
@@ -314,18 +97,16 @@ class BadMapping(StateError, ValueError, KeyError):
 class _Job:
     """What is to be made."""
 
-    inputs: OpensAndGets
-    """Opens the shards."""
+    source: Source
+    """The shards, opened."""
     output: Store
-    files: dict[int, OutputFile]
+    files: dict[int, FileParts]
     """By their number."""
     weights: dict[str, str]
+    """The file of each tensor."""
     total_nbytes: int
-
-    @property
-    def names(self) -> list[str]:
-        """What the files are called."""
-        return [file.name for file in self.files.values()]
+    """Of all tensors."""
+    options: Options
 
 
 def consolidate_safetensors_files(
@@ -349,8 +130,7 @@ def consolidate_safetensors_files(
 
     """
     begun = time.monotonic()
-    save_id = str(uuid.uuid4())
-    _make(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), save_id, num_threads)
+    _make(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
     logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
 
 
@@ -361,10 +141,11 @@ def consolidate_files(
     fqn_to_index_mapping: Mapping[str, int] | None,
     num_threads: int,
 ) -> None:
-    """Do the same for shards that are known by their names in a store."""
-    headers = read_headers(names, threads=_threads(num_threads), opens=store)
-    job = _plan_of(store, catalog_of(headers), _place(output_dir), fqn_to_index_mapping)
-    _make(job, str(uuid.uuid4()), num_threads)
+    """Consolidate shards that are known by their names in a store."""
+    options = _options(num_threads)
+    headers = read_headers(names, threads=options.io_threads, opens=store)
+    source = open_shards(ModelDirectory(store.url, {name: name for name in names}, None, store), headers, options)
+    _make(_plan_of(source, _place(output_dir), fqn_to_index_mapping, options))
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -409,7 +190,7 @@ def consolidate_safetensors_files_on_every_rank(
     mine = [number for number in job.files if number % world.size == world.rank]
 
     def write() -> bytes:
-        _write(job, mine, names, num_threads)
+        _write(job, mine, names)
         return b""
 
     def complete(_: list[bytes]) -> list[bytes]:
@@ -436,7 +217,8 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
     folder = list_model(shards)
     if not folder.files:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
-    headers = read_headers(folder.files.values(), threads=_threads(num_threads), opens=folder.opens)
+    options = _options(num_threads)
+    headers = read_headers(folder.files.values(), threads=options.io_threads, opens=folder.opens)
     if same_place(shards, output):
         # What an earlier call made of earlier shards.
         headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
@@ -447,7 +229,12 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
                 hint="only what a distributed checkpoint wrote can be consolidated; move other files elsewhere",
                 file=file.path,
             )
-    return _plan_of(folder.opens, catalog_of(headers), output, mapping)
+    return _plan_of(open_shards(folder, headers, options), output, mapping, options)
+
+
+def _options(num_threads: int) -> Options:
+    options = Options()
+    return replace(options, io_threads=max(num_threads, options.io_threads))
 
 
 def _place(directory: str | os.PathLike[str]) -> Store:
@@ -458,24 +245,32 @@ def _is_shard(file: SafetensorsFile) -> bool:
     return bool(file.metadata.get(CUSTOM_METADATA_KEY))
 
 
-def _plan_of(inputs: OpensAndGets, catalog: Catalog, output: Store, mapping: Mapping[str, int] | None) -> _Job:
-    numbers = dict.fromkeys(catalog, 1) if mapping is None else mapping
+def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, options: Options) -> _Job:
+    rows = source.index.tensor_rows
+    numbers = dict.fromkeys(rows, 1) if mapping is None else mapping
     check_mapping(numbers)
-    if missing := sorted(numbers.keys() - catalog.keys()):
+    if missing := sorted(numbers.keys() - rows.keys()):
         raise BadMapping(
             f"fqn_to_index_mapping names {len(missing)} tensors that the shards do not have: {missing[:4]}",
             hint="leave them out of the mapping, or save them",
             key=missing[0],
         )
-    if dropped := sorted(catalog.keys() - numbers.keys()):
+    if dropped := sorted(rows.keys() - numbers.keys()):
         logger.warning("fqn_to_index_mapping leaves out %d tensors of the shards: %s …", len(dropped), dropped[:4])
     last = max(numbers.values())
-    groups: dict[int, Catalog] = {}
+    groups: dict[int, dict[str, TensorPart]] = {}
     for key, number in numbers.items():
-        groups.setdefault(number, {})[key] = catalog[key]
-    files = {number: output_file(_gen_file_name(number, last), group) for number, group in sorted(groups.items())}
-    weights = {key: _gen_file_name(number, last) for key, number in numbers.items()}
-    return _Job(inputs, output, files, weights, sum(catalog[key].nbytes for key in numbers))
+        part = TensorPart(key, rows[key], whole(source.index.shape(rows[key])), source.index.dtype(rows[key]))
+        groups.setdefault(number, {})[key] = part
+    names = {number: _gen_file_name(number, last) for number in sorted(groups)}
+    return _Job(
+        source,
+        output,
+        {number: model_file(name, groups[number], {}) for number, name in names.items()},
+        {key: names[number] for key, number in numbers.items()},
+        sum(part.nbytes for group in groups.values() for part in group.values()),
+        options,
+    )
 
 
 def check_mapping(mapping: Mapping[str, int]) -> None:
@@ -489,10 +284,11 @@ def check_mapping(mapping: Mapping[str, int]) -> None:
             )
 
 
-def _make(job: _Job, save_id: str, num_threads: int) -> None:
+def _make(job: _Job) -> None:
+    save_id = str(uuid.uuid4())
     names = begin_save(job.output, save_id, prepare_directory(job.output))
     try:
-        _write(job, list(job.files), names, num_threads)
+        _write(job, list(job.files), names)
         _publish(job, names)
     except BaseException:
         with suppress(CheckpointError):
@@ -500,34 +296,25 @@ def _make(job: _Job, save_id: str, num_threads: int) -> None:
         raise
 
 
-def _write(job: _Job, numbers: Sequence[int], names: SaveNames, num_threads: int) -> None:
-    write_whole(
-        job.output,
-        [job.files[number] for number in numbers],
-        job.inputs,
-        names=names,
-        threads=_threads(num_threads),
-        budget_nbytes=Options().host_budget_bytes,
-    )
+def _write(job: _Job, numbers: Sequence[int], names: SaveNames) -> None:
+    """Write some of the files, and read them back."""
+    write_model_files(job.output, names, [job.files[number] for number in numbers], job.source, job.options)
 
 
 def _publish(job: _Job, names: SaveNames) -> None:
-    # Where new files cannot take the names of those that they replace, these have to go.
+    files = [file.job.name for file in job.files.values()]
+    # A store cannot rename: the files that the new ones replace have other names, and are removed.
     there = () if names.renames else list_model(job.output).files
-    old = [name for name in there if name in job.names or _MARKED.fullmatch(name)]
+    old = [name for name in there if name in files or _MARKED.fullmatch(name)]
     publish_model(
         job.output,
         names,
-        job.names,
+        files,
         weights=job.weights,
         total_nbytes=job.total_nbytes,
         replaces_saves=False,
         removes=old,
     )
-
-
-def _threads(asked: int) -> int:
-    return max(asked, Options().io_threads)
 
 
 # Which file of a Hugging Face checkpoint each item of a save goes to.
@@ -850,7 +637,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         sizes = write_hf_files(
             store,
             files,
-            lambda item: _tensor(planner, item),
+            planner.resolve_data,
             names=names,
             file_count=decided["files"],
             threads=threads,
@@ -922,10 +709,3 @@ def _keys_in(folder: ModelDirectory, name: str) -> Iterable[str]:
         return read_header(folder.files[name], folder.opens).tensors
     except CheckpointError:
         return ()  # readers will name it
-
-
-def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    found = planner.resolve_data(item)
-    if not isinstance(found, torch.Tensor):
-        raise no_tensor(item)
-    return found

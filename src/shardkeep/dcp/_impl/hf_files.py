@@ -10,18 +10,18 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from shardkeep.conversion.pipeline import FileParts, file_parts
+from shardkeep.engine import writer as write
 from shardkeep.engine.memory import Scattered, copy_memory, view_memory
 from shardkeep.engine.tensors import host_address, scattered_memory
-from shardkeep.engine.workers import run_workers
-from shardkeep.engine.writer import remove_blob
-from shardkeep.errors import MalformedFile, StateError, UnsupportedLeaf
+from shardkeep.engine.writer import FileJob, Window
+from shardkeep.errors import MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import MAX_HEADER_NBYTES
 from shardkeep.format.dtypes import DTYPES, DType, Ints, of_torch
@@ -40,7 +40,7 @@ from shardkeep.layouts.safetensors import (
 )
 from shardkeep.layouts.safetensors_publish import SaveNames
 from shardkeep.layouts.torch_values import WriteItem
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import BlobWriter, Store
 from shardkeep.storage.buffers import address_of
 
 _metadata_fn: str = INDEX_NAME
@@ -101,82 +101,90 @@ def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
     return json.loads(said[CUSTOM_METADATA_KEY]) if CUSTOM_METADATA_KEY in said else None
 
 
-# A data file of torch's layout that is a safetensors file: which order its tensors have, and its header.
+# How the items of a save plan lie in a safetensors file: their order, and the header.
 
 
-def aligned_order(items: Sequence[WriteItem]) -> list[WriteItem]:
+class ItemTensor(NamedTuple):
+    """The tensor of an item, as it lies in a file."""
+
+    item: WriteItem
+    dtype: DType
+    shape: Ints
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self.item.index.fqn
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def planned_tensor(item: WriteItem) -> ItemTensor:
+    """
+    Return the tensor that a plan says an item is.
+
+    Raises:
+        UnsupportedLeaf: the item is not a tensor, or is of a dtype that shardkeep does not know.
+
+    """
+    if item.tensor_data is None:
+        raise no_tensor(item)
+    return item_tensor(item, item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+
+
+def item_tensor(item: WriteItem, dtype: torch.dtype, shape: Sequence[int]) -> ItemTensor:
+    """Describe the tensor of an item; raises `UnsupportedLeaf` for a dtype that shardkeep does not know."""
+    try:
+        return ItemTensor(item, of_torch(dtype), tuple(shape))
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{item.index.fqn!r}: {error.message}", hint=error.hint, key=item.index.fqn) from None
+
+
+def no_tensor(item: WriteItem) -> UnsupportedLeaf:
+    """Return the error for an object in a format that holds only tensors."""
+    return UnsupportedLeaf(
+        f"{item.index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
+        hint="leave it out of this save, or save it with FileSystemWriter",
+        key=item.index.fqn,
+    )
+
+
+def aligned_order(tensors: Sequence[ItemTensor]) -> list[ItemTensor]:
     """Sort tensors so that each is aligned to its elements, without gaps between them."""
-    return sorted(items, key=lambda item: -alignment_of(_tensor_nbytes(*_planned_tensor(item))))
+    return sorted(tensors, key=lambda tensor: -alignment_of(tensor.nbytes))
 
 
-def header_of(items: Sequence[WriteItem], *, where: str) -> bytes:
-    """Make the header of a file with these tensors, in this order."""
-    count = Counter(item.index.fqn for item in items)
+def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, where: str) -> bytes:
+    """Make the header of a file with these tensors, in this order; `metadata` is added to what torch writes."""
+    count = Counter(tensor.key for tensor in tensors)
     parts: dict[str, tuple[DType, Ints]] = {}
     offsets: dict[str, dict[str, list[int]]] = {}
-    for item in items:
-        data = item.tensor_data
+    for tensor in tensors:
+        data = tensor.item.tensor_data
         begin = tuple(data.chunk.offsets) if data is not None else ()
-        key, part = item.index.fqn, _planned_tensor(item)
-        # Of two shards of one tensor in one file, only the place tells which is which.
-        name = key if count[key] == 1 else chunk_name(key, Box(begin, part[1]))
-        parts[name] = part
+        # Several shards of one tensor in one file are told apart by where they begin.
+        name = tensor.key if count[tensor.key] == 1 else chunk_name(tensor.key, Box(begin, tensor.shape))
+        parts[name] = tensor.dtype, tensor.shape
         offsets[name] = {SAVED_OFFSETS_KEY: list(begin)}
-    metadata = {
+    said = {
         CUSTOM_METADATA_KEY: json.dumps(offsets),
         DCP_VERSION_KEY: str(HF_DCP_VERSION),
         FORMAT_KEY: FORMAT_VALUE,
+        **metadata,
     }
-    return build_header(parts, metadata, where=where)
+    return build_header(parts, said, where=where)
 
 
-def _planned_tensor(item: WriteItem) -> tuple[DType, Ints]:
-    if item.tensor_data is None:
-        raise StateError(f"{item.index.fqn!r} is no tensor", key=item.index.fqn)
-    return of_torch(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
-
-
-def _tensor_nbytes(dtype: DType, shape: Ints) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-# A safetensors file that is being written, in parts, from any thread.
-
-
-class NewFile:
-    """
-    A file of known size. Whoever writes the last part of its data makes it durable.
-
-    It is removed if `undo` is closed, whether it was complete or not.
-    """
-
-    def __init__(self, store: Store, name: str, header: bytes, data_nbytes: int, undo: ExitStack) -> None:
-        self._header_nbytes = len(header)
-        self._writer = store.create(name, len(header) + data_nbytes)
-        undo.callback(remove_blob, store, name, self._writer)
-        self._writer.write_at(0, memoryview(header))  # first: many stores take bytes in order only
-        self._lock = threading.Lock()
-        self._bytes_left = data_nbytes
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write a part of the data; of a file without data, the empty part, once."""
-        if data:
-            self._writer.write_at(self._header_nbytes + start, data)
-        with self._lock:
-            self._bytes_left -= len(data)
-            last = not self._bytes_left
-        if last:
-            self._writer.finish()
-
-
-# Tensors written to safetensors files, straight from their memory, on several threads.
+# Writes the tensors of a save plan to safetensors files by the engine's file job, straight from their memory.
 #
-# Files are written beside what is there and are durable on return; if anything fails, all of them are removed.
-# A tensor is asked for when its turn comes and let go when it is written, so that tensors made for the purpose are
-# never
-# all alive. Tensors are laid in an order that aligns each to the largest power of two that divides its size.
+# Files are durable on return; if anything fails, all of them are removed. A tensor is resolved when its first bytes
+# are
+# written and let go after its last ones, so tensors that a planner makes for the save are never all alive.
 
-Resolve = Callable[[WriteItem], torch.Tensor]
+Resolve = Callable[[WriteItem], object]
 
 
 @dataclass(frozen=True)
@@ -189,31 +197,7 @@ class FileToWrite:
 
 
 class _Unplanned(Exception):
-    """A tensor is not of the size that the plan says."""
-
-
-@dataclass
-class _Layout:
-    name: str
-    header: bytes
-    items: list[WriteItem]
-    parts: list[tuple[DType, Ints]]
-    starts: list[int]
-    data_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some bytes of a tensor, and where they go in the data of a file."""
-
-    at: int
-    nbytes: int
-    address: int
-    scattered: Scattered | None
-    first: int
-    """Where the bytes begin in the tensor."""
-    owner: torch.Tensor
-    """Kept alive until they are written."""
+    """A tensor is not what the plan says."""
 
 
 def write_hf_files(
@@ -227,64 +211,43 @@ def write_hf_files(
     window_nbytes: int,
 ) -> dict[int, int]:
     """
-    Write files whole and durable, under the names they are written under; return the bytes of each item, by its identity.
+    Write files under the names that `names` gives them; return the bytes of each item, by its identity.
 
-    Args:
-        store: where they go.
-        files: what is written.
-        resolve: gives the tensor of an item.
-        names: under which names they are written, and the save they are of.
-        file_count: how many files this save has, of all ranks; None if that is not known.
-        threads: how many to use.
-        window_nbytes: memory that each may use.
+    `resolve` returns the tensor of an item. `file_count` is how many files all ranks together write in this save; None
+    if that is not known.
 
     Raises:
-        UnsupportedLeaf: an item is no tensor that a safetensors file can hold.
+        UnsupportedLeaf: an item is not a tensor that a safetensors file can hold.
 
     """
+    metadata = {SAVE_ID_KEY: names.save_id}
+    if file_count is not None:
+        metadata[FILE_COUNT_KEY] = str(file_count)
 
-    def lay_out(measure: Callable[[WriteItem], tuple[DType, Ints]]) -> list[_Layout]:
-        return [_lay_out(file, measure, save_id=names.save_id, file_count=file_count) for file in files]
+    def write_as(measure: Callable[[WriteItem], ItemTensor]) -> dict[int, int]:
+        laid = [(file.name, aligned_order(list(map(measure, file.items)))) for file in files]
+        made = [
+            file_parts(names.written(name), [memoryview(header_of(tensors, metadata, where=name)), *tensors])
+            for name, tensors in laid
+        ]
+        tensors = [tensor for _, of_file in laid for tensor in of_file]
+        sink = _TensorSink(store, made, resolve)
+        for tensor in tensors:
+            if not tensor.nbytes:  # no window has bytes of it
+                sink.check(tensor)
+        jobs = [file.job for file in made]
+        write.write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+        return {id(tensor.item): tensor.nbytes for tensor in tensors}
 
-    layouts = lay_out(_measured_by_plan)
     try:
-        _write(store, layouts, resolve, names=names, threads=threads, window_nbytes=window_nbytes)
+        return write_as(planned_tensor)
     except _Unplanned:
-        # A planner that stores something else than what it planned: its tensors must be made once to be measured.
-        layouts = lay_out(lambda item: _described(item, _checked(item, resolve(item))))
-        _write(store, layouts, resolve, names=names, threads=threads, window_nbytes=window_nbytes)
-    return {
-        id(item): _nbytes(part) for layout in layouts for item, part in zip(layout.items, layout.parts, strict=True)
-    }
+        # The planner stores something else than it planned: resolve every tensor once to measure it.
+        return write_as(lambda item: _described(item, _checked(item, resolve(item))))
 
 
-# -- what goes where ---------------------------------------------------------------------------------------------------
-
-
-def _measured_by_plan(item: WriteItem) -> tuple[DType, Ints]:
-    if item.tensor_data is None:
-        raise no_tensor(item)
-    return _dtype(item, item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
-
-
-def _dtype(item: WriteItem, dtype: torch.dtype) -> DType:
-    try:
-        return of_torch(dtype)
-    except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"{item.index.fqn!r}: {error.message}", hint=error.hint, key=item.index.fqn) from None
-
-
-def no_tensor(item: WriteItem) -> UnsupportedLeaf:
-    """Return the error for an object in a format of tensors."""
-    return UnsupportedLeaf(
-        f"{item.index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
-        hint="leave it out of this save, or save it with FileSystemWriter",
-        key=item.index.fqn,
-    )
-
-
-def _described(item: WriteItem, tensor: torch.Tensor) -> tuple[DType, Ints]:
-    return _dtype(item, tensor.dtype), tuple(tensor.shape)
+def _described(item: WriteItem, tensor: torch.Tensor) -> ItemTensor:
+    return item_tensor(item, tensor.dtype, tensor.shape)
 
 
 def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
@@ -300,101 +263,77 @@ def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
-def _nbytes(part: tuple[DType, Ints]) -> int:
-    dtype, shape = part
-    return math.prod(shape) * dtype.itemsize
+@dataclass
+class _Resolved:
+    """A tensor that is being written."""
+
+    tensor: torch.Tensor
+    """Kept alive as long as its address is used."""
+    address: int
+    """Of its bytes in host memory; 0 where they are not one run there."""
+    scattered: Scattered | None
+    bytes_left: int
 
 
-def _lay_out(
-    file: FileToWrite, measure: Callable[[WriteItem], tuple[DType, Ints]], *, save_id: str, file_count: int | None
-) -> _Layout:
-    measured = [(item, measure(item)) for item in file.items]
-    measured.sort(key=lambda entry: -alignment_of(_nbytes(entry[1])))
-    parts = [part for _, part in measured]
-    offsets = {
-        item.index.fqn: {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets) if item.tensor_data else []}
-        for item, _ in measured
-    }
-    metadata = {
-        CUSTOM_METADATA_KEY: json.dumps(offsets),
-        DCP_VERSION_KEY: str(HF_DCP_VERSION),
-        FORMAT_KEY: FORMAT_VALUE,
-        SAVE_ID_KEY: save_id,
-    }
-    if file_count is not None:
-        metadata[FILE_COUNT_KEY] = str(file_count)
-    header = build_header({item.index.fqn: part for item, part in measured}, metadata, where=file.name)
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + _nbytes(part))
-    return _Layout(file.name, header, [item for item, _ in measured], parts, starts[:-1], starts[-1])
+class _TensorSink:
+    """Takes windows from tensors and writes them, without digests: safetensors files hold none."""
 
+    def __init__(self, store: Store, files: Sequence[FileParts], resolve: Resolve) -> None:
+        self._store = store
+        self._parts = {file.job.name: file.parts for file in files}
+        self._resolve = resolve
+        self._lock = threading.Lock()  # a planner may not be used by several threads
+        self._resolved: dict[int, _Resolved] = {}
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+    def begin(self, job: FileJob) -> BlobWriter:
+        """Begin a file."""
+        return self._store.create(job.name, job.nbytes)
 
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Write a window: from the memory of its tensor if it has one, else from a copy."""
+        parts = self._parts[window.job.name]
+        data = own[: window.nbytes]
+        used: list[tuple[ItemTensor, int]] = []
+        for row in window.rows:
+            begin, part = int(window.job.start[row]), parts[row]
+            low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
+            into = data[low - window.start : high - window.start]
+            if isinstance(part, memoryview):
+                into[:] = part[low - begin : high - begin]
+            elif isinstance(part, ItemTensor):
+                source = self._take(part)
+                used.append((part, high - low))
+                if source.scattered is not None:
+                    source.scattered.read(low - begin, high - begin, into)
+                elif len(into) == window.nbytes:
+                    data = view_memory(source.address + low - begin, window.nbytes)
+                else:
+                    copy_memory(address_of(into), source.address + low - begin, len(into))
+        file.write_at(window.offset, data)
+        self._release(used)
+        return b""
 
-def _write(
-    store: Store, layouts: Sequence[_Layout], resolve: Resolve, *, names: SaveNames, threads: int, window_nbytes: int
-) -> None:
-    with ExitStack() as undo:
-
-        def work(task: tuple[NewFile, list[_Piece]], buffer: memoryview) -> bool:
-            file, pieces = task
-            file.write(pieces[0].at if pieces else 0, _gathered(pieces, buffer))
-            return True
-
-        tasks = _tasks(store, layouts, resolve, names, window_nbytes, undo)
-        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes)
-        undo.pop_all()
-
-
-def _tasks(
-    store: Store,
-    layouts: Sequence[_Layout],
-    resolve: Resolve,
-    names: SaveNames,
-    window_nbytes: int,
-    undo: ExitStack,
-) -> Iterator[tuple[NewFile, list[_Piece]]]:
-    """Open the files, one after the other, and cut what goes into them into windows."""
-    for layout in layouts:
-        file = NewFile(store, names.written(layout.name), layout.header, layout.data_nbytes, undo)
-        if not layout.data_nbytes:
-            yield file, []
-        together: list[_Piece] = []
-        room = window_nbytes
-        for piece in _pieces(layout, resolve, window_nbytes):
-            if piece.nbytes > room or (together and piece.nbytes == window_nbytes):
-                yield file, together
-                together, room = [], window_nbytes
-            together.append(piece)
-            room -= piece.nbytes
-        if together:
-            yield file, together
-
-
-def _pieces(layout: _Layout, resolve: Resolve, window_nbytes: int) -> Iterator[_Piece]:
-    for item, part, start in zip(layout.items, layout.parts, layout.starts, strict=True):
-        tensor = _checked(item, resolve(item))
-        if _described(item, tensor) != part:
+    def check(self, tensor: ItemTensor) -> torch.Tensor:
+        """Resolve a tensor; `_Unplanned` is raised if it is not what the file was laid out for."""
+        found = _checked(tensor.item, self._resolve(tensor.item))
+        if _described(tensor.item, found) != tensor:
             raise _Unplanned
-        address = host_address(tensor)
-        source = None if address else scattered_memory(tensor, tensor.dtype)
-        nbytes = _nbytes(part)
-        for first in range(0, nbytes, window_nbytes):
-            size = min(window_nbytes, nbytes - first)
-            yield _Piece(start + first, size, address and address + first, source, first, tensor)
+        return found
 
+    def _take(self, part: ItemTensor) -> _Resolved:
+        with self._lock:
+            found = self._resolved.get(id(part.item))
+            if found is None:
+                tensor = self.check(part)
+                address = host_address(tensor)
+                source = None if address else scattered_memory(tensor, tensor.dtype)
+                found = self._resolved[id(part.item)] = _Resolved(tensor, address, source, part.nbytes)
+            return found
 
-def _gathered(pieces: Sequence[_Piece], buffer: memoryview) -> memoryview:
-    """Return pieces that follow each other as one run of bytes: the tensor's own memory, if it is one."""
-    if len(pieces) == 1 and pieces[0].address:
-        return view_memory(pieces[0].address, pieces[0].nbytes)
-    window = buffer[: sum(piece.nbytes for piece in pieces)]
-    for piece in pieces:
-        low = piece.at - pieces[0].at
-        if piece.address:
-            copy_memory(address_of(window) + low, piece.address, piece.nbytes)
-        elif piece.scattered is not None:
-            piece.scattered.read(piece.first, piece.first + piece.nbytes, window[low : low + piece.nbytes])
-    return window
+    def _release(self, used: Sequence[tuple[ItemTensor, int]]) -> None:
+        with self._lock:
+            for part, nbytes in used:
+                found = self._resolved[id(part.item)]
+                found.bytes_left -= nbytes
+                if not found.bytes_left:
+                    del self._resolved[id(part.item)]

@@ -174,6 +174,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         """Describe what the directory holds: quantized tensors with the sizes and the dtype they will have."""
         metadata = super().read_metadata()
+        # Made on access until here; below they are changed.
+        metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
+        metadata.storage_data = dict(metadata.storage_data)
         self._load_quantization_metadata()
         for key, entry in metadata.state_dict_metadata.items():
             stored = self._catalog[key]
