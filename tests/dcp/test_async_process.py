@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -112,6 +113,28 @@ def test_the_life_of_a_saver(tmp_path):
     assert not (tmp_path / "4" / ".metadata").exists()
 
 
+class Hanging(FileSystemWriter):
+    """Never returns, as if its disk did not answer."""
+
+    def write_data(self, plan, planner):
+        time.sleep(3600)
+
+
+def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
+    """
+    A step that does not end fails the save after `Options.timeout_s`, and the next save has a new process.
+    """
+    begin({"w": numbered(3)}, tmp_path / "a").result(60)
+    saver = group_saves_of(None, no_dist=True).saver
+    monkeypatch.setenv("SHARDKEEP_TIMEOUT_S", "2")
+    with pytest.raises(CheckpointException, match="did not answer within 2 s, and was ended in step 'write'") as caught:
+        begin({"w": numbered(3)}, tmp_path / "b", Hanging).result(60)
+    assert "SHARDKEEP_TIMEOUT_S" in str(caught.value.failures[0][0])
+    assert not saver.alive()
+    monkeypatch.setenv("SHARDKEEP_TIMEOUT_S", "60")
+    begin({"w": numbered(3)}, tmp_path / "c").result(60)
+
+
 def test_what_cannot_be_pickled_is_said(tmp_path):
     """
     A writer with a lock in it cannot go to another process; the one that is there serves on.
@@ -139,12 +162,13 @@ def test_parcels_of_many_storages():
     More handles than go in one piece arrive in order, each memory once, and nothing stays open.
     """
     before = shared_pieces()
-    here, there = multiprocessing.Pipe()
+    here, there = socket.socketpair()
     sent = [torch.full((2,), float(index)) for index in range(450)]
     sending = threading.Thread(target=TensorMessage([sent, sent[7], torch.empty(0)]).send, args=(here,))
-    sending.start()
-    found, again, empty = receive_message(there)()
-    sending.join()
+    with here, there:
+        sending.start()
+        found, again, empty = receive_message(there)()
+        sending.join()
     assert [each.tolist() for each in found] == [each.tolist() for each in sent]
     sent[7].fill_(-1)  # the same memory, and one tensor
     assert again is found[7]

@@ -53,7 +53,6 @@ from shardkeep.layouts.torch_values import (
     StorageReader,
     StorageWriter,
 )
-from shardkeep.options import Options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -325,7 +324,6 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         ranks = ranks_of_queue(process_group, no_dist=no_dist)
         lane = group_saves_of(process_group, no_dist=no_dist)
         world = _rank_in_world(no_dist=no_dist)
-        timeout_s = Options().timeout_s
         with contextlib.suppress(SaverDied):  # said by the save
             _start_saver(lane, world)
         box = [staging_future_or_state_dict]
@@ -333,7 +331,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
         def work() -> Metadata:
             try:
-                saver = _saver_of(lane, world, timeout_s)
+                saver = _saver_of(lane, world)
                 order = SaveRequest(
                     # Taken out of its box: one copy of the state is enough.
                     state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
@@ -395,7 +393,7 @@ def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> None:
             lane.saver = SaverProcess(world)
 
 
-def _saver_of(lane: GroupSaves, world: RankInWorld | None, timeout_s: float) -> SaverProcess:
+def _saver_of(lane: GroupSaves, world: RankInWorld | None) -> SaverProcess:
     """Return the lane's process, ready; a new one if there is none, or it is dead, or this rank has become another."""
     if lane.saver is not None and lane.saver.world != world:
         lane.saver.close()
@@ -403,7 +401,7 @@ def _saver_of(lane: GroupSaves, world: RankInWorld | None, timeout_s: float) -> 
     saver = lane.saver
     if saver is None:
         raise SaverDied("the process that saves is gone")
-    saver.wait_until_ready(timeout_s)
+    saver.wait_until_ready()
     return saver
 
 

@@ -1,28 +1,32 @@
 """
-Messages to another process of this machine, in which tensors travel as handles to the memory they lie in.
+The process that saves for `AsyncCheckpointerType.PROCESS`: what it runs, and how the training process talks to it.
 
-torch's own way hands each handle to a thread that keeps it open until the other process asks for it: what is never
-asked for, because the message could not be sent or the process died, stays in shared memory for good. Here handles go
-through the pipe itself, where the kernel closes them if nobody takes them.
+The process never communicates with other ranks. Plans and results return to the training process as bytes, which exchanges
+them between the ranks. Tensors reach it in shared memory:
 
-    message = bytes: the sizes of the storages; their handles, some at a time; bytes: the pickled object
+    message = bytes: the sizes of the storages; their file descriptors, some at a time; bytes: the pickled object
+
+torch's own pickling hands each descriptor to a thread that keeps it open until the other process fetches it. If the other
+process never does, because the message could not be sent or it died, the shared memory is lost. Here descriptors travel
+through the socket itself, and the kernel closes those that are never received.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import io
-import multiprocessing.connection
 import os
 import pickle
+import select
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.multiprocessing
@@ -30,101 +34,115 @@ import torch.multiprocessing
 from shardkeep.dcp._impl.calls import _storage_setup
 from shardkeep.dcp._impl.driver import _Save
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
+from shardkeep.engine.process.rpc import (
+    SLOWEST_BYTES_PER_S,
+    ChildKind,
+    ChildProcess,
+    MultiprocessingProcess,
+    Ready,
+    WaitPolicy,
+    no_wait,
+    receive,
+    send,
+)
+from shardkeep.engine.stagers import open_tensor, tensors_in
 from shardkeep.errors import BrokenProtocol, CheckpointError, _wrap_exception, picklable_failure
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
+from shardkeep.options import Options
 
 _untyped: Final[Any] = torch.multiprocessing
-_AT_ONCE: Final = 200
-"""Handles in one piece; Linux takes up to 253."""
+_MOST_DESCRIPTORS: Final = 200
+"""File descriptors in one message of the socket; Linux allows 253."""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 class NoHandles(CheckpointError, OSError):
-    """A message arrived, and the memory that its tensors lie in could not be opened."""
+    """A message arrived, but the shared memory of its tensors could not be opened."""
 
 
 class TensorMessage:
-    """An object, pickled, and the storages of its tensors."""
+    """A pickled object, and the storages of its tensors."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
-        pickler = _Packing(file)
+        pickler = _Pickler(file)
         pickler.dump(value)
         self._data = file.getbuffer()
         self._storages = pickler.storages
 
-    def send(self, pipe: Connection) -> None:
-        """Send it; the storages must stay where they are until the other process has answered."""
-        handles, sizes = [], []
+    def send(self, pipe: socket.socket, ready: Ready = no_wait) -> None:
+        """Send the message. The storages must not be freed before the other process has answered."""
+        descriptors, sizes = [], []
         for storage in self._storages:
-            handle, size = storage._share_fd_cpu_()  # the storage's own
-            handles.append(handle)
+            descriptor, size = storage._share_fd_cpu_()
+            descriptors.append(descriptor)
             sizes.append(size)
-        pipe.send_bytes(pickle.dumps(sizes))
-        if handles:
-            with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as through:
-                for start in range(0, len(handles), _AT_ONCE):
-                    some = array.array("i", handles[start : start + _AT_ONCE])
-                    through.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, some)])
-        pipe.send_bytes(self._data)
+        send(pipe, pickle.dumps(sizes), ready)
+        for start in range(0, len(descriptors), _MOST_DESCRIPTORS):
+            some = array.array("i", descriptors[start : start + _MOST_DESCRIPTORS])
+            sent = 0
+            while not sent:
+                ready(select.POLLOUT)
+                with contextlib.suppress(BlockingIOError):
+                    sent = pipe.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, some)], socket.MSG_NOSIGNAL)
+        send(pipe, self._data, ready)
 
 
-def receive_message(pipe: Connection) -> Callable[[], Any]:
+def receive_message(pipe: socket.socket) -> Callable[[], Any]:
     """
-    Wait for a message, and return what unpickles it: whatever that raises, the pipe is ready for the next message.
+    Wait for a message, and return a function that unpickles it.
+
+    Whatever that function raises, the whole message has been read and the socket is ready for the next one.
 
     Raises:
-        EOFError, OSError: the pipe has ended.
+        EOFError, OSError: the socket was closed.
 
     """
-    sizes: list[int] = pickle.loads(pipe.recv_bytes())
+    sizes: list[int] = pickle.loads(receive(pipe))
     storages: list[Any] = []
-    problems: list[Exception] = []
-    if sizes:
-        with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as through:
-            for start in range(0, len(sizes), _AT_ONCE):
-                try:
-                    storages += _opened(through, sizes[start : start + _AT_ONCE])
-                except (NoHandles, RuntimeError) as error:
-                    problems.append(error)  # raised once the whole message is here
-    data = pipe.recv_bytes()
+    failures: list[Exception] = []
+    for start in range(0, len(sizes), _MOST_DESCRIPTORS):
+        try:
+            storages += _receive_storages(pipe, sizes[start : start + _MOST_DESCRIPTORS])
+        except (NoHandles, RuntimeError) as error:
+            failures.append(error)  # raised when the whole message has been read
+    data = receive(pipe)
 
-    def unpack() -> Any:
-        if problems:
-            raise problems[0]
-        return _Unpacking(io.BytesIO(data), storages).load()
+    def unpickle() -> Any:
+        if failures:
+            raise failures[0]
+        return _Unpickler(io.BytesIO(data), storages).load()
 
-    return unpack
+    return unpickle
 
 
-def _opened(through: socket.socket, sizes: list[int]) -> list[Any]:
-    """Receive the handles of some storages, and map them."""
-    handles = array.array("i")
-    space = socket.CMSG_SPACE(len(sizes) * handles.itemsize)
-    letter, extras, _, _ = through.recvmsg(1, space, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-    if not letter:
-        raise EOFError("the pipe has ended")
-    for level, kind, data in extras:
+def _receive_storages(pipe: socket.socket, sizes: list[int]) -> list[Any]:
+    """Receive the descriptors of some storages, and map them."""
+    descriptors = array.array("i")
+    space = socket.CMSG_SPACE(len(sizes) * descriptors.itemsize)
+    data, extras, _, _ = pipe.recvmsg(1, space, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    if not data:
+        raise EOFError("the socket was closed")
+    for level, kind, raw in extras:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
+            descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
     try:
-        if len(handles) != len(sizes):
+        if len(descriptors) != len(sizes):
             raise NoHandles(
-                f"{len(handles)} of {len(sizes)} pieces of shared memory could be opened",
+                f"{len(descriptors)} of {len(sizes)} pieces of shared memory could be opened",
                 hint="allow more open files (ulimit -n)",
             )
         storage: Any = torch.UntypedStorage
-        # The storage duplicates the handle.
-        return [storage._new_shared_fd_cpu(handle, size) for handle, size in zip(handles, sizes, strict=True)]
+        # The storage duplicates the descriptor.
+        return [storage._new_shared_fd_cpu(each, size) for each, size in zip(descriptors, sizes, strict=True)]
     finally:
-        for handle in handles:
-            os.close(handle)
+        for each in descriptors:
+            os.close(each)
 
 
-class _Packing(ForkingPickler):
-    """Sets the storages of tensors in host memory aside; all else goes as torch has it."""
+class _Pickler(ForkingPickler):
+    """Collects the storages of tensors in host memory; pickles everything else as torch does."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -132,19 +150,19 @@ class _Packing(ForkingPickler):
         self._numbers: dict[int, int] = {}
         if "file_descriptor" in _untyped.get_all_sharing_strategies():
             inherited: Any = self.dispatch_table
-            self.dispatch_table = {**inherited, torch.UntypedStorage: self._set_aside}
+            self.dispatch_table = {**inherited, torch.UntypedStorage: self._collect}
 
-    def _set_aside(self, storage: torch.UntypedStorage) -> Any:
+    def _collect(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.nbytes() == 0:
             return _untyped.reductions.reduce_storage(storage)
         number = self._numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
-            storage._share_fd_cpu_()  # moves one there that is not in shared memory, and fails here if there is no room
+            storage._share_fd_cpu_()  # moves it to shared memory if it is not there; fails here if there is no room
             self.storages.append(storage)
         return numbered_storage, (number,)
 
 
-class _Unpacking(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     """Finds the storages that came with a message."""
 
     def __init__(self, file: io.BytesIO, storages: list[Any]) -> None:
@@ -163,16 +181,12 @@ def numbered_storage(number: int) -> torch.UntypedStorage:
     raise pickle.UnpicklingError(f"storage {number} came with a message, and is not here")
 
 
-# What runs in the process that saves: it takes orders from the process that trains, one step of a save at a time.
-#
-# It never talks to other ranks. Plans and results go back to the training process as bytes, which carries them
-# between
-# the ranks; states come in shared memory. It ends when the training process does.
+# -- in the process that saves -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankInWorld:
-    """A rank among others, as a planner or a writer may ask for it."""
+    """The rank and world size that planners and writers see."""
 
     rank: int
     size: int
@@ -180,7 +194,7 @@ class RankInWorld:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What begins a save."""
+    """The arguments of a save."""
 
     state: Any
     checkpoint_id: Any
@@ -193,59 +207,54 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended."""
+    """The result of a step, or the error it raised."""
 
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
 
 
-def serve(pipe: Connection, world: RankInWorld | None) -> None:
-    """Carry out what is asked for through the pipe, until it is closed."""
-    # Ctrl-C reaches all processes of a terminal; the one that trains decides what becomes of a save.
+def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
+    """Run the steps that are requested through the socket, until it is closed."""
+    # Ctrl-C reaches all processes of a terminal; the training process decides what happens to a save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    served = _Served()
+    server = _SaveServer()
     try:
         if world is not None:
             _set_up_ranks(world)
-        gc.freeze()  # modules stay: to go through all of torch takes a fifth of a second, before and after every save
-        _answer(pipe, StepResult())
+        gc.freeze()  # modules are never freed: collecting all of torch takes 0.2 s, before and after every save
+        send(pipe, pickle.dumps(StepResult()))
         while True:
-            _answer(pipe, _tried(receive_message(pipe), served))
+            send(pipe, pickle.dumps(_run_step(receive_message(pipe), server)))
     except (EOFError, OSError):  # the training process is gone
         return
 
 
-def _answer(pipe: Connection, answer: StepResult) -> None:
-    pipe.send_bytes(pickle.dumps(answer))
-
-
-def _tried(unpack: Callable[[], Any], served: _Served) -> StepResult:
-    """Carry out a step. Whatever it raises is an answer, a connection that broke in it too."""
+def _run_step(unpickle: Callable[[], Any], server: _SaveServer) -> StepResult:
+    """Run a step. Whatever it raises is sent back, also an OSError of a connection of its own."""
     try:
-        step, argument = unpack()
-        return StepResult(getattr(served, step)(argument))
+        step, argument = unpickle()
+        return StepResult(getattr(server, step)(argument))
     except BaseException as error:  # noqa: BLE001 - raised in the training process
-        trace = traceback.format_exc()
-        return StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=trace)
+        return StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=traceback.format_exc())
 
 
-class _Served:
-    """The save that is under way."""
+class _SaveServer:
+    """The steps of the save in progress."""
 
     def __init__(self) -> None:
         self._save: Any = None
         self._state: Any = None
         self._writer: Any = None
 
-    def begin(self, order: SaveRequest) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """Set up a save."""
         self.forget(None)
-        writer = _storage_setup(order.storage_writer, order.checkpoint_id)
-        planner = DefaultSavePlanner() if order.planner is None else order.planner
-        # An order says of itself what a save asks of its ranks.
-        self._save = _Save(order, planner, writer, order.use_collectives)  # type: ignore[arg-type]
-        self._state = order.state
+        writer = _storage_setup(request.storage_writer, request.checkpoint_id)
+        planner = DefaultSavePlanner() if request.planner is None else request.planner
+        # A request has the attributes that `_Save` reads from its ranks.
+        self._save = _Save(request, planner, writer, request.use_collectives)  # type: ignore[arg-type]
+        self._state = request.state
         self._writer = writer
 
     def plan(self, _: None) -> bytes:
@@ -257,11 +266,11 @@ class _Served:
         return [pickle.dumps(plan) for plan in self._save.decide([pickle.loads(plan) for plan in plans])]
 
     def write(self, plan: bytes) -> bytes:
-        """Carry out a plan."""
+        """Write the items of a plan."""
         return pickle.dumps(self._save.write(pickle.loads(plan)))
 
     def finish(self, results: list[bytes]) -> bytes:
-        """Complete the checkpoint, and return its metadata."""
+        """Commit the checkpoint, and return its metadata."""
         return pickle.dumps(self._save.finish([pickle.loads(result) for result in results]))
 
     def discard(self, _: None) -> None:
@@ -271,171 +280,139 @@ class _Served:
             remove()
 
     def forget(self, _: None) -> None:
-        """Let go of the state, whose memory the training process uses again."""
+        """Release the state, because the training process reuses its memory."""
         self._save = self._state = self._writer = None
         gc.collect()
 
 
 def _set_up_ranks(world: RankInWorld) -> None:
     """
-    Let `torch.distributed` say which rank this is, as planners, writers and sharded tensors ask it.
+    Initialize `torch.distributed` with this rank, because planners, writers and sharded tensors ask for it.
 
-    The group has no backend: a collective in here is an error, and not a wait for ranks that are not there.
+    The group has no backend, so a collective raises an error instead of waiting for ranks that are not there.
     """
     import torch.distributed as dist  # noqa: PLC0415 - only where there are ranks
     from torch._C._distributed_c10d import HashStore  # noqa: PLC0415
 
     class RanksOnly(dist.ProcessGroup):
-        """Knows who is there, and cannot talk to them."""
+        """Has a rank and a size, and cannot communicate."""
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
             return "shardkeep_ranks_only"
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> RanksOnly:
         del store, timeout
-        return RanksOnly(rank, size)  # type: ignore[call-arg]  # one of two ways, and the stub has the other
+        return RanksOnly(rank, size)  # type: ignore[call-arg]  # the stub has only the other overload
 
     dist.Backend.register_backend("shardkeep_ranks_only", make, devices=["cpu", "cuda"])
     dist.init_process_group("shardkeep_ranks_only", store=HashStore(), rank=world.rank, world_size=world.size)
 
 
-# The training process's hold on the process that saves: started when needed, watched, replaced when it has died.
-
-_HOW_TO_START: Final = (
-    'start training under `if __name__ == "__main__":` and not in a daemonic process, or save with '
-    "AsyncCheckpointerType.THREAD"
-)
+# -- in the training process -------------------------------------------------------------------------------------------
 
 
 class SaverDied(CheckpointError, RuntimeError):
-    """The process that saves ended before its work was done."""
+    """The process that saves ended, or did not answer in time, before its work was done."""
 
 
 class FromSaver(CheckpointError):
-    """Where in the process that saves an exception was raised, as text."""
+    """The traceback of an exception in the process that saves, as text."""
 
 
-class SaverProcess:
-    """A process that saves, spawned with a copy of nothing. Started on any thread, then used by one at a time."""
+_KIND: Final = ChildKind(
+    name="the process that saves",
+    error=SaverDied,
+    if_not_started='start training under `if __name__ == "__main__":` and not in a daemonic process, or save with '
+    "AsyncCheckpointerType.THREAD",
+    if_dead="the next save starts a new process; the kernel's log shows whether memory ran out",
+    if_silent="the next save starts a new process; if the storage is only slow, set a larger SHARDKEEP_TIMEOUT_S",
+)
+
+
+class SaverProcess(ChildProcess):
+    """The process that saves. It is started on any thread, then used by one thread at a time."""
 
     def __init__(self, world: RankInWorld | None) -> None:
         """
         Start the process.
 
         Args:
-            world: Which rank it is; None where there are no others.
+            world: its rank; None where there are no other ranks.
 
         Raises:
             SaverDied: it could not be started.
 
         """
-        # torch's, whose pipes carry tensors as handles to shared memory
-        import torch.multiprocessing  # noqa: PLC0415 - most saves need none of this
-
         self.world = world
         self._ready = False
-        context = torch.multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, world), daemon=True, name="shardkeep-saver")
-        try:
-            self._process.start()
-        except (AssertionError, RuntimeError, OSError) as error:
-            raise SaverDied(
-                f"the process that saves could not be started: {error}",
-                hint=_HOW_TO_START,
-            ) from error
-        finally:
-            theirs.close()  # so that the pipe ends with the process
 
-    def wait_until_ready(self, timeout_s: float) -> None:
+        def spawn(sockets: Sequence[socket.socket]) -> MultiprocessingProcess:
+            process: Any = torch.multiprocessing.get_context("spawn").Process(
+                target=serve, args=(sockets[1], world), daemon=True, name="shardkeep-saver"
+            )
+            process.start()
+            return MultiprocessingProcess(process)
+
+        super().__init__(spawn, pipes=1, kind=_KIND, started_errors=(AssertionError, RuntimeError, OSError))
+
+    def wait_until_ready(self) -> None:
         """
-        Wait until the process can work.
+        Wait until the process has imported what it needs.
 
         Raises:
-            SaverDied: it ended, or took too long.
+            SaverDied: it ended, or took longer than `Options.timeout_s`.
 
         """
         if not self._ready:
-            self._answer("start", timeout_s)
+            try:
+                self.call(lambda _pipe, _ready: None, WaitPolicy(Options().timeout_s))
+            except SaverDied as error:
+                raise SaverDied(f"{error.message} in step 'start'", hint=_KIND.if_not_started) from error
             self._ready = True
 
-    @property
-    def pid(self) -> int | None:
-        """The process's id."""
-        return self._process.pid
-
-    def alive(self) -> bool:
-        """Say whether the process is there; may be asked by any thread."""
-        return not multiprocessing.connection.wait([self._process.sentinel], 0)
-
-    def ask(self, step: str, argument: Any = None) -> Any:
+    def ask(self, step: str, argument: Any = None, *, more_s: float = 0.0) -> Any:
         """
-        Have a step carried out, and return what it returned.
+        Run a step in the process, and return its result.
+
+        Args:
+            step: the name of a method of the server.
+            argument: its argument.
+            more_s: how much longer than `Options.timeout_s` the step may take.
 
         Raises:
-            SaverDied: the process ended; told as soon as it happens.
+            SaverDied: the process ended, or did not answer in time.
             BaseException: what the step raised there.
 
         """
         try:
-            parcel = TensorMessage((step, argument))
+            message = TensorMessage((step, argument))
         except Exception as error:
             raise BrokenProtocol(
                 f"a save cannot be sent to the process that saves: {error}",
                 hint="the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD",
             ) from error
         try:
-            parcel.send(self._pipe)
-        except OSError as error:
-            raise self._died(step) from error
-        return self._answer(step, None)
-
-    def close(self) -> None:
-        """End the process, at once if it does not end by itself."""
-        self._pipe.close()
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(5)
-
-    def _answer(self, step: str, timeout_s: float | None) -> Any:
-        ready = multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout_s)
-        if not ready:
-            self._process.terminate()
-            raise SaverDied(f"the process that saves did not answer within {timeout_s:g} s, in step {step!r}")
-        try:
-            if not self._pipe.poll():
-                raise self._died(step)
-            answer: StepResult = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._died(step) from error
-        if answer.error is not None:
-            raise answer.error from FromSaver(answer.trace)
-        return answer.value
-
-    def _died(self, step: str) -> SaverDied:
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.terminate()  # half a message is no way to go on
-            self._process.join(5)
-        code = self._process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        return SaverDied(
-            f"the process that saves (pid {self.pid}) {how} in step {step!r}",
-            hint=_HOW_TO_START if step == "start" else "the next save starts a new one; was there too little memory?",
-        )
+            result: StepResult = pickle.loads(self.call(message.send, WaitPolicy(Options().timeout_s), more_s=more_s))
+        except SaverDied as error:
+            raise SaverDied(f"{error.message} in step {step!r}", hint=error.hint) from error
+        if result.error is not None:
+            raise result.error from FromSaver(result.trace)
+        return result.value
 
 
 class RemoteSave:
-    """The steps of a save that another process makes; what passes between them is bytes."""
+    """The steps of a save that the other process runs. Plans and results are exchanged as bytes."""
 
-    def __init__(self, saver: SaverProcess, order: SaveRequest) -> None:
+    def __init__(self, saver: SaverProcess, request: SaveRequest) -> None:
         self._saver = saver
-        self._order = order
+        self._request = request
+        parts: Any = (part for tensor in tensors_in(request.state) for part in open_tensor(tensor).parts)
+        nbytes = sum(part.numel() * part.element_size() for part in parts)
+        self._more_s = nbytes / SLOWEST_BYTES_PER_S
 
     def plan(self) -> bytes:
-        """Begin, and return this rank's plan."""
-        self._saver.ask("begin", self._order)
+        """Send the state, and return this rank's plan."""
+        self._saver.ask("begin", self._request)
         plan: bytes = self._saver.ask("plan")
         return plan
 
@@ -445,21 +422,21 @@ class RemoteSave:
         return decided
 
     def write(self, plan: bytes) -> bytes:
-        """Carry out a plan."""
-        written: bytes = self._saver.ask("write", plan)
+        """Write the items of a plan."""
+        written: bytes = self._saver.ask("write", plan, more_s=self._more_s)
         return written
 
     def finish(self, results: list[bytes]) -> bytes:
-        """Complete the checkpoint, and return its metadata."""
-        finished: bytes = self._saver.ask("finish", results)
+        """Commit the checkpoint, and return its metadata."""
+        finished: bytes = self._saver.ask("finish", results, more_s=self._more_s)
         return finished
 
     def discard(self) -> None:
-        """Have what was written of a failed save removed, if the process still lives."""
+        """Remove what was written of a failed save, if the process is alive."""
         if self._saver.alive():
             self._saver.ask("discard")
 
     def forget(self) -> None:
-        """Let the process drop the state, if it still lives."""
+        """Release the state in the process, if it is alive."""
         if self._saver.alive():
             self._saver.ask("forget")

@@ -34,7 +34,7 @@ import shardkeep
 from shardkeep.engine.codecs import FileCodecs
 from shardkeep.engine.pools import WINDOW_NBYTES, Arenas, Buffer, BufferPool, StagingMemory, staging_memory
 from shardkeep.engine.process import rpc
-from shardkeep.engine.process.rpc import ChildKind, ChildProcess, Ready, WaitPolicy
+from shardkeep.engine.process.rpc import SLOWEST_BYTES_PER_S, ChildKind, ChildProcess, Ready, WaitPolicy
 from shardkeep.engine.process.server import (
     IGNORED_SIGNALS,
     AbandonFile,
@@ -60,8 +60,6 @@ from shardkeep.storage.resolve import StoreSpec
 
 log = logging.getLogger("shardkeep")
 
-_SLOWEST_BYTES_PER_S = 16 << 20
-"""What a slow disk makes durable in a second; a request to finish a file may have to wait for many bytes."""
 _REMOTE_CLEANUP_S = 15.0
 """What a remote store may need to abort uploads, when a save is cancelled."""
 _NOEXEC = 8
@@ -409,7 +407,7 @@ class WriterSession:
 
         """
         try:
-            return self.process.ask(request, self.policy, more_s=nbytes / _SLOWEST_BYTES_PER_S)
+            return self.process.ask(request, self.policy, more_s=nbytes / SLOWEST_BYTES_PER_S)
         except WriterDied as error:
             if self.wanted():
                 raise

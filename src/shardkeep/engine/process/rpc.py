@@ -35,6 +35,8 @@ MESSAGE_NBYTES = 4096
 """The longest message of `notify`."""
 _GRACE_S = 5.0
 """Between the end of a process's pipes and its own."""
+SLOWEST_BYTES_PER_S = 16 << 20
+"""What a slow disk makes durable in a second; a request to finish files may have to wait for many bytes."""
 _SIZE = struct.Struct("!Q")
 
 Ready = Callable[[int], None]
@@ -337,6 +339,7 @@ class ChildProcess:
         if self._owner == os.getpid():  # not in a fork
             with self._lock:
                 self._reap(0)
+                self._died = self._died or self._note("was ended", self._kind.if_dead)
 
     def _how_it_died(self) -> CheckpointError:
         """Make sure that the process is gone, as it must not touch memory or files any more, and return the error to raise."""
