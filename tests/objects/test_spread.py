@@ -139,7 +139,7 @@ def blockwise(where, *, save):
 
 def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):
     """
-    Codes that cannot be cut anew come back on the same sharding, bit for bit; on another it is an error that says so.
+    Codes that cannot be resharded come back on the same sharding, bit for bit; on another it is an error that says so.
     """
     where = str(tmp_path / "c")
     saved = rank_pool.run(2, blockwise, where, save=True)
@@ -148,7 +148,7 @@ def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):
     for outcome in rank_pool.outcomes(3, blockwise, where, save=False):
         assert isinstance(outcome.error, sk.StateMismatch)
         assert "optim.state.weight" in str(outcome.error)
-        assert "cannot be cut anew" in str(outcome.error)
+        assert "cannot be resharded" in str(outcome.error)
 
 
 class RowScaled(torch.optim.Optimizer):

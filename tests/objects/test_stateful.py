@@ -183,7 +183,7 @@ def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     for outcome in thread_outcomes(2, load(Counter)):
         assert isinstance(outcome, sk.StateMismatch)
         assert "load_rank_states" in str(outcome)
-        assert "'loader' was saved by 3 ranks" in str(outcome)
+        assert "'loader' was saved per rank by 3 ranks" in str(outcome)
     assert run_thread_ranks(2, load(Counter, exclude="loader")) == [{}, {}]
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shardkeep.state import names as walk
-from shardkeep.state.fsdp1 import fsdp_modules
-from shardkeep.state.names import all_canonical
+from shardkeep.state.names import all_canonical, fsdp_modules
 from tests.training.test_names import Hiding, Tied
 
 

@@ -1,5 +1,6 @@
 """Model and optimizer state under the names of `torch.distributed.checkpoint.state_dict`."""
 
+import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -33,7 +34,7 @@ from shardkeep.state.modules import PARAM_GROUPS as _PG
 from shardkeep.state.modules import PARAMS as _PARAMS
 from shardkeep.state.modules import STATE as _STATE
 from shardkeep.state.modules import StateDictInfo as _StateDictInfo
-from shardkeep.state.modules import StateDictOptions, get_model_state_dict, set_model_state_dict
+from shardkeep.state.modules import StateDictOptions
 from shardkeep.state.modules import by_submodule as _unflatten_model_state_dict
 from shardkeep.state.modules import check_states as _verify_state_dict
 from shardkeep.state.modules import checked_options as _verify_options
@@ -44,11 +45,13 @@ from shardkeep.state.modules import set_model_state as _load_model_state_dict
 from shardkeep.state.names import FLAT_PARAM as _FLAT_PARAM
 from shardkeep.state.names import get_fqns as _get_fqns
 from shardkeep.state.offload import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
-from shardkeep.state.optimizers import flatten_optimizer_state as _flatten_optim_state_dict
 from shardkeep.state.optimizers import init_optim_state as _init_optim_state
+from shardkeep.state.state_dict import flatten_optimizer_state as _flatten_optim_state_dict
 from shardkeep.state.state_dict import (
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -56,14 +59,13 @@ from shardkeep.state.state_dict import load_optimizers as _load_optim_state_dict
 from shardkeep.state.state_dict import optimizer_state as _get_optim_state_dict
 from shardkeep.state.state_dict import patch_model_state_dict as _patch_model_state_dict
 from shardkeep.state.state_dict import patch_optimizer_state_dict as _patch_optimizer_state_dict
-from shardkeep.state.types import (
-    FQNS_T,
-    DictValueType,
-    ListDictValueType,
-    OptimizerStateType,
-    PrimitiveType,
-    ValueType,
-)
+
+FQNS_T = set[str]
+PrimitiveType = DTensor | ShardedTensor | torch.Tensor | int | float | str
+ValueType = PrimitiveType | list[PrimitiveType] | tuple[PrimitiveType] | dict[str, "ValueType"]
+DictValueType = dict[str, ValueType]
+ListDictValueType = list[DictValueType]
+OptimizerStateType = dict[str, DictValueType | ListDictValueType]
 
 __all__ = [
     "DDP",

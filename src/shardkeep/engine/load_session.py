@@ -303,7 +303,7 @@ class LoadSession:
     def _place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         with self.phases.phase("place"):
             self._refill(matched, matched.values | made)
-            matched.objects.take({*matched.match.tensors, *matched.match.values})
+            matched.objects.load({*matched.match.tensors, *matched.match.values})
 
     def _refill(self, matched: MatchedState, leaves: dict[str, Any], *, dry: bool = False) -> None:
         refill(

@@ -177,13 +177,13 @@ class SaveSession:
             if request.check is not None:
                 request.check()
             labels = RecordLabels.checked(request.step, request.meta)
-            return labels, objects.give(differing, communicating=False)
+            return labels, objects.states(differing, communicating=False)
 
         def describe_now() -> DescribedState:
             with self.phases.phase("describe"):
                 labels, in_place_of = prepared or prepare()
                 if objects.communicates:
-                    in_place_of |= objects.give(differing, communicating=True)
+                    in_place_of |= objects.states(differing, communicating=True)
                 description = describe(state, rank=rank, in_place_of=in_place_of)
                 manifest = make_manifest(
                     description, allow_pickle=request.allow_pickle, check_replicas=request.check_replicas
@@ -285,7 +285,7 @@ def find_differing_state(objects: Objects, ranks: Rendezvous, size: int, *, allo
         return frozenset()
 
     def digests() -> bytes:
-        return msgspec.msgpack.encode((objects.names, objects.unsure(allow_pickle=allow_pickle)))
+        return msgspec.msgpack.encode((objects.names, objects.digests(allow_pickle=allow_pickle)))
 
     def differing(payloads: list[bytes]) -> list[bytes]:
         said = [msgspec.msgpack.decode(payload, type=tuple[list[str], dict[str, bytes]]) for payload in payloads]

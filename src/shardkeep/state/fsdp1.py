@@ -16,14 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardkeep.state.names import all_modules, is_fsdp1
-
-
-def fsdp_modules(model: nn.Module) -> list[nn.Module]:
-    """Return all wrappers of FSDP1 in a module, itself included."""
-    parts = all_modules(model)
-    flat = {kind for kind in {*map(type, parts)} if is_fsdp1(kind)}
-    return [part for part in parts if type(part) in flat] if flat else []
+from shardkeep.state.names import fsdp_modules
 
 
 def state_dict_context(

@@ -1,8 +1,9 @@
 """
-Options of the functions that read and set state.
+State of models by canonical names, with torch's options: from a module to a dict, and from a dict into the module.
 
-The names and defaults are torch's, so that code moves over by changing an import. What `checked_options` returns
-holds everything that is looked up once for each call: names of parameters, FSDP1 wrappers, prefixes of submodules.
+Tensors that are read use the module's own memory if the module returns it. State dicts that are passed in are never
+changed. `checked_options` looks up once per call what these functions and those for optimizers need to know of a model:
+the names of its parameters, FSDP1 wrappers, prefixes of submodules.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardkeep.errors import BadOptions, BadState, CheckpointError, KeyCollision
-from shardkeep.format.pickles import collector_paused
 from shardkeep.state import fsdp1
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.leaves import is_dtensor
@@ -31,68 +31,71 @@ from shardkeep.state.names import (
     LiveItem,
     all_canonical,
     canonical_key,
+    fsdp_modules,
     live_state,
     names_of_parameters,
     state_dict_key,
 )
 from shardkeep.state.offload import offload_state_dict_to_cpu
 
-if TYPE_CHECKING:
-    from shardkeep.state.types import ValueType
-
-
 STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
+PATCHED = "_shardkeep_patched"
+"""Marks functions that replace an object's own `state_dict` and `load_state_dict`."""
+_NOT_YET = object()
+"""Stands for a value into which a full tensor does not fit: extra state, flat parameters."""
+T = TypeVar("T")
+_NameTable = dict[str | torch.Tensor, set[str] | torch.Tensor]
 
 
 @dataclass
 class StateDictOptions:
-    """How state is read from a model and its optimizers, and how it is set to them."""
+    """How state is read from a model and its optimizers, and how it is set. Names and defaults are torch's."""
 
     full_state_dict: bool = False
     """Every tensor is whole: gathered when read, cut to each rank's part when set."""
     cpu_offload: bool = False
-    """Tensors read are on the CPU; together with `full_state_dict` only rank 0 gets them, the others get nothing."""
+    """Tensors that are read are on the CPU; with `full_state_dict`, only rank 0 gets them, the others get nothing."""
     ignore_frozen_params: bool = False
     """Parameters that require no gradient are left out of the model's state."""
     keep_submodule_prefixes: bool = True
-    """Names stay whole when only `submodules` are read; False takes the name of the submodule away."""
+    """Keep whole names when only `submodules` are read; False removes the name of the submodule."""
     strict: bool = True
     """A key too many or too few in the model's state, or a parameter without optimizer state, is an error."""
     broadcast_from_rank0: bool = False
-    """Only rank 0 passes the (whole) state; the others get it from there. Needs `full_state_dict`."""
+    """Only rank 0 passes the full state; the others receive it. Needs `full_state_dict`."""
     flatten_optimizer_state_dict: bool = False
     """Optimizer state is one level deep: `state.<name>.<key>` and `param_groups.<name>.<key>`."""
     dsd_fqn_modifiers: str = FQN_MODIFIERS
-    """What the method is called by which modules hide children from names."""
+    """The name of the method by which modules hide children from names."""
 
 
 @dataclass
 class StateDictInfo(StateDictOptions):
-    """The options of one call and what was looked up for it."""
+    """The options of one call, and what was looked up for it."""
 
-    fqn_param_mapping: dict[str | torch.Tensor, set[str] | torch.Tensor] = field(default_factory=dict)
+    fqn_param_mapping: _NameTable = field(default_factory=dict)
     """Each parameter or buffer to its canonical names, and each name to what it names."""
-    shared_params_mapping: dict[str | torch.Tensor, set[str] | torch.Tensor] = field(default_factory=dict)
-    """The part of `fqn_param_mapping` about what has several names."""
+    shared_params_mapping: _NameTable = field(default_factory=dict)
+    """The entries of `fqn_param_mapping` for tensors with several names."""
     submodule_prefixes: set[str] = field(default_factory=set)
     handle_model: bool = True
     handle_optim: bool = True
     fsdp_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Sets how FSDP1 gives and takes state dicts, for as long as it is entered."""
+    """Sets, while entered, the form in which FSDP1 returns and takes state dicts."""
     fsdp_modules: list[nn.Module] = field(default_factory=list)
     param_names: dict[nn.Parameter, tuple[str, ...]] = field(default_factory=dict)
     """Each parameter to its canonical names, the usual one first."""
     live: list[LiveItem] = field(default_factory=list)
-    """All that the model holds."""
+    """Everything that the model holds."""
     canonical: bool = False
-    """Whether nothing in the model wraps or hides anything: keys of its state dict are names."""
+    """Whether nothing in the model wraps or hides anything, so that the keys of its state dict are canonical names."""
 
 
 def checked_options(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     optim_only: bool,
     *,
     submodules: Iterable[nn.Module] | None = None,
@@ -103,7 +106,7 @@ def checked_options(
 
     Raises:
         BadOptions: (ValueError) `broadcast_from_rank0` without `full_state_dict`.
-        BadState: (RuntimeError) only optimizers are asked for, and there are none.
+        BadState: (RuntimeError) only optimizer state is requested, and there is no optimizer.
 
     """
     options = options or StateDictOptions()
@@ -114,17 +117,17 @@ def checked_options(
             stacklevel=3,
         )
     if optim_only and not optims:
-        raise BadState("only optimizer state is asked for, but no optimizer was passed")
+        raise BadState("only optimizer state was requested, but no optimizer was passed")
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise BadOptions(
-            "broadcast_from_rank0 hands out whole tensors, and full_state_dict is False",
+            "broadcast_from_rank0 sends full tensors, and full_state_dict is False",
             hint="pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
         )
     modifiers = options.dsd_fqn_modifiers
     canonical = all_canonical(model, fqn_modifiers=modifiers)
     live = list(live_state(model, modifiers, canonical=canonical))
     named, shared = _name_tables(live)
-    wrappers = fsdp1.fsdp_modules(model)
+    wrappers = fsdp_modules(model)
     return StateDictInfo(
         **{one.name: getattr(options, one.name) for one in fields(StateDictOptions)},
         fqn_param_mapping=named,
@@ -147,15 +150,13 @@ def checked_options(
     )
 
 
-def _name_tables(
-    live: Iterable[LiveItem],
-) -> tuple[dict[str | torch.Tensor, set[str] | torch.Tensor], dict[str | torch.Tensor, set[str] | torch.Tensor]]:
+def _name_tables(live: Iterable[LiveItem]) -> tuple[_NameTable, _NameTable]:
     names: dict[torch.Tensor, set[str]] = {}
     for item in live:
         if isinstance(item.value, torch.Tensor):
             names.setdefault(item.value, set()).add(item.name)
-    named: dict[str | torch.Tensor, set[str] | torch.Tensor] = {}
-    shared: dict[str | torch.Tensor, set[str] | torch.Tensor] = {}
+    named: _NameTable = {}
+    shared: _NameTable = {}
     for value, found in names.items():
         flat = hasattr(value, "_fqns")  # one tensor of FSDP1 that holds several parameters: these are not tied
         for table in (named,) if len(found) == 1 or flat else (named, shared):
@@ -176,19 +177,8 @@ def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None, modifier
     return {f"{name}." if name else "" for name in found}
 
 
-# What all the public functions do around their work: check, pause the collector, gather or offload results.
-
-PATCHED = "_shardkeep_patched"
-"""Marks functions that were put in place of an object's own `state_dict` and `load_state_dict`."""
-
-
-def as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple."""
-    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-
-
 def own_method(obj: Any, name: str) -> Callable[..., Any]:
-    """Return a method of an object, and the class's own one where ours was put in its place."""
+    """Return a method of an object; the method of its class if `patch_*_state_dict` replaced it."""
     found: Callable[..., Any] = getattr(obj, name)
     if getattr(found, PATCHED, False):
         found = getattr(type(obj), name).__get__(obj)
@@ -196,7 +186,7 @@ def own_method(obj: Any, name: str) -> Callable[..., Any]:
 
 
 def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
-    """Make tensors whole, or move them to the CPU, as the options say."""
+    """Gather tensors, or move them to the CPU, as the options say."""
     if info.full_state_dict:
         only = (0,) if info.cpu_offload and dist.is_initialized() else ()
         return gather_state_dict(state, cpu_offload=info.cpu_offload, ranks_only=only)
@@ -207,7 +197,7 @@ def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[st
 
 def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], info: StateDictInfo) -> None:
     """
-    Refuse state dicts that are empty where they must not be, or that no plain model can have.
+    Refuse state dicts that are empty but must not be, or that hold flat parameters of FSDP1.
 
     Raises:
         BadState: (RuntimeError) with what to do about it.
@@ -215,14 +205,15 @@ def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, A
     """
     elsewhere = info.broadcast_from_rank0 or (info.cpu_offload and info.full_state_dict)
     partial = bool(info.submodule_prefixes) or info.ignore_frozen_params or not info.strict
+    on_rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     if info.handle_model and not model_state and not elsewhere and not partial:
         raise BadState(
-            f"the model's state dict is empty{_on_rank()}",
-            hint="the model has no parameters or buffers here, or an empty dict was passed to be loaded",
+            f"the model's state dict is empty{on_rank}",
+            hint="the model has no parameters or buffers here, or an empty dict was passed",
         )
     if info.handle_optim and not optimizer_state and not elsewhere:
         raise BadState(
-            f"the optimizers' state dict is empty{_on_rank()}",
+            f"the optimizers' state dict is empty{on_rank}",
             hint="pass what get_optimizer_state_dict returned, or set the model's state alone",
         )
     for key in model_state:
@@ -233,106 +224,38 @@ def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, A
             )
 
 
-def _on_rank() -> str:
-    return f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-
-
-# What rank 0 knows, made known to all ranks; its failure too, so that none waits for a rank that gave up.
-
-T = TypeVar("T")
-
-
 def from_rank0(make: Callable[[], T]) -> T:
     """
-    Call `make` on rank 0 and return what it returned on all ranks of the default group.
+    Call `make` on rank 0, and return its result on all ranks of the default group.
 
     Raises:
-        BadState: on the other ranks, where `make` failed; rank 0 raises what it raised.
+        BadState: on the other ranks, if `make` failed, so that they do not wait; rank 0 raises the original error.
 
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    told: list[Any] = [None, None]
+    sent: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [make(), None]
+            sent[0] = make()
         except Exception as exc:  # noqa: BLE001 - raised again below, once the others know
             failure = exc
-            told = [None, _words(exc)]
-    dist.broadcast_object_list(told, src=0)
+            text = f"{type(exc).__name__}: {exc}", ""
+            sent[1] = (exc.message, exc.hint) if isinstance(exc, CheckpointError) else text
+    dist.broadcast_object_list(sent, src=0)
     if failure is not None:
         raise failure
-    if told[1] is not None:
-        message, hint = told[1]
+    if sent[1] is not None:
+        message, hint = sent[1]
         raise BadState(f"rank 0: {message}", hint=hint)
-    result: T = told[0]
+    result: T = sent[0]
     return result
-
-
-def _words(error: Exception) -> tuple[str, str]:
-    if isinstance(error, CheckpointError):
-        return error.message, error.hint
-    return f"{type(error).__name__}: {error}", ""
-
-
-# State of a model: from a module to a dict by canonical names, and from such a dict back into the module.
-#
-# Tensors read are the module's own memory wherever it gives that out. State dicts passed in are never changed.
-
-_NOT_YET = object()
-"""Stands for what a module holds in a form that whole tensors do not fit into: extra state, flat parameters."""
-
-
-def get_model_state_dict(
-    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
-) -> dict[str, ValueType]:
-    """
-    Return the state of a model by canonical names, whatever wrappers are around it or its parts.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        submodules: Deprecated: return only what is in these.
-        options: See `StateDictOptions`.
-
-    Raises:
-        BadState: (RuntimeError) there is no state.
-
-    """
-    with collector_paused():
-        info = checked_options(model, (), optim_only=False, submodules=submodules, options=options)
-        state = model_state(model, info)
-        check_states(state, {}, info)
-        return state
-
-
-def set_model_state_dict(
-    model: nn.Module, model_state_dict: dict[str, ValueType], *, options: StateDictOptions | None = None
-) -> _IncompatibleKeys:
-    """
-    Load state by canonical names into a model; return the names that were missing and those not asked for.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        model_state_dict: What `get_model_state_dict` returned, here or under other wrappers; never changed. With
-            `full_state_dict` its tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
-        options: See `StateDictOptions`.
-
-    Raises:
-        BadState: (RuntimeError) it is empty, or lacks a key.
-        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
-
-    """
-    state = by_submodule(model, model_state_dict)
-    with collector_paused():
-        info = checked_options(model, (), optim_only=False, options=options)
-        check_states(state, {}, info)
-        return set_model_state(model, state, info)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
-    if all_canonical(module):  # as it is, then; to look up all that options may ask for takes longer
+    if all_canonical(module):  # then options need not be looked up, which takes longer
         with torch.no_grad():
             state: dict[str, Any] = own_method(module, "state_dict")()
             return state
@@ -363,41 +286,38 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
 @torch.no_grad()
 def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictInfo) -> _IncompatibleKeys:
     """
-    Load state by canonical names into the model; return the names that were missing and those not asked for.
+    Load state by canonical names into the model; return missing and unexpected names.
 
     Raises:
-        BadState: (RuntimeError) a key is missing; told to all ranks where rank 0 alone has the state.
+        BadState: (RuntimeError) a key is missing; on all ranks if only rank 0 has the state.
         RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
 
     """
     if not info.handle_model or not (state or info.broadcast_from_rank0):
         if info.handle_model and info.full_state_dict and info.cpu_offload:
-            # Reading with these options gives state to rank 0 alone. The other ranks must not pass over it in silence.
+            # Reading with these options returns state on rank 0 only; the other ranks must not skip the load silently.
             raise BadState(
                 "the model's state dict is empty on this rank",
                 hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
             )
         return _IncompatibleKeys([], [])
     modifiers = info.dsd_fqn_modifiers
-    items = info.live
-    keys = {item.name: item.key for item in items}
-    # The wrappers' own names are added to keys that have none; those that have them already are understood too.
+    keys = {item.name: item.key for item in info.live}
+    # Keys get the wrappers' names; keys that have them already are understood too.
     given = _renamed(state, lambda name: keys.get(name) or state_dict_key(model, name, fqn_modifiers=modifiers))
-    if info.broadcast_from_rank0:
-        present = from_rank0(lambda: _present(given, items, info))
-    else:
-        present = _present(given, items, info)
+    present = from_rank0(lambda: _present(given, info)) if info.broadcast_from_rank0 else _present(given, info)
     assign = False
     if info.full_state_dict:
-        given, assign = _spread(given, items, present, info)
+        given, assign = _distribute(given, present, info)
     with info.fsdp_context():
         result = own_method(model, "load_state_dict")(state_dict=given, strict=info.strict, assign=assign)
-    told = ([canonical_key(model, key, fqn_modifiers=modifiers) for key in found] for found in result)
-    return _IncompatibleKeys(*told)
+    return _IncompatibleKeys(
+        *([canonical_key(model, key, fqn_modifiers=modifiers) for key in found] for found in result)
+    )
 
 
 def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Turn state that is keyed by submodules, each with a state dict of its own, into one; return other state as is."""
+    """Turn state keyed by submodules, each with a state dict of its own, into one dict; return other state as it is."""
     if not isinstance(next(iter(state), None), nn.Module):
         return state
     warnings.warn(
@@ -447,23 +367,21 @@ def _of_submodules(state: Mapping[str, Any], prefixes: Iterable[str], *, keep_pr
     return result
 
 
-def _present(given: Mapping[str, Any], items: list[LiveItem], info: StateDictInfo) -> list[str]:
-    """Return the keys that are given; refuse to go on where a wrapped module would miss one."""
-    missing = [item.name for item in items if item.key != item.name and item.key not in given]
+def _present(given: Mapping[str, Any], info: StateDictInfo) -> list[str]:
+    """Return the keys that are given; raise if one is missing that the wrapped module would not report by its name."""
+    missing = [item.name for item in info.live if item.key != item.name and item.key not in given]
     if missing and info.strict:
         raise BadState(
             f"Missing key{'s' if len(missing) > 1 else ''}: {', '.join(missing)}.",
-            hint="the model has them and the state dict has not; StateDictOptions(strict=False) loads the others",
+            hint="the model has them and the state dict does not; StateDictOptions(strict=False) loads the others",
             missing=missing,
         )
     return list(given)
 
 
-def _spread(
-    given: dict[str, Any], items: list[LiveItem], present: list[str], info: StateDictInfo
-) -> tuple[dict[str, Any], bool]:
-    """Cut whole tensors to what each rank holds; say too whether the module must take the tensors themselves."""
-    live = {item.key: item.value for item in items}
+def _distribute(given: dict[str, Any], present: list[str], info: StateDictInfo) -> tuple[dict[str, Any], bool]:
+    """Cut full tensors to this rank's part; also return whether the module must be assigned the tensors themselves."""
+    live = {item.key: item.value for item in info.live}
     device, on_meta = _device_of(live, given)
     local: dict[str, Any] = {}
     for key, value in live.items():
@@ -474,14 +392,14 @@ def _spread(
     else:
         distribute_state_dict(given, local, device=device)
     result: OrderedDict[str, Any] = OrderedDict()
-    # What is not given is left out: the module says what it misses, and its own value is not the one asked for.
+    # Only given keys are passed on: the module reports what is missing, and must not be given its own values.
     for key in present:
-        # The module also tells of keys it does not know; on ranks that have no value for one a stand-in is enough.
+        # The module also reports unexpected keys; on ranks without a value for one, any stand-in will do.
         value = local[key] if key in local else given.get(key, torch.empty(0))
         held = live.get(key)
         if on_meta and isinstance(held, torch.Tensor) and held is not value:
-            # The module takes the tensors themselves. Scalars come on the CPU; and what was there before stays the
-            # same object, as optimizers hold it.
+            # The module is assigned the tensors, so scalars, which arrive on the CPU, must move to its device. Tensors
+            # that had memory stay the same objects, because optimizers hold them.
             value = value.to(device) if held.is_meta else held.copy_(value)
         result[key] = value
     if hasattr(given, "_metadata"):
@@ -490,31 +408,31 @@ def _spread(
 
 
 def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torch.device, bool]:
-    """Return the device a model is on, and whether parts of it are on none yet."""
+    """Return the device of a model, and whether parts of it are on meta."""
     devices = {value.device: key for key, value in local.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
     on_meta = devices.pop(torch.device("meta"), None) is not None
     if len(devices) > 1:
         found = ", ".join(f"{key!r} on {device}" for device, key in devices.items())
         raise BadOptions(
             f"Multiple devices found in the model: {found}",
-            hint="whole state can be spread over a model on one device; load its parts one by one",
+            hint="full state can be set to a model on one device only; load its parts one by one",
         )
     if devices:
         return next(iter(devices)), on_meta
-    return _device_to_be(local, given), on_meta
+    return _device_for_meta(local, given), on_meta
 
 
-def _device_to_be(local: Mapping[str, Any], given: Mapping[str, Any]) -> torch.device:
-    """Return where a model that is nowhere yet should be: where it is sharded, its ranks talk, or its state is."""
+def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torch.device:
+    """Choose the device for a model on meta: that of its mesh, of the process group, or of the given state."""
     kinds = {value.device_mesh.device_type for value in local.values() if is_dtensor(value)}
     if not kinds and not dist.is_initialized():
         found = (value.device for value in given.values() if isinstance(value, torch.Tensor))
         return next(found, torch.device("cpu"))
     if not kinds:
-        talking = dist.group.WORLD._device_types  # type: ignore[union-attr]  # it is initialised
-        kinds = {torch.device(one).type for one in talking}
+        supported = dist.group.WORLD._device_types  # type: ignore[union-attr]  # it is initialised
+        kinds = {torch.device(one).type for one in supported}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # A group that can talk from the CPU does so, as with torch.
+    # Like torch, use the CPU if the group supports it.
     if accelerator is None or "cpu" in kinds or accelerator.type not in kinds:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -204,9 +204,11 @@ def get_fqns(
     )
 
 
-def is_fsdp1(kind: type) -> bool:
-    """Say whether modules of this class are wrappers of FSDP1."""
-    return _wrapped_attribute_of(kind) == FSDP_MODULE
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """Return all FSDP1 wrappers in a module, itself included."""
+    parts = all_modules(model)
+    wrappers = {kind for kind in {*map(type, parts)} if _wrapped_attribute_of(kind) == FSDP_MODULE}
+    return [part for part in parts if type(part) in wrappers] if wrappers else []
 
 
 def hidden_children(module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS) -> dict[str, str]:

@@ -1,15 +1,17 @@
 """
-Saved optimizer state into live optimizers: which belongs to whom, cut to this rank's part, in the optimizer's types.
+Torch's functions for the state of a model and its optimizers: get, set and patch, by canonical names.
 
-No step is made on the way. Only where the state's form cannot be known from the state itself (its dtype or layout is
-not the parameter's) is an optimizer without state asked, by `fresh.rehearsed`, what its state looks like.
+Reading never changes an optimizer, its parameters, gradients or learning rates, nor an optimizer without state. Setting
+never makes a step: only if the form of the state cannot be derived from the state itself (its dtype or layout is not the
+parameter's) does an optimizer without state make a dry step. State dicts that are passed in are never changed; an
+optimizer's may be nested, flat, or as `Optimizer.state_dict()` returns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardkeep.errors import BadState, MissingKey
+from shardkeep.errors import BadOptions, BadState, MissingKey, UnsupportedValue
 from shardkeep.format.pickles import collector_paused
 from shardkeep.state import fsdp1
+from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
+from shardkeep.state.flatten import leaves_of, map_leaves, value_at
+from shardkeep.state.leaves import TreePath, is_dtensor
 from shardkeep.state.modules import (
     PARAM_GROUPS,
     PARAMS,
@@ -27,260 +32,68 @@ from shardkeep.state.modules import (
     STATE,
     StateDictInfo,
     StateDictOptions,
-    as_tuple,
     by_submodule,
     check_states,
     checked_options,
     from_rank0,
     gathered_or_offloaded,
-    get_model_state_dict,
     model_state,
     own_method,
     set_model_state,
-    set_model_state_dict,
 )
 from shardkeep.state.names import FLAT_PARAM, canonical_key, state_dict_key
-from shardkeep.state.optimizers import (
-    SavedOptimizers,
-    Templates,
-    flatten_optimizer_state,
-    group_for_load,
-    map_tree,
-    parse_optimizer_state,
-    shard_full_state,
-    skeleton,
-    tensor_leaves,
-    value_at,
-    with_initial_state,
-    with_keys_of,
-)
-
-if TYPE_CHECKING:
-    from shardkeep.state.types import OptimizerStateType, ValueType
-
+from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, with_initial_state
 
 STEP = "step"
+_FLAT_LEAVES = (torch.Tensor, int, float, str, bytes, list, tuple, type(None))
+_WHOLE = object()
+"""Stands for a place that takes a tensor as it is."""
 
 
-@dataclass(frozen=True)
-class ParameterEntry:
-    """One parameter of an optimizer, and where its state is found."""
-
-    parameter: torch.Tensor
-    names: tuple[str, ...]
-    """One name; several for a flat parameter of FSDP1, which holds several parameters."""
-
-
-@dataclass(frozen=True)
-class OptimizerLoadPlan:
-    """What one optimizer is to get."""
-
-    optimizer: Optimizer
-    places: list[list[ParameterEntry]]
-    """Its parameters, by group."""
-    templates: Templates
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """The hyper-parameters of each group."""
-
-    @property
-    def flat_places(self) -> list[ParameterEntry]:
-        """Its parameters in their order, which is what numbers them in a state dict of its own."""
-        return [place for row in self.places for place in row]
-
-
-@torch.no_grad()
-def load_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo
-) -> None:
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
     """
-    Load a state dict, in any of its forms, into optimizers.
+    Return the state of a model by canonical names, whatever wrappers are around it or its parts.
+
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        submodules: Deprecated: return only what is in these.
+        options: See `StateDictOptions`.
 
     Raises:
-        BadState: (RuntimeError) state or hyper-parameters of a parameter are missing, or do not fit.
+        BadState: (RuntimeError) there is no state.
 
     """
-    if not info.handle_optim:
-        return
-    # FSDP1 sends whole state around by itself, whenever one rank alone was to keep it.
-    from_first = info.broadcast_from_rank0 or bool(info.fsdp_modules and info.full_state_dict and info.cpu_offload)
-    saved = SavedOptimizers()
-
-    def told() -> SavedOptimizers:
-        nonlocal saved
-        saved = _read(optimizers, state_dict, info)
-        return skeleton(saved)
-
-    if from_first and dist.is_initialized():
-        known = from_rank0(told)
-    else:
-        if not state_dict:
-            raise BadState(
-                "the optimizers' state dict is empty on this rank",
-                hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
-            )
-        known = saved = _read(optimizers, state_dict, info)
-    # All are looked at before the first is changed.
-    plans = [_plan(optimizer, known, info) for optimizer in optimizers]
-    for plan in plans:
-        if info.fsdp_modules:
-            _load_by_fsdp1(model, plan, saved, info)
-        else:
-            _load(plan, known, saved, info)
+    with collector_paused():
+        info = checked_options(model, (), optim_only=False, submodules=submodules, options=options)
+        state = model_state(model, info)
+        check_states(state, {}, info)
+        return state
 
 
-def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> OptimizerLoadPlan:
-    places = [[_place(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
-    plan = OptimizerLoadPlan(optimizer, places, Templates(optimizer))
-    _check_complete(plan, known, info)
-    for group, row in zip(optimizer.param_groups, places, strict=True):
-        names = [name for place in row for name in place.names]
-        plan.groups.append(group_for_load(group, names, known, optimizer, strict=info.strict))
-    return plan
-
-
-def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
-    names = {name for found in info.param_names.values() for name in found}
-    in_order = [
-        info.param_names[parameter][0]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group[PARAMS]
-        if parameter in info.param_names
-    ]
-    return parse_optimizer_state(state_dict, names, in_order)
-
-
-def _place(parameter: torch.Tensor, saved: SavedOptimizers, info: StateDictInfo) -> ParameterEntry:
-    if parameter not in info.param_names:
-        raise MissingKey(
-            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model",
-            hint="pass the model that holds all parameters of the optimizer, as it is after wrapping",
-        )
-    names = info.param_names[parameter]  # type: ignore[index]  # a parameter, as it was found there
-    if hasattr(parameter, "_fqns") or FLAT_PARAM in names[0]:
-        return ParameterEntry(parameter, names)
-    # A tied parameter is saved under one of its names.
-    used = next((name for name in names if name in saved.groups or name in saved.state), names[0])
-    return ParameterEntry(parameter, (used,))
-
-
-def _check_complete(plan: OptimizerLoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
-    """Refuse to go on where a parameter that is trained would lose its state."""
-    if not info.strict or not saved.state:
-        return
-    state = plan.optimizer.state
-    trained = [place for place in plan.flat_places if place.parameter.requires_grad]
-    found = any(name in saved.state for place in trained for name in place.names)
-    for place in trained:
-        missing = [name for name in place.names if name not in saved.state]
-        if not missing or (state and place.parameter not in state):
-            continue
-        if not found and not plan.templates.of(place.parameter):
-            return  # an optimizer that keeps no state, beside others that do
-        raise BadState(
-            f"Missing optimizer state for parameter {missing[0]!r}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            hint="it requires gradients, and the state dict has no state for it (it was frozen, unused or not there "
-            "when that was saved); StateDictOptions(strict=False) loads the state of the others",
-            missing=missing,
-        )
-
-
-def _load(plan: OptimizerLoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
-    """Load into an optimizer that holds parameters as they are in the model."""
-    optimizer, templates, flat = plan.optimizer, plan.templates, plan.flat_places
-    trees: dict[int, dict[Any, Any]] = {}
-    for number, place in enumerate(flat):
-        if place.names[0] in known.state:
-            trees[number] = _as_kept(known.state[place.names[0]], place.parameter, known, templates)
-    if info.full_state_dict:
-        trees = shard_full_state(
-            trees, saved.state, [(place.parameter, place.names[0]) for place in flat], templates, info
-        )
-    numbers = iter(range(len(flat)))
-    packed = {
-        STATE: dict(trees),
-        PARAM_GROUPS: [
-            {**group, PARAMS: [next(numbers) for _ in row]} for group, row in zip(plan.groups, plan.places, strict=True)
-        ],
-    }
-    own_method(optimizer, "load_state_dict")(state_dict=packed)
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        for number, tree in trees.items():
-            parameter = flat[number].parameter
-            template = templates.of(parameter) if _unlike(tree, parameter) else templates.at_hand(parameter)
-            loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _in_own_types(tree, loaded, template)
-
-
-def _as_kept(
-    tree: dict[Any, Any], parameter: torch.Tensor, saved: SavedOptimizers, templates: Templates
-) -> dict[Any, Any]:
-    """Return state with the keys the optimizer has, where the flat form had made strings of them."""
-    nested = saved.was_flat and any(isinstance(value, Mapping) for value in tree.values())
-    template = templates.of(parameter) if nested else templates.at_hand(parameter)
-    if saved.was_flat and template:
-        return with_keys_of(tree, template)
-    return tree
-
-
-def _unlike(tree: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
-    """Say whether state has a floating type that is not the parameter's: only the optimizer knows which it wants."""
-    return any(
-        leaf.is_floating_point() and leaf.dtype != parameter.dtype and path[-1] != STEP
-        for path, leaf in tensor_leaves(tree)
-        if isinstance(leaf, torch.Tensor)
-    )
-
-
-def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mapping[Any, Any] | None) -> dict[Any, Any]:
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> _IncompatibleKeys:
     """
-    Undo what `Optimizer.load_state_dict` does to state that is not like the parameter.
+    Load state by canonical names into a model; return missing and unexpected names.
 
-    It turns tensors into the parameter's dtype, be they whole numbers, and strings into the text of a generator.
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        model_state_dict: What `get_model_state_dict` returned, here or under other wrappers. With `full_state_dict` its
+            tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
+        options: See `StateDictOptions`.
+
+    Raises:
+        BadState: (RuntimeError) it is empty, or lacks a key.
+        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
+
     """
-
-    def own(path: tuple[Any, ...], value: Any) -> Any:
-        given = value_at(tree, path)
-        if isinstance(given, (str, bytes)):
-            return given
-        if not isinstance(given, torch.Tensor) or not isinstance(value, torch.Tensor) or path[-1] == STEP:
-            return value
-        like = value_at(template, path)
-        if not isinstance(like, torch.Tensor):
-            keep = given.is_floating_point() or given.is_complex() or given.dtype == value.dtype
-            return value if keep else given.to(value.device)
-        device = like.device if given.dim() == 0 else value.device
-        if value.dtype == like.dtype and value.device == device:
-            return value
-        return given.to(device=device, dtype=like.dtype)
-
-    result: dict[Any, Any] = map_tree(loaded, own)
-    return result
-
-
-def _load_by_fsdp1(model: nn.Module, plan: OptimizerLoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
-    """Load into an optimizer that holds flat parameters, or parts of them, which FSDP1 alone can cut state for."""
-
-    def key(name: str) -> str:
-        return state_dict_key(model, name, fqn_modifiers=info.dsd_fqn_modifiers)
-
-    named = [[name for place in row for name in place.names] for row in plan.places]
-    state = {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state}
-    packed = {
-        STATE: state,
-        PARAM_GROUPS: [
-            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(plan.groups, named, strict=True)
-        ],
-    }
-    with info.fsdp_context():
-        converted = fsdp1.fsdp1_state_to_load(model, plan.optimizer, packed)
-    own_method(plan.optimizer, "load_state_dict")(state_dict=converted)
-
-
-# State of optimizers: by canonical names of parameters, read from any number of optimizers and set to them.
-#
-# Parameters, gradients and learning rates are never touched by reading, nor is an optimizer that has no state yet.
+    state = by_submodule(model, model_state_dict)
+    with collector_paused():
+        info = checked_options(model, (), optim_only=False, options=options)
+        check_states(state, {}, info)
+        return set_model_state(model, state, info)
 
 
 def get_optimizer_state_dict(
@@ -289,17 +102,17 @@ def get_optimizer_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
-) -> OptimizerStateType:
+) -> dict[str, Any]:
     """
     Return the state of optimizers by the canonical names of the model's parameters.
 
-    An optimizer that made no step yet is shown with the state that a step with zero gradients makes; it stays as it
-    is. Containers in the result are new, tensors are the optimizer's own wherever options allow it.
+    An optimizer that has made no step is read with the state that a step with zero gradients makes, and stays as it is.
+    Containers in the result are new; tensors are the optimizer's own if the options allow it.
 
     Args:
         model: The model; all ranks that hold a part of it must call this.
         optimizers: One or several; no parameter may be in two of them.
-        submodules: Deprecated, and of no effect on optimizer state.
+        submodules: Deprecated, and without effect on optimizer state.
         options: See `StateDictOptions`.
 
     Raises:
@@ -307,7 +120,7 @@ def get_optimizer_state_dict(
 
     """
     with collector_paused():
-        given = as_tuple(optimizers)
+        given = _as_tuple(optimizers)
         info = checked_options(model, given, optim_only=True, submodules=submodules, options=options)
         state = optimizer_state(model, given, info)
         check_states({}, state, info)
@@ -317,22 +130,22 @@ def get_optimizer_state_dict(
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
-    optim_state_dict: OptimizerStateType,
+    optim_state_dict: dict[str, Any],
     *,
     options: StateDictOptions | None = None,
 ) -> None:
     """
-    Give optimizers the state they had, by the canonical names of the model's parameters.
+    Set the state of optimizers by the canonical names of the model's parameters.
 
-    Optimizers need not have made a step: their state is made from what is passed. Values keep the type the optimizer
-    has them in. As with `Optimizer.load_state_dict`, tensors that fit as they are become the optimizer's own, without
-    a copy: pass a copy to keep them, or to give them to two optimizers.
+    Optimizers need not have made a step. Values keep the type in which the optimizer has them. As with
+    `Optimizer.load_state_dict`, tensors that fit as they are become the optimizer's own without a copy: pass a copy to
+    keep them, or to give them to two optimizers.
 
     Args:
         model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, which take what belongs to their parameters and leave the rest.
-        optim_state_dict: What `get_optimizer_state_dict` returned, here or under other wrappers; never changed. With
-            `full_state_dict` its tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
+        optimizers: One or several, which take what belongs to their parameters and ignore the rest.
+        optim_state_dict: What `get_optimizer_state_dict` returned, here or under other wrappers. With `full_state_dict`
+            its tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
         options: See `StateDictOptions`.
 
     Raises:
@@ -340,10 +153,115 @@ def set_optimizer_state_dict(
 
     """
     with collector_paused():
-        given = as_tuple(optimizers)
+        given = _as_tuple(optimizers)
         info = checked_options(model, given, optim_only=True, options=options)
         check_states({}, optim_state_dict, info)
         load_optimizers(model, given, optim_state_dict, info)
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """
+    Return the state of a model and that of its optimizers, both by canonical names.
+
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        optimizers: One or several, or none.
+        submodules: Deprecated: return only the model's state that is in these.
+        options: See `StateDictOptions`.
+
+    Raises:
+        BadState: (RuntimeError) there is no state, or an optimizer holds parameters that are not in the model.
+
+    """
+    with collector_paused():
+        given = _as_tuple(optimizers)
+        info = checked_options(model, given, optim_only=False, submodules=submodules, options=options)
+        of_model = model_state(model, info)
+        of_optimizers = optimizer_state(model, given, info)
+        check_states(of_model, of_optimizers, info)
+        return of_model, of_optimizers
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> _IncompatibleKeys:
+    """
+    Load state into a model and its optimizers; return the model's missing and unexpected names.
+
+    Args:
+        model: The model; all ranks that hold a part of it must call this.
+        optimizers: One or several, which take what belongs to their parameters.
+        model_state_dict: As for `set_model_state_dict`; empty to load optimizers alone.
+        optim_state_dict: As for `set_optimizer_state_dict`.
+        options: See `StateDictOptions`.
+
+    Raises:
+        BadState: (RuntimeError) one of them is empty or lacks something.
+
+    """
+    state = by_submodule(model, model_state_dict)
+    with collector_paused():
+        given = _as_tuple(optimizers)
+        info = checked_options(model, given, optim_only=False, options=options)
+        # If only rank 0 has the state, only rank 0 knows whether there is any for the model.
+        info.handle_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
+        if not given and not info.handle_model:
+            raise BadState("there is neither state for the model nor an optimizer to set state to")
+        check_states(state, optim_state_dict, info)
+        load_optimizers(model, given, optim_state_dict, info)
+        return set_model_state(model, state, info)
+
+
+def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
+    """Make `model.state_dict()` and `model.load_state_dict(state)` call the functions here, with these options."""
+
+    def state_dict() -> dict[str, Any]:
+        return get_model_state_dict(model, options=options)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> _IncompatibleKeys:
+        return set_model_state_dict(model, state_dict, options=options)
+
+    _replace_methods(model, state_dict, load_state_dict)
+
+
+def patch_optimizer_state_dict(
+    model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: StateDictOptions | None = None
+) -> None:
+    """
+    Make `state_dict()` and `load_state_dict(state)` of optimizers call the functions here, with these options.
+
+    Each of several optimizers returns and takes the state of all of them.
+    """
+
+    def state_dict() -> dict[str, Any]:
+        return get_optimizer_state_dict(model, optimizers, options=options)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(model, optimizers, state_dict, options=options)
+
+    for optimizer in _as_tuple(optimizers):
+        _replace_methods(optimizer, state_dict, load_state_dict)
+
+
+def _replace_methods(obj: Any, state_dict: Any, load_state_dict: Any) -> None:
+    for function in (state_dict, load_state_dict):
+        setattr(function, PATCHED, True)
+        setattr(obj, function.__name__, function)
+
+
+def _as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
 @torch.no_grad()
@@ -358,11 +276,9 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
             named = _named_by_fsdp1(model, optimizer, info) if info.fsdp_modules else _named(optimizer, info)
         for name, tree in named.get(STATE, {}).items():
             if name in state:
-                raise BadState(
-                    f"two of the optimizers have state for {name!r}",
-                    hint="read their states one by one",
-                )
-            state[name] = _copied_dicts(tree)
+                raise BadState(f"two of the optimizers have state for {name!r}", hint="read their states one by one")
+            # New dicts, so that changes to the result do not change the optimizer.
+            state[name] = map_leaves(tree, lambda _, value: value, lambda value: isinstance(value, dict))
         groups += named.get(PARAM_GROUPS, [])
     whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: groups}
     return gathered_or_offloaded(flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole, info)
@@ -370,7 +286,8 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
 
 def _named(optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
     packed = own_method(optimizer, "state_dict")()
-    names = [name for group in optimizer.param_groups for name in _names_in(group, optimizer, info)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    names = [_names_of(parameter, info)[0] for parameter in parameters]
     for key in packed[STATE]:
         if not isinstance(key, int) or key >= len(names):
             raise MissingKey(
@@ -385,18 +302,14 @@ def _named(optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
     }
 
 
-def _names_in(group: Mapping[str, Any], optimizer: Optimizer, info: StateDictInfo) -> list[str]:
-    """Return the usual name of each parameter in a group."""
-    found = []
-    for number, parameter in enumerate(group[PARAMS]):
-        if parameter not in info.param_names:
-            raise MissingKey(
-                f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} (number {number} "
-                f"in its group) that is not in the model",
-                hint="pass the model that holds all parameters of the optimizer, as it is after wrapping",
-            )
-        found.append(info.param_names[parameter][0])
-    return found
+def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
+    """Return the canonical names of an optimizer's parameter, the usual one first."""
+    if parameter not in info.param_names:
+        raise MissingKey(
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model",
+            hint="pass the model that holds all parameters of the optimizer, as it is after wrapping",
+        )
+    return info.param_names[parameter]
 
 
 def _named_by_fsdp1(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
@@ -415,112 +328,508 @@ def _named_by_fsdp1(model: nn.Module, optimizer: Optimizer, info: StateDictInfo)
     }
 
 
-def _copied_dicts(tree: Any) -> Any:
-    """Copy nested dicts, so that nobody changes the optimizer by changing what was read."""
-    if isinstance(tree, dict):
-        return {key: _copied_dicts(value) for key, value in tree.items()}
-    return tree
-
-
-# State of a model and its optimizers together, and objects whose own methods are replaced by these functions.
-
-
-def get_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: StateDictOptions | None = None,
-) -> tuple[dict[str, ValueType], OptimizerStateType]:
+def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the state of a model and that of its optimizers, both by canonical names.
+    Turn the nested form into the flat one: `state.<name>.<key>` and `param_groups.<name>.<key>`.
 
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, or none.
-        submodules: Deprecated: return only the model's state that is in these.
-        options: See `StateDictOptions`.
+    Each parameter gets the hyper-parameters of its group, so that parts of a model on different ranks (pipeline stages)
+    have keys of their own.
 
     Raises:
-        BadState: (RuntimeError) there is no state, or an optimizer holds parameters that are not in the model.
+        UnsupportedValue: (NotImplementedError) state that is no tensor, number, string, list or dict.
 
     """
-    with collector_paused():
-        given = as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=False, submodules=submodules, options=options)
-        of_model = model_state(model, info)
-        of_optimizers = optimizer_state(model, given, info)
-        check_states(of_model, of_optimizers, info)
-        return of_model, of_optimizers
+    flat: dict[str, Any] = {}
+    for name, tree in state_dict[STATE].items():
+        for path, value in leaves_of(tree, _is_mapping):
+            key = _label(name, path)
+            if not isinstance(value, _FLAT_LEAVES):
+                raise UnsupportedValue(
+                    f"{key!r} is a {type(value).__qualname__}, which the flat form of optimizer state does not hold",
+                    hint="leave flatten_optimizer_state_dict out",
+                )
+            if key in flat:
+                raise BadState(
+                    f"two values of optimizer state are both {key!r} in the flat form",
+                    hint="leave flatten_optimizer_state_dict out",
+                )
+            flat[key] = value
+    for group in state_dict[PARAM_GROUPS]:
+        for name in group[PARAMS]:
+            flat.update({f"{PARAM_GROUPS}.{name}.{key}": value for key, value in group.items() if key != PARAMS})
+    return flat
 
 
-def set_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    model_state_dict: dict[str, ValueType],
-    optim_state_dict: OptimizerStateType,
-    options: StateDictOptions | None = None,
-) -> _IncompatibleKeys:
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _label(name: str, path: TreePath) -> str:
+    return ".".join([STATE, name, *map(str, path)])
+
+
+@dataclass(frozen=True)
+class RemoteTensor:
+    """Stands for a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SavedOptimizers:
+    """The saved state of one or several optimizers, by canonical names, whatever its form was."""
+
+    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """For each parameter that has state: its tree."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """For each parameter: the hyper-parameters of its group, one dict for all parameters of a group."""
+    empty_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Hyper-parameters of groups without parameters."""
+    was_flat: bool = False
+    """Keys inside the state of a parameter were joined, so that 0 and "0" look the same."""
+
+
+def parse_optimizer_state(
+    state_dict: Mapping[str, Any], names: Collection[str], in_order: Sequence[str]
+) -> SavedOptimizers:
     """
-    Load state into a model and its optimizers; return the model's names that were missing and those not asked for.
+    Parse an optimizer state dict in any of its forms: nested by names, flat, or by numbers.
 
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, which take what belongs to their parameters.
-        model_state_dict: As for `set_model_state_dict`; empty to load optimizers alone.
-        optim_state_dict: As for `set_optimizer_state_dict`.
-        options: See `StateDictOptions`.
+    `names` are all canonical names of the model's parameters; `in_order` are those of the optimizers' parameters in the
+    order of their groups, to which numbers refer.
 
     Raises:
-        BadState: (RuntimeError) one of them is empty or lacks something.
+        BadState: (RuntimeError) it has none of these forms.
 
     """
-    state = by_submodule(model, model_state_dict)
-    with collector_paused():
-        given = as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=False, options=options)
-        # Where rank 0 alone has the state, it alone knows whether there is any for the model.
-        info.handle_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
-        if not given and not info.handle_model:
-            raise BadState("there is neither state for the model nor an optimizer to set state to")
-        check_states(state, optim_state_dict, info)
-        load_optimizers(model, given, optim_state_dict, info)
-        return set_model_state(model, state, info)
+    if STATE in state_dict:
+        return _parse_nested(state_dict, in_order)
+    return _parse_flat(state_dict, set(names))
 
 
-def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
-    """Make `model.state_dict()` and `model.load_state_dict(state)` call the functions here, with these options."""
+def _parse_nested(state_dict: Mapping[str, Any], in_order: Sequence[str]) -> SavedOptimizers:
+    groups = state_dict.get(PARAM_GROUPS)
+    if groups is None:
+        raise MissingKey(
+            f"the optimizer state dict has {STATE!r} and no {PARAM_GROUPS!r}",
+            hint="pass all of what get_optimizer_state_dict returned",
+        )
+    state = state_dict[STATE]
+    given = [name for group in groups for name in group[PARAMS]]
+    renamed: dict[Any, str] = {}
+    if any(isinstance(name, int) for name in (*state, *given)):
+        if len(given) != len(in_order):
+            raise BadState(
+                f"the optimizer state dict is by numbers and has {len(given)} parameters, the optimizer {len(in_order)}",
+                hint="pass what get_optimizer_state_dict returned: it is by name",
+            )
+        renamed = dict(zip(given, in_order, strict=True))
+    result = SavedOptimizers(state={renamed.get(name, name): tree for name, tree in state.items()})
+    for group in groups:
+        hyper = {key: value for key, value in group.items() if key not in LIVE_KEYS}
+        if not group[PARAMS]:
+            result.empty_groups.append(hyper)
+        result.groups.update(dict.fromkeys((renamed.get(name, name) for name in group[PARAMS]), hyper))
+    return result
 
-    def state_dict() -> dict[str, ValueType]:
-        return get_model_state_dict(model, options=options)
 
-    def load_state_dict(state_dict: dict[str, Any]) -> _IncompatibleKeys:
-        return set_model_state_dict(model, state_dict, options=options)
+def _parse_flat(state_dict: Mapping[str, Any], names: set[str]) -> SavedOptimizers:
+    result = SavedOptimizers(was_flat=True)
+    for key, value in state_dict.items():
+        head, *parts = key.split(".")
+        if head not in (STATE, PARAM_GROUPS):
+            raise BadState(
+                f"{key!r} is no key of an optimizer state dict: expected {STATE!r} and {PARAM_GROUPS!r}, or keys that "
+                f"begin with one of them",
+                hint="pass what get_optimizer_state_dict returned",
+            )
+        length = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in names), 0)
+        if not length:
+            continue  # a parameter that this rank does not have
+        name, path = ".".join(parts[:length]), tuple(parts[length:])
+        if head == STATE:
+            _put(result.state.setdefault(name, {}), path, value)
+        elif path[0] not in LIVE_KEYS:
+            result.groups.setdefault(name, {})[".".join(path)] = value
+    return result
 
-    _replace_methods(model, state_dict, load_state_dict)
+
+def _put(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise BadState(f"optimizer state has a value and a dict at {'.'.join(map(str, path))!r}")
+    tree[path[-1]] = value
 
 
-def patch_optimizer_state_dict(
-    model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: StateDictOptions | None = None
+def _skeleton(saved: SavedOptimizers) -> SavedOptimizers:
+    """Return the same with a stand-in for each tensor of at least one dimension, and other tensors on the CPU."""
+
+    def on_cpu(_: TreePath, value: Any) -> Any:
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+    def stand_in(path: TreePath, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return RemoteTensor(tuple(value.shape), value.dtype)
+        return on_cpu(path, value)
+
+    hyper = {id(group): map_leaves(group, on_cpu) for group in saved.groups.values()}  # still one dict for a group
+    return replace(
+        saved,
+        state={name: map_leaves(tree, stand_in) for name, tree in saved.state.items()},
+        groups={name: hyper[id(group)] for name, group in saved.groups.items()},
+        empty_groups=[map_leaves(group, on_cpu) for group in saved.empty_groups],
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter of an optimizer, and the names under which its state was saved."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    """One name; several for a flat parameter of FSDP1, which holds several parameters."""
+
+
+@dataclass(frozen=True)
+class _LoadPlan:
+    """What one optimizer is to get."""
+
+    optimizer: Optimizer
+    layout: StateLayout
+    entries: list[list[_Entry]]
+    """Its parameters, by group."""
+    groups: list[dict[str, Any]]
+    """The hyper-parameters of each group."""
+
+    @property
+    def flat(self) -> list[_Entry]:
+        """Its parameters in order; their positions are their numbers in the optimizer's own state dict."""
+        return [entry for row in self.entries for entry in row]
+
+
+@torch.no_grad()
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo
 ) -> None:
     """
-    Make `state_dict()` and `load_state_dict(state)` of optimizers call the functions here, with these options.
+    Load a state dict, in any of its forms, into optimizers.
 
-    Each of several optimizers gives and takes the state of all of them.
+    Raises:
+        BadState: (RuntimeError) state or hyper-parameters of a parameter are missing, or do not fit.
+
+    """
+    if not info.handle_optim:
+        return
+    # FSDP1 broadcasts full state by itself if only one rank keeps it.
+    from_first = info.broadcast_from_rank0 or bool(info.fsdp_modules and info.full_state_dict and info.cpu_offload)
+    read: list[SavedOptimizers] = []
+
+    def skeleton() -> SavedOptimizers:
+        read.append(_read(optimizers, state_dict, info))
+        return _skeleton(read[0])
+
+    if from_first and dist.is_initialized():
+        known = from_rank0(skeleton)
+        saved = read[0] if read else SavedOptimizers()
+    else:
+        if not state_dict:
+            raise BadState(
+                "the optimizers' state dict is empty on this rank",
+                hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
+            )
+        known = saved = _read(optimizers, state_dict, info)
+    # All plans are made, and checked, before the first optimizer is changed.
+    plans = [_plan(optimizer, known, info) for optimizer in optimizers]
+    for plan in plans:
+        if info.fsdp_modules:
+            _load_by_fsdp1(model, plan, saved, info)
+        else:
+            _load(plan, known, saved, info)
+
+
+def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
+    names = {name for found in info.param_names.values() for name in found}
+    in_order = [
+        info.param_names[parameter][0]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group[PARAMS]
+        if parameter in info.param_names
+    ]
+    return parse_optimizer_state(state_dict, names, in_order)
+
+
+def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> _LoadPlan:
+    entries = [[_entry(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
+    plan = _LoadPlan(optimizer, StateLayout(optimizer), entries, [])
+    _check_complete(plan, known, info)
+    for group, row in zip(optimizer.param_groups, entries, strict=True):
+        names = [name for entry in row for name in entry.names]
+        plan.groups.append(_group_for_load(group, names, known, optimizer, strict=info.strict))
+    return plan
+
+
+def _entry(parameter: torch.Tensor, saved: SavedOptimizers, info: StateDictInfo) -> _Entry:
+    names = _names_of(parameter, info)
+    if hasattr(parameter, "_fqns") or FLAT_PARAM in names[0]:
+        return _Entry(parameter, names)
+    # A tied parameter is saved under one of its names.
+    used = next((name for name in names if name in saved.groups or name in saved.state), names[0])
+    return _Entry(parameter, (used,))
+
+
+def _check_complete(plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
+    """Raise if a parameter that is trained would lose its state."""
+    if not info.strict or not saved.state:
+        return
+    state = plan.optimizer.state
+    trained = [entry for entry in plan.flat if entry.parameter.requires_grad]
+    found = any(name in saved.state for entry in trained for name in entry.names)
+    for entry in trained:
+        missing = [name for name in entry.names if name not in saved.state]
+        if not missing or (state and entry.parameter not in state):
+            continue
+        if not found and not plan.layout.of(entry.parameter):
+            return  # an optimizer that keeps no state, beside others that do
+        raise BadState(
+            f"Missing optimizer state for parameter {_and_more(missing)}",
+            hint="it requires gradients, and the state dict has no state for it (it was frozen, unused or not there "
+            "when that was saved); StateDictOptions(strict=False) loads the state of the others",
+            missing=missing,
+        )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _group_for_load(
+    group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizers, optimizer: Optimizer, *, strict: bool
+) -> dict[str, Any]:
+    """
+    Return the hyper-parameters for a live group: those saved for `names`, and its own if nothing was saved.
+
+    Groups are found by the names in them, so they may come in another order, or from several optimizers. If `strict`,
+    every trained parameter of the group must have been saved, and all with the same values.
+    """
+    live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
+    if not group[PARAMS]:
+        return live | _fitted(_empty_group(group, saved, optimizer), live)
+    missing = [name for name in names if name not in saved.groups]
+    if strict and _some_trained(group, names, missing):
+        raise BadState(
+            f"the saved param groups do not hold {_and_more(missing)}",
+            hint="StateDictOptions(strict=False) loads the others, and keeps the hyper-parameters of groups for which "
+            "nothing was saved",
+            missing=missing,
+        )
+
+    def refuse(first: str, name: str, keys: list[str]) -> None:
+        mine, other = (saved.groups[one].get(keys[0]) for one in (first, name))
+        raise BadState(
+            f"{first!r} and {name!r} are in one param group, but were saved with different {keys[0]!r}: "
+            f"{mine!r} and {other!r}",
+            hint="group the parameters as they were; StateDictOptions(strict=False) takes the first value for all",
+        )
+
+    return live | _fitted(common_hyper(names, saved.groups, refuse if strict else None) or {}, live)
+
+
+def _some_trained(group: Mapping[str, Any], names: Sequence[str], missing: Sequence[str]) -> bool:
+    parameters = group[PARAMS]
+    if len(parameters) != len(names):  # flat parameters hold several
+        return bool(missing)
+    return any(p.requires_grad for p, name in zip(parameters, names, strict=True) if name in missing)
+
+
+def _empty_group(group: Mapping[str, Any], saved: SavedOptimizers, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what was saved for a group without parameters, which is found by its position among such groups."""
+    alike = [one for one in optimizer.param_groups if not one[PARAMS]]
+    if not saved.empty_groups and saved.was_flat:
+        return {}  # the flat form does not hold groups without parameters
+    if len(alike) != len(saved.empty_groups):
+        raise BadOptions(
+            f"the optimizer has {len(alike)} param groups without parameters, the state dict {len(saved.empty_groups)}: "
+            f"they cannot be matched",
+            hint="leave such groups out, or load each optimizer from a state dict of its own",
+        )
+    return saved.empty_groups[next(number for number, one in enumerate(alike) if one is group)]
+
+
+def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved values in the form of the live group: a learning rate that is a tensor stays one, on its device."""
+    result = dict(hyper)
+    for key, value in hyper.items():
+        held = live.get(key)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+            result[key] = value.detach().to(held.device)
+        elif isinstance(held, torch.Tensor) and isinstance(value, (int, float)):
+            result[key] = torch.full_like(held, value)
+    return result
+
+
+def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
+    """Load into an optimizer that holds parameters as they are in the model."""
+    optimizer, layout, flat = plan.optimizer, plan.layout, plan.flat
+    trees: dict[int, dict[Any, Any]] = {}
+    for number, entry in enumerate(flat):
+        if entry.names[0] in known.state:
+            trees[number] = _with_own_keys(known.state[entry.names[0]], entry.parameter, known, layout)
+    if info.full_state_dict:
+        trees = _local_trees(trees, saved.state, flat, layout, info)
+    numbers = iter(range(len(flat)))
+    packed = {
+        STATE: dict(trees),
+        PARAM_GROUPS: [
+            {**group, PARAMS: [next(numbers) for _ in row]}
+            for group, row in zip(plan.groups, plan.entries, strict=True)
+        ],
+    }
+    own_method(optimizer, "load_state_dict")(state_dict=packed)
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        for number, tree in trees.items():
+            parameter = flat[number].parameter
+            template = layout.of(parameter) if _unlike(tree, parameter) else layout.at_hand(parameter)
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = _in_own_types(tree, loaded, template)
+
+
+def _with_own_keys(
+    tree: dict[Any, Any], parameter: torch.Tensor, saved: SavedOptimizers, layout: StateLayout
+) -> dict[Any, Any]:
+    """Return state with the optimizer's keys: the flat form turned numbers into strings, and joined keys by dots."""
+    nested = saved.was_flat and any(isinstance(value, Mapping) for value in tree.values())
+    template = layout.of(parameter) if nested else layout.at_hand(parameter)
+    if not (saved.was_flat and template):
+        return tree
+    known = {".".join(map(str, path)): path for path, _ in leaves_of(template, _is_mapping)}
+    result: dict[Any, Any] = {key: {} for key, value in template.items() if isinstance(value, Mapping) and not value}
+    for path, value in leaves_of(tree, _is_mapping):
+        _put(result, known.get(".".join(path), path), value)
+    return result
+
+
+def _unlike(tree: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
+    """Return True if state has a floating dtype other than the parameter's, so that only the optimizer decides it."""
+    return any(
+        leaf.is_floating_point() and leaf.dtype != parameter.dtype and path[-1] != STEP
+        for path, leaf in leaves_of(tree)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mapping[Any, Any] | None) -> dict[Any, Any]:
+    """
+    Undo what `Optimizer.load_state_dict` does to state that is not like the parameter.
+
+    It casts all tensors, even integers, to the parameter's dtype, and replaces strings by the text of a generator.
     """
 
-    def state_dict() -> OptimizerStateType:
-        return get_optimizer_state_dict(model, optimizers, options=options)
+    def own(path: TreePath, value: Any) -> Any:
+        given = value_at(tree, path)
+        if isinstance(given, (str, bytes)):
+            return given
+        if not isinstance(given, torch.Tensor) or not isinstance(value, torch.Tensor) or path[-1] == STEP:
+            return value
+        like = value_at(template, path)
+        if not isinstance(like, torch.Tensor):
+            keep = given.is_floating_point() or given.is_complex() or given.dtype == value.dtype
+            return value if keep else given.to(value.device)
+        device = like.device if given.dim() == 0 else value.device
+        if value.dtype == like.dtype and value.device == device:
+            return value
+        return given.to(device=device, dtype=like.dtype)
 
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(model, optimizers, state_dict, options=options)
-
-    for optimizer in as_tuple(optimizers):
-        _replace_methods(optimizer, state_dict, load_state_dict)
+    result: dict[Any, Any] = map_leaves(loaded, own)
+    return result
 
 
-def _replace_methods(obj: Any, state_dict: Any, load_state_dict: Any) -> None:
-    for function in (state_dict, load_state_dict):
-        setattr(function, PATCHED, True)
-        setattr(obj, function.__name__, function)
+def _local_trees(
+    trees: Mapping[int, Any],
+    full: Mapping[str, Any],
+    entries: Sequence[_Entry],
+    layout: StateLayout,
+    info: StateDictInfo,
+) -> dict[int, Any]:
+    """
+    Return state trees with each full tensor cut to this rank's part.
+
+    State of the parameter's own shape is laid out like the parameter; other state as the optimizer does it.
+
+    Args:
+        trees: By number of the parameter, with a `RemoteTensor` for tensors that only rank 0 has.
+        full: By name, the state of all parameters that this rank has; other ranks may need it.
+        entries: The optimizer's parameters.
+        layout: The layout of the optimizer's state.
+        info: The options.
+
+    """
+    labels: dict[tuple[int, TreePath], str] = {}
+    local: dict[str, Any] = {}
+    for number, tree in trees.items():
+        entry = entries[number]
+        for path, leaf in leaves_of(tree):
+            if isinstance(leaf, (torch.Tensor, RemoteTensor)) and len(leaf.shape) > 0:
+                labels[number, path] = label = _label(entry.names[0], path)
+                local[label] = _local_place(entry.parameter, path, tuple(leaf.shape), layout)
+    tensors = {
+        _label(name, path): leaf
+        for name, tree in full.items()
+        for path, leaf in leaves_of(tree)
+        if isinstance(leaf, torch.Tensor)
+    }
+    device = _device_of(entries)
+    if info.broadcast_from_rank0:
+        broadcast_state_dict(tensors, local, device=device)
+    else:
+        distribute_state_dict(tensors, local, device=device)
+    return {
+        number: map_leaves(
+            tree,
+            lambda path, value: local[labels[number, path]] if (number, path) in labels else value,  # noqa: B023
+        )
+        for number, tree in trees.items()
+    }
+
+
+def _local_place(parameter: torch.Tensor, path: TreePath, shape: tuple[int, ...], layout: StateLayout) -> Any:
+    if not is_dtensor(parameter):
+        return _WHOLE
+    like = value_at(layout.at_hand(parameter), path)
+    if like is None and shape == tuple(parameter.shape):
+        like = parameter
+    if like is None:
+        like = value_at(layout.of(parameter), path)
+    # On meta: memory for this rank's part is made when it arrives, so that no memory in use is overwritten.
+    return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
+
+
+def _device_of(entries: Sequence[_Entry]) -> torch.device:
+    devices = {entry.parameter.device: entry.names[0] for entry in entries}
+    if len(devices) > 1:
+        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise BadOptions(
+            f"the optimizer's parameters are on several devices: {found}",
+            hint="full state can be set to parameters on one device only; load sharded state instead",
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
+    """Load into an optimizer that holds flat parameters, or parts of them, for which only FSDP1 can shard state."""
+
+    def key(name: str) -> str:
+        return state_dict_key(model, name, fqn_modifiers=info.dsd_fqn_modifiers)
+
+    named = [[name for entry in row for name in entry.names] for row in plan.entries]
+    packed = {
+        STATE: {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state},
+        PARAM_GROUPS: [
+            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(plan.groups, named, strict=True)
+        ],
+    }
+    with info.fsdp_context():
+        converted = fsdp1.fsdp1_state_to_load(model, plan.optimizer, packed)
+    own_method(plan.optimizer, "load_state_dict")(state_dict=converted)

@@ -1,7 +1,9 @@
 """
-What a checkpoint holds below a name, so that an object can be given all of it, whatever the object has by now.
+Stored state below a name, and the objects that get all of it: `StatefulObject` and `RNG`.
 
-Names are those the load gives them (`rename=`); the nesting is the one that was saved.
+`StoredState` shows the leaves of a checkpoint under the names that a load's `rename` gives them, in the nesting in which
+they were saved. An object with `state_dict` and `load_state_dict` (a scheduler, a data loader, a user's class) gets back
+exactly what its `state_dict` returned, whatever it holds by now. State that differs between ranks is stored per rank.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final, NoReturn
+from functools import cached_property, partial
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,9 +39,12 @@ from shardkeep.state.leaves import (
 )
 
 Selected = Callable[[str], bool]
-"""Tells the names that are to be loaded."""
+"""True of the names that are to be loaded."""
 PathStep = tuple[str, Part]
 """A kind of container, and the key in it."""
+_SAMPLES = 16
+_SAMPLE_NBYTES = 64 << 10
+"""Of tensors above 1 MiB, 16 samples of this size are compared, evenly spaced; hashing a model would take seconds."""
 
 
 class _Unfilled:
@@ -50,6 +55,19 @@ class _Unfilled:
 
 
 UNFILLED: Final = _Unfilled()
+
+
+class Template(NamedTuple):
+    """What a load fills for one object."""
+
+    state: Any
+    """Containers with memory for tensors and `UNFILLED` for values; `UNFILLED` if the checkpoint has nothing."""
+    load: Callable[[Any], None]
+    """Gives the object the part of `state` that was filled."""
+
+
+NOTHING_STORED: Final = Template(UNFILLED, lambda _: None)
+
 _CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {
     "dict": dict,
     "odict": OrderedDict,
@@ -70,9 +88,9 @@ class StoredLeaf:
     """Of its tensor, or of its value."""
     is_tensor: bool
     order: int
-    """Its place in the state that was saved."""
+    """Its position in the state that was saved."""
     empty: str = ""
-    """The kind of a container that has nothing in it, for there is no other sign of it."""
+    """The kind of an empty container, which is stored as a leaf."""
 
 
 class StoredState:
@@ -85,7 +103,7 @@ class StoredState:
         value_rows: Mapping[str, int],
         rename: Callable[[str], str | None],
     ) -> None:
-        """Take an index, the names that its tensors and values are to have, and what gave them these."""
+        """Take an index, the names for its tensors and values, and the function that made these names."""
         self._index = index
         self.renamed = rename
         names = {(True, row): name for name, row in tensor_rows.items()}
@@ -94,12 +112,12 @@ class StoredState:
         for order, (name, path, empty) in enumerate(_leaves(decode_tree(index.tree), None, ())):
             if empty:
                 found.append(StoredLeaf(name, path, -1, False, order, empty))
-            elif (at := self._find(name)) in names:
+            elif (at := self._row_of(name)) in names:
                 found.append(StoredLeaf(names[at], path, at[1], at[0], order))
         self._leaves = sorted(found, key=lambda leaf: leaf.name)
         self._names = [leaf.name for leaf in self._leaves]
 
-    def _find(self, name: str) -> tuple[bool, int]:
+    def _row_of(self, name: str) -> tuple[bool, int]:
         row = self._index.tensor_rows.get(name)
         return (False, self._index.value_rows.get(name, -1)) if row is None else (True, row)
 
@@ -107,13 +125,18 @@ class StoredState:
         """Return the leaves whose names begin with `name` and a dot, each with its path from there on."""
         prefix = f"{name}."
         first = bisect_left(self._names, prefix)
-        # The character behind the dot: every name that begins with the prefix sorts before this.
+        # "/" follows "." in ASCII, so every name with the prefix sorts before this.
         last = bisect_left(self._names, f"{name}/", lo=first)
         found = sorted(self._leaves[first:last], key=lambda leaf: leaf.order)
         return [(_tail(leaf, prefix), leaf) for leaf in found]
 
+    def find(self, name: str) -> StoredLeaf | None:
+        """Return the leaf of exactly this name."""
+        at = bisect_left(self._names, name)
+        return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
+
     def has(self, name: str) -> bool:
-        """Say whether there is anything of this name or below it."""
+        """Return True if there is anything of this name or below it."""
         return self.find(name) is not None or bool(self.below(name))
 
     @cached_property
@@ -121,14 +144,9 @@ class StoredState:
         return sorted([*self._index.tensor_rows, *self._index.value_rows])
 
     def was(self, name: str) -> bool:
-        """Say whether the checkpoint has anything below a name of its own, before the load renames or drops it."""
+        """Return True if the checkpoint has anything below this name, before the load renames or drops it."""
         at = bisect_left(self._former_names, f"{name}.")
         return at < len(self._former_names) and self._former_names[at].startswith(f"{name}.")
-
-    def find(self, name: str) -> StoredLeaf | None:
-        """Return the leaf of exactly this name."""
-        at = bisect_left(self._names, name)
-        return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
 
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
@@ -139,22 +157,22 @@ class StoredState:
         return to_torch(self._index.dtype(leaf.row))
 
     def from_numpy(self, leaf: StoredLeaf) -> bool:
-        """Say whether a tensor was a numpy array."""
+        """Return True if a tensor was a numpy array."""
         return bool(self._index.tensors.origin[leaf.row])
-
-    def value(self, leaf: StoredLeaf) -> Any:
-        """Decode a plain value that decides how the rest is loaded."""
-        return decode_value(self._index.value_data.raw(leaf.row), key=leaf.name)
 
     def raw(self, leaf: StoredLeaf) -> bytes:
         """Return a plain value as it is stored, to compare it with another."""
         return self._index.value_data.raw(leaf.row)
 
+    def value(self, leaf: StoredLeaf) -> Any:
+        """Decode a plain value that decides how the rest is loaded."""
+        return decode_value(self.raw(leaf), key=leaf.name)
+
     def nest(self, name: str, make: Callable[[StoredLeaf], Any]) -> Any:
         """
-        Rebuild the containers below a name, asking `make` for each leaf.
+        Rebuild the containers below a name, calling `make` for each leaf.
 
-        Per-rank state becomes an `EveryRank`. Where the name itself is a leaf, that leaf is returned.
+        Per-rank state becomes an `EveryRank`. If the name itself is a leaf, that leaf is returned.
         """
         own = self.find(name)
         items = [((), own)] if own is not None else self.below(name)
@@ -180,7 +198,7 @@ def build_containers(leaves: list[tuple[tuple[PathStep, ...], Any]], depth: int 
 def _leaves(
     node: Node, name: str | None, path: tuple[PathStep, ...]
 ) -> Iterator[tuple[str, tuple[PathStep, ...], str]]:
-    """Give each leaf's name, path and "", and each empty container's name, path and kind."""
+    """Yield each leaf's name, path and "", and each empty container's name, path and kind."""
     if not isinstance(node, Container):
         return
     for part, child in node.children:
@@ -194,7 +212,7 @@ def _leaves(
 
 
 def _tail(leaf: StoredLeaf, prefix: str) -> tuple[PathStep, ...]:
-    """Return the last steps of a leaf's path, those that spell what comes behind the prefix."""
+    """Return the last steps of a leaf's path, those that spell its name behind the prefix."""
     rest = leaf.name[len(prefix) :]
     length = -1
     for count in range(1, len(leaf.path) + 1):
@@ -208,14 +226,39 @@ def _tail(leaf: StoredLeaf, prefix: str) -> tuple[PathStep, ...]:
     return (("dict", rest),)  # renamed in the middle of a key
 
 
-# Objects with `state_dict` and `load_state_dict`: schedulers, data loaders, scalers, whatever a user writes.
-#
-# An object is given back exactly what its `state_dict` returned, whatever it holds by now. State that differs between
-# ranks is stored for each of them.
+def allocate_leaf(stored: StoredState, leaf: StoredLeaf, present: Any = None) -> Any:
+    """Return memory for a stored leaf: laid out like `present` if that is sharded, else plain host memory."""
+    if not leaf.is_tensor:
+        return UNFILLED
+    shape, dtype = stored.shape(leaf), stored.dtype(leaf)
+    if is_sharded_leaf(present) and describe_leaf(leaf.name, present, allow_meta=True).shape == shape:
+        # There is no simple way to make new memory for a ShardedTensor or a ShardedBox.
+        return torch.empty_like(present, dtype=dtype) if is_dtensor(present) else present
+    fresh = torch.empty(shape, dtype=dtype, device="cpu")
+    return fresh.numpy() if stored.from_numpy(leaf) else fresh
 
-_SAMPLES = 16
-_SAMPLE_NBYTES = 64 << 10
-"""Of tensors of more than 1 MiB so many pieces are compared, spread evenly; to hash a model would take seconds."""
+
+def is_sharded_leaf(leaf: Any) -> bool:
+    """Return True for a leaf of which ranks may hold different parts."""
+    return isinstance(leaf, ShardedBox) or is_dtensor(leaf) or is_sharded_tensor(leaf)
+
+
+def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
+    """Return a digest of a leaf, a plain value or a tensor; of a large tensor, samples are hashed."""
+    if not is_tensor(leaf):
+        return xxhash.xxh3_128_digest(encode_value(leaf, key=key, allow_pickle=allow_pickle))
+    described = describe_leaf(key, leaf)
+    digest = xxhash.xxh3_128(f"{described.dtype} {described.shape}".encode())
+    for _, tensor in described.pieces:
+        data = tensor.detach().contiguous().reshape(-1)
+        if not data.numel():
+            continue
+        data = data.view(torch.uint8)
+        if len(data) > _SAMPLES * _SAMPLE_NBYTES:
+            starts = [at * (len(data) - _SAMPLE_NBYTES) // (_SAMPLES - 1) for at in range(_SAMPLES)]
+            data = torch.cat([data[at : at + _SAMPLE_NBYTES] for at in starts])
+        digest.update(data.cpu().numpy().data)
+    return digest.digest()
 
 
 class StatefulObject:
@@ -227,25 +270,24 @@ class StatefulObject:
         self._target = target
         self._rank = rank
         self._world_size = world_size
-        self._present: Any = None
         self._in_per_rank = is_per_rank_name(name, rank)
-        # One that knows what to do with all ranks' states is to be given all ranks' states.
+        # An object that can load all ranks' states must get all ranks' states.
         self._per_rank = getattr(type(target), "__per_rank__", False) or hasattr(target, "load_rank_states")
 
     @cached_property
-    def _given(self) -> Mapping[Any, Any]:
-        """Asked for once: it may be a costly answer, or another one the next time."""
+    def _state(self) -> Mapping[Any, Any]:
+        """The object's state; read once, because it may be costly to make, or different the next time."""
         return _state_of(self.name, self._target)
 
-    def unsure(self, *, allow_pickle: bool) -> dict[str, bytes]:
+    def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """
-        Sum up a state that may differ between ranks.
+        Return a digest of a state that may differ between ranks.
 
-        One that is in part spread over them is summed up leaf by leaf: as a whole it cannot be each rank's own.
+        A state that is partly sharded has one digest per leaf, because as a whole it cannot be per rank.
         """
         if self._per_rank or self._in_per_rank:
             return {}
-        leaves, _ = flatten(self._given, rank=self._rank, is_tensor=is_tensor)
+        leaves, _ = flatten(self._state, rank=self._rank, is_tensor=is_tensor)
         own = {
             f"{self.name}.{key}": digest_of(f"{self.name}.{key}", leaf, allow_pickle=allow_pickle)
             for key, leaf in sorted(leaves.items())
@@ -258,21 +300,21 @@ class StatefulObject:
             digest.update(key.encode() + b"\0" + one)
         return {self.name: digest.digest()}
 
-    def give(self, differing: Collection[str]) -> Any:
+    def state(self, differing: Collection[str]) -> Any:
         """Return the object's state."""
         if inside := [name for name in differing if name.startswith(f"{self.name}.")]:
             raise ReplicasDiffer(
-                f"{inside[0]!r} is not the same on all ranks, in an object whose other tensors are spread over them",
+                f"{inside[0]!r} is not the same on all ranks, in an object that has sharded tensors too",
                 hint="let state_dict() wrap what differs by rank in sk.PerRank",
                 key=inside[0],
             )
         alone = (self._per_rank or self.name in differing) and not self._in_per_rank
-        return PerRank(self._given) if alone else self._given
+        return PerRank(self._state) if alone else self._state
 
-    def template(self, stored: StoredState, selected: Selected) -> Any:  # noqa: ARG002 - all of it, or nothing
-        """Return what was saved, with places for its leaves; `UNFILLED` where nothing was."""
+    def template(self, stored: StoredState, selected: Selected) -> Template:  # noqa: ARG002 - all of it, or nothing
+        """Return a template of everything that was saved."""
         if not stored.has(self.name):
-            return UNFILLED
+            return NOTHING_STORED
         leaf = stored.find(self.name)
         if leaf is not None and not leaf.empty:
             raise StateMismatch(
@@ -280,25 +322,27 @@ class StatefulObject:
                 hint="load the value under another name, or exclude it",
                 key=self.name,
             )
-        # Only for how tensors are laid out over ranks; what is in it now is never touched.
+        # Only for the layout of tensors and the classes of containers; its values are never touched.
+        present: Mapping[Any, Any] = {}
         with suppress(Exception):
-            self._present = _state_of(self.name, self._target)
-        leaves, _ = flatten(self._present or {}, rank=self._rank, is_tensor=is_tensor)
+            present = _state_of(self.name, self._target)
+        leaves, _ = flatten(present, rank=self._rank, is_tensor=is_tensor)
         behind = len(self.name) + 1
         saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
+        load = partial(self._load, present)
         if not isinstance(saved, EveryRank):
-            return self._own_parts(saved, self.name)
+            return Template(self._own_parts(saved, self.name), load)
         if set(saved.values) == set(range(self._world_size)):
-            return PerRank(self._own_parts(saved.values[self._rank], self.name))
+            return Template(PerRank(self._own_parts(saved.values[self._rank], self.name)), load)
         if not hasattr(self._target, "load_rank_states"):
-            self._refuse(self.name, len(saved.values))
-        return saved
+            self._refuse_world_size(self.name, len(saved.values))
+        return Template(saved, load)
 
     def _own_parts(self, value: Any, name: str) -> Any:
-        """Keep this rank's value of each `PerRank` that the state itself has."""
+        """Keep this rank's value of each `PerRank` inside the state."""
         if isinstance(value, EveryRank):
             if set(value.values) != set(range(self._world_size)):
-                self._refuse(name, len(value.values))
+                self._refuse_world_size(name, len(value.values))
             return PerRank(value.values[self._rank])
         if isinstance(value, dict):
             for key, child in value.items():
@@ -307,33 +351,20 @@ class StatefulObject:
             return type(value)(self._own_parts(child, f"{name}.{at}") for at, child in enumerate(value))
         return value
 
-    def _refuse(self, name: str, ranks: int) -> NoReturn:
+    def _refuse_world_size(self, name: str, ranks: int) -> NoReturn:
         raise StateMismatch(
-            f"{name!r} was saved by {ranks} ranks, each with its own; this is rank {self._rank} of {self._world_size}",
+            f"{name!r} was saved per rank by {ranks} ranks; this is rank {self._rank} of {self._world_size}",
             hint=f"give {type(self._target).__qualname__} a method load_rank_states(states, rank, world_size) that"
             f" decides what this rank takes, or exclude={self.name!r}",
             key=name,
         )
 
-    def take(self, state: Any) -> None:
-        """Give the object what was loaded."""
+    def _load(self, present: Any, state: Any) -> None:
         if isinstance(state, EveryRank):
             self._target.load_rank_states(state.values, self._rank, self._world_size)
             return
         own = state.value if isinstance(state, PerRank) and not self._in_per_rank else state
-        self._target.load_state_dict(_in_classes_of(self._present, own))
-
-
-def allocate_leaf(stored: StoredState, leaf: StoredLeaf, present: Any = None) -> Any:
-    """Make room for a stored leaf: laid out as what is there, if that is spread over ranks, else plain host memory."""
-    if not leaf.is_tensor:
-        return UNFILLED
-    shape, dtype = stored.shape(leaf), stored.dtype(leaf)
-    if is_sharded_leaf(present) and describe_leaf(leaf.name, present, allow_meta=True).shape == shape:
-        # Of a ShardedTensor or a ShardedBox, memory of its own has no other name.
-        return torch.empty_like(present, dtype=dtype) if is_dtensor(present) else present
-    fresh = torch.empty(shape, dtype=dtype, device="cpu")
-    return fresh.numpy() if stored.from_numpy(leaf) else fresh
+        self._target.load_state_dict(_in_classes_of(present, own))
 
 
 def _in_classes_of(present: Any, state: Any) -> Any:
@@ -361,38 +392,13 @@ def _state_of(name: str, target: Any) -> Mapping[Any, Any]:
     return state
 
 
-def is_sharded_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedBox) or is_dtensor(leaf) or is_sharded_tensor(leaf)
-
-
-def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
-    """Sum up a leaf: a plain value or a tensor; of a large tensor, samples."""
-    if not is_tensor(leaf):
-        return xxhash.xxh3_128_digest(encode_value(leaf, key=key, allow_pickle=allow_pickle))
-    described = describe_leaf(key, leaf)
-    digest = xxhash.xxh3_128(f"{described.dtype} {described.shape}".encode())
-    for _, tensor in described.pieces:
-        data = tensor.detach().contiguous().reshape(-1)
-        if not data.numel():
-            continue
-        data = data.view(torch.uint8)
-        if len(data) > _SAMPLES * _SAMPLE_NBYTES:
-            starts = [at * (len(data) - _SAMPLE_NBYTES) // (_SAMPLES - 1) for at in range(_SAMPLES)]
-            data = torch.cat([data[at : at + _SAMPLE_NBYTES] for at in starts])
-        digest.update(data.cpu().numpy().data)
-    return digest.digest()
-
-
-# The random number generators of a process, as an object that can stand in a state.
-
-
 class RNG:
     """
-    The generators of Python, NumPy, torch, and this process's accelerator, each rank's own.
+    The random number generators of Python, NumPy, torch, and this process's accelerator, saved per rank.
 
-    Put one into the state, under a name of your choice: ``{"model": model, "rng": sk.RNG()}``. A rank gets back what
-    the rank of the same number saved. On more ranks than saved, the new ones are seeded from what rank 0 saved and
-    their own number: the same on every resume, and different from each other. On fewer, what is left over is dropped.
+    Put one into the state, under a name of your choice: ``{"model": model, "rng": sk.RNG()}``. Each rank gets back what
+    the same rank number saved. On more ranks than saved, the new ranks are seeded from rank 0's state and their own
+    number: the same on every resume, and different from each other. On fewer ranks, the surplus states are dropped.
     """
 
     __per_rank__ = True
@@ -417,7 +423,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set every generator; that of an accelerator only where there was and is one."""
+        """Set every generator; an accelerator's only if there was one, and is one now."""
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
         np.random.set_state(  # noqa: NPY002
@@ -429,7 +435,7 @@ class RNG:
             device.set_rng_state(torch.as_tensor(state["accelerator"]))
 
     def load_rank_states(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> None:  # noqa: ARG002
-        """Take this rank's own state, or a seed where this rank was not there when it was saved."""
+        """Load this rank's own state, or seed the generators if this rank did not exist when it was saved."""
         if rank in states:
             self.load_state_dict(states[rank])
             return
@@ -443,6 +449,6 @@ class RNG:
 
 
 def _accelerator() -> Any:
-    """Return torch's module for the accelerator, if one is used in this process."""
+    """Return torch's module for the accelerator, if this process uses one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else torch.get_device_module(device)
