@@ -1,7 +1,9 @@
 """
-`.metadata` of torch's layout as plain data, read without torch: which tensors, objects and files a checkpoint has.
+`.metadata` of torch's layout: the one decoder of its pickle, and its contents as plain data, read without torch.
 
-What the pickle names of torch's stands here for small classes with the same fields.
+A pickle names classes. `unpickle_metadata` looks them up in a table that its caller gives. Here that table has small
+stand-ins, so that commands which only look at a checkpoint need no torch. `layouts.torch_pickle` gives the classes that
+users of `shardkeep.dcp` see.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Ints
@@ -19,8 +21,72 @@ from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted
 from shardkeep.layouts.torch import Sums
 from shardkeep.options import Options
 
+T = TypeVar("T")
+
 _PACKAGE = "torch.distributed.checkpoint"
 _SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
+_METADATA_HOMES = (f"{_PACKAGE}.metadata", "shardkeep.layouts.torch_values", "shardkeep.protocol.metadata")
+_FILE_HOMES = (f"{_PACKAGE}.filesystem", "shardkeep.layouts.torch_values", "shardkeep.protocol.stored_items")
+_HOMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "MetadataIndex",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        _METADATA_HOMES,
+    ),
+    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILE_HOMES),
+}
+"""The modules of each class: torch's, and ours by their present and earlier names, under which torch's writer pickles them."""
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
+def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
+    """
+    Load the pickle in `.metadata`, verified by its seal if it has one.
+
+    Only `names`, plain values and what the user declared safe may occur in it, unless the user allows pickles.
+
+    Raises:
+        ChecksumMismatch: the seal does not match the pickle.
+        PickleRefused: the pickle names anything else.
+        MalformedFile: the bytes are not a pickle.
+
+    """
+    raw = unsealed(data, where)
+    if Options().allow_pickle:
+        trusted = {
+            name: each.kind if isinstance(each, New) else (each.kind or each.make) if isinstance(each, Call) else each
+            for name, each in names.items()
+        }
+        return load_trusted(raw, trusted, where=where)
+    return load_pickle(raw, {**plain_names(), **names}, where=where, others=safe_globals)
+
+
+def class_names(kinds: Mapping[str, T]) -> dict[tuple[str, str], T]:
+    """Return values, given for classes by name, under every module and name that a pickle may have for the class."""
+    found = {(home, name): kind for name, kind in kinds.items() for home in _HOMES[name]}
+    # Where torch before 2.3 had them.
+    found[_SHARDS, "TensorProperties"] = kinds["TensorProperties"]
+    found[_SHARDS, "MEM_FORMAT_ENCODING"] = kinds["_MEM_FORMAT_ENCODING"]
+    return found
+
+
+def safe_globals() -> Names:
+    """Return what the user declared safe (`torch.serialization.add_safe_globals`), if torch is loaded."""
+    torch = sys.modules.get("torch")
+    return names_of(torch.serialization.get_safe_globals() if torch is not None else [])
+
+
+# -- as plain data -----------------------------------------------------------------------------------------------------
 
 
 class ItemLocation(NamedTuple):
@@ -30,9 +96,9 @@ class ItemLocation(NamedTuple):
     offset: int
     nbytes: int
     data_start: int | None
-    """Where the bytes of a dense row-major tensor begin in the file; None where that is not known."""
+    """Where the bytes of a dense row-major tensor begin in the file; None if that is not known."""
     descriptors: tuple[str, ...]
-    """The extensions it was written through."""
+    """The stream extensions it was written through."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +112,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TorchMetadata:
-    """What a checkpoint of torch's layout holds."""
+    """The contents of a checkpoint of torch's layout."""
 
     tensors: dict[str, TensorEntry]
     objects: dict[str, ItemLocation]
@@ -61,16 +127,12 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
     Read `.metadata`.
 
     Raises:
-        ChecksumMismatch: its seal is not that of its contents.
-        PickleRefused: it names what is no part of such a file.
-        MalformedFile: it is no such file, or contradicts itself.
+        ChecksumMismatch: the seal does not match the pickle.
+        PickleRefused: the pickle names what does not belong into such a file.
+        MalformedFile: it is not such a file, or contradicts itself.
 
     """
-    raw = unsealed(data, where)
-    if Options().allow_pickle:
-        found = load_trusted(raw, _plainly(_torch_names()), where=where)
-    else:
-        found = load_pickle(raw, {**plain_names(), **_torch_names()}, where=where, others=_safe_globals)
+    found = unpickle_metadata(data, _stand_ins(), where=where)
     try:
         return _metadata_of(found)
     except MalformedFile:
@@ -80,18 +142,18 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
 
 
 class _Fields:
-    """Stands for a class of torch's: whatever fields its pickle gives it."""
+    """Stands for one of torch's classes: takes whatever fields its pickle has."""
 
     dtype: Any
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of the properties of a tensor, the dtype is first
+        if isinstance(state, tuple):  # the properties of a tensor, with the dtype first
             self.dtype = state[0]
         else:
             vars(self).update(state)
 
     def __hash__(self) -> int:
-        return hash((getattr(self, "fqn", None), getattr(self, "offset", None)))
+        return hash(_index(self))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Fields) and _index(self) == _index(other)
@@ -102,50 +164,28 @@ def _index(value: _Fields) -> tuple[Any, Any]:
 
 
 class _DTypeName(NamedTuple):
-    """Stands for a dtype. The rows of our own table are not given to a pickle, which could change them."""
+    """Stands for a dtype. A pickle does not get the rows of our own table, because it could change them."""
 
     name: str
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
 @cache
-def _torch_names() -> Names:
-    """Return what of torch's the pickle may name."""
-    names: dict[tuple[str, str], Any] = {}
-    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                 "TensorProperties", "StorageMeta", "MetadataIndex"):  # fmt: skip
-        for home in (f"{_PACKAGE}.metadata", "shardkeep.layouts.torch_values", "shardkeep.protocol.metadata"):
-            names[home, name] = New(_Fields)
-    for name in ("_StorageInfo", "_StoragePrefix"):
-        for home in (f"{_PACKAGE}.filesystem", "shardkeep.layouts.torch_values", "shardkeep.protocol.stored_items"):
-            names[home, name] = New(_Fields)
-    names[_SHARDS, "TensorProperties"] = New(_Fields)
-    names[f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"] = names[_SHARDS, "MEM_FORMAT_ENCODING"] = Call(_as_it_is)
+def _stand_ins() -> Names:
+    names: dict[tuple[str, str], Any] = class_names(
+        {name: Call(_unchanged) if name == "_MEM_FORMAT_ENCODING" else New(_Fields) for name in _HOMES}
+    )
     names["torch", "Size"] = Call(tuple)
-    names["torch.serialization", "_get_layout"] = Call(_as_it_is)
+    names["torch.serialization", "_get_layout"] = Call(_unchanged)
     names.update({("torch", dtype.name): _DTypeName(dtype.name) for dtype in DTYPES})
     return names
 
 
-def _plainly(names: Names) -> Mapping[tuple[str, str], Any]:
-    """Return the classes and functions themselves, for a pickle that is trusted."""
-    return {
-        name: each.kind if isinstance(each, New) else each.make if isinstance(each, Call) else each
-        for name, each in names.items()
-    }
-
-
-def _safe_globals() -> Names:
-    """Return what else the pickle may name: if torch is there, what the user told it to be safe."""
-    torch = sys.modules.get("torch")
-    return names_of(torch.serialization.get_safe_globals() if torch is not None else [])
-
-
 def _metadata_of(found: Any) -> TorchMetadata:
-    places = {_key(index): item_location(info) for index, info in found.storage_data.items()}
+    locations = {_key(index): item_location(info) for index, info in found.storage_data.items()}
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ItemLocation] = {}
     for name, entry in found.state_dict_metadata.items():
@@ -153,9 +193,9 @@ def _metadata_of(found: Any) -> TorchMetadata:
             raise MalformedFile(f"a name that is a {type(name).__name__}")
         if hasattr(entry, "chunks"):
             shape = _ints(entry.size)
-            tensors[name] = TensorEntry(_dtype(entry.properties), shape, list(_chunks(name, entry.chunks, places)))
+            tensors[name] = TensorEntry(_dtype(entry.properties), shape, list(_chunks(name, entry.chunks, locations)))
         else:
-            objects[name] = _place_of(places, name, None)
+            objects[name] = _location_of(locations, name, None)
     meta = getattr(found, "storage_meta", None)
     paths = getattr(found, "planner_data", None)
     return TorchMetadata(
@@ -172,44 +212,46 @@ def _key(index: Any) -> tuple[str, Ints | None]:
 
 
 def item_location(info: Any) -> ItemLocation:
-    """Return where an item lies, from what metadata hold for it."""
+    """Return where an item lies, from its entry in the metadata."""
     offset, nbytes = info.offset, info.length
     start = vars(info).get("shardkeep_data_start")
     if type(info.relative_path) is not str or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
-        raise MalformedFile(f"a place that is no range of a file: {vars(info)}")
+        raise MalformedFile(f"a location that is not a range of a file: {vars(info)}")
     descriptors = tuple(str(each) for each in getattr(info, "transform_descriptors", None) or ())
     return ItemLocation(info.relative_path, offset, nbytes, start if type(start) is int else None, descriptors)
 
 
 def _chunks(
-    name: str, chunks: Any, places: Mapping[tuple[str, Ints | None], ItemLocation]
+    name: str, chunks: Any, locations: Mapping[tuple[str, Ints | None], ItemLocation]
 ) -> Iterator[tuple[Box, ItemLocation]]:
     for chunk in chunks:
         offsets, sizes = _ints(chunk.offsets), _ints(chunk.sizes)
         if 0 not in sizes:
-            yield Box(offsets, sizes), _place_of(places, name, offsets)
+            yield Box(offsets, sizes), _location_of(locations, name, offsets)
 
 
-def _place_of(places: Mapping[tuple[str, Ints | None], ItemLocation], name: str, offsets: Ints | None) -> ItemLocation:
-    place = places.get((name, offsets))
-    if place is None and offsets is not None and not any(offsets):
-        place = places.get((name, None))
-    if place is None:
+def _location_of(
+    locations: Mapping[tuple[str, Ints | None], ItemLocation], name: str, offsets: Ints | None
+) -> ItemLocation:
+    location = locations.get((name, offsets))
+    if location is None and offsets is not None and not any(offsets):
+        location = locations.get((name, None))
+    if location is None:
         at = "" if offsets is None else f" at {offsets}"
         raise MalformedFile(f"the metadata do not say where {name!r}{at} is", key=name)
-    return place
+    return location
 
 
 def _ints(numbers: Any) -> Ints:
     made = tuple(numbers)
     if any(type(n) is not int or n < 0 for n in made):
-        raise MalformedFile(f"{made} are no sizes")
+        raise MalformedFile(f"{made} are not sizes")
     return made
 
 
 def _dtype(properties: Any) -> DType:
     if type(properties.dtype) is not _DTypeName:
-        raise MalformedFile(f"{properties.dtype!r} is no dtype")
+        raise MalformedFile(f"{properties.dtype!r} is not a dtype")
     return by_name(properties.dtype.name)
 
 
@@ -223,7 +265,7 @@ def _paths(said: Mapping[Any, Any], names: list[str]) -> dict[str, tuple[str | i
 
 
 def sums_of(said: Any) -> dict[str, Sums]:
-    """Return what is known of each data file, from what metadata hold of them."""
+    """Return what the metadata say of each data file."""
     return {
         name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
         for name, (nbytes, block_nbytes, checksum) in said.items()

@@ -23,17 +23,13 @@ from shardkeep.format.pickles import (
     Names,
     New,
     collector_paused,
-    load_pickle,
-    load_trusted,
-    names_of,
     plain_names,
     sealed,
-    unsealed,
 )
 from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts.torch import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums
+from shardkeep.layouts.torch_metadata import class_names, safe_globals, unpickle_metadata
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo, _StoragePrefix
-from shardkeep.options import Options
 from shardkeep.storage.base import Gets
 
 log = logging.getLogger("shardkeep")
@@ -99,11 +95,6 @@ def set_sums(metadata: Metadata, sums: Mapping[str, Sums]) -> None:
     }
 
 
-def safe_globals() -> Names:
-    """Return what the user declared safe (`torch.serialization.add_safe_globals`), by module and name."""
-    return names_of(torch.serialization.get_safe_globals())
-
-
 def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
     """
     Read metadata that we or torch wrote.
@@ -114,11 +105,7 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
         MalformedFile: it is no such file.
 
     """
-    raw = unsealed(data, where)
-    if Options().allow_pickle:
-        found = load_trusted(raw, _kinds(), where=where)
-    else:
-        found = load_pickle(raw, _known(), where=where, others=safe_globals)
+    found = unpickle_metadata(data, _known(), where=where)
     if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
     for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
@@ -155,33 +142,12 @@ def _is_size(size: Any, dimensions: int) -> bool:
 
 
 @cache
-def _kinds() -> Mapping[tuple[str, str], type]:
-    """Return our classes by the names that they are pickled by: torch's, and their own."""
-    ours = {kind: name for kind, name in _CLASSES.items() if kind is not _GetLayout}
-    shards = "torch.distributed._shard.sharded_tensor.metadata"
-    return {
-        **{name: kind for kind, name in ours.items()},
-        **{(kind.__module__, kind.__qualname__): kind for kind in ours},
-        # Torch's writer pickles our classes under their own names, and these modules had other names once.
-        **{
-            (f"shardkeep.protocol.{home}", kind.__name__): kind
-            for kind in ours
-            for home in ("metadata", "stored_items")
-        },
-        # Where torch before 2.3 had them.
-        (shards, "TensorProperties"): metadata.TensorProperties,
-        (shards, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
-    }
-
-
-@cache
 def _known() -> Names:
-    """Return what a pickle may name, besides what the user told torch to be safe."""
-    names: dict[tuple[str, str], Any] = {**plain_names(), **{name: New(kind) for name, kind in _kinds().items()}}
-    for name, kind in _kinds().items():
-        if kind is metadata._MEM_FORMAT_ENCODING:
-            names[name] = Call(_memory_format)
-    # All of them, those of quantized tensors too, which only torch reads.
+    """Return what a pickle may name, besides plain values and what the user declared safe."""
+    kinds = {kind.__name__: New(kind) for kind in _CLASSES if kind is not _GetLayout}
+    encoding = metadata._MEM_FORMAT_ENCODING
+    names: dict[tuple[str, str], Any] = class_names({**kinds, encoding.__name__: Call(_memory_format, encoding)})
+    # All dtypes, including those of quantized tensors, which only torch reads.
     names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
     names["torch", "Size"] = Call(torch.Size)
     names["torch.serialization", "_get_layout"] = Call(_layout)
@@ -216,7 +182,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     def dump(self, obj: Any) -> None:
         self.unknown: set[str] = set()
-        self._readable = {*safe_globals(), *_known()}
+        self._readable = {*safe_globals(), *plain_names(), *_known()}
         self._refs: dict[Any, bytes] = {}
         self._sizes: dict[torch.Size, bytes] = {}
         self._properties: dict[Any, bytes] = {}
