@@ -133,7 +133,7 @@ def test_classes_in_metadata_are_told_of_and_read_if_allowed(tmp_path, caplog, m
     with caplog.at_level(logging.WARNING, "shardkeep"):
         quietly(dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=Planner())
     said = [each.getMessage() for each in caplog.records if "Mine" in each.getMessage()]
-    assert len([each for each in said if "metadata hold" in each]) == 1
+    assert len([each for each in said if "metadata contain" in each]) == 1
     with pytest.raises(PickleRefused, match="Mine"):
         shardkeep.open(tmp_path)
 
@@ -158,4 +158,4 @@ def test_plain_metadata_are_saved_without_a_word(tmp_path, caplog):
     """
     with caplog.at_level(logging.WARNING, "shardkeep"):
         quietly(dcp.save, {"w": torch.ones(2), "o": {1, 2}}, checkpoint_id=tmp_path)
-    assert not [each for each in caplog.records if "metadata hold" in each.getMessage()]
+    assert not [each for each in caplog.records if "metadata contain" in each.getMessage()]
