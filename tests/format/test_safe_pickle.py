@@ -23,7 +23,7 @@ from shardkeep.layouts import torch_pickle as pickled_metadata
 TABLES = {
     "plain": plain_names(),
     "tensors": torch_archive._NAMES,
-    "layout": torch_metadata._torch_names(),
+    "layout": torch_metadata._stand_ins(),
     "metadata": pickled_metadata._known(),
     "objects": objects._plain(),
 }
@@ -84,7 +84,7 @@ def test_dtypes_of_ours_stay_as_they_are():
     """
     state = b"](K\x63" + text("x") + b"K\x01NNK\x01e"
     with pytest.raises(MalformedFile):
-        read(named("torch", "float32") + state + b"b0N", torch_metadata._torch_names())
+        read(named("torch", "float32") + state + b"b0N", torch_metadata._stand_ins())
     assert torch_metadata.by_name("float32").itemsize == 4
 
 
