@@ -1,11 +1,10 @@
 """
-Messages between ranks, left in a torch key-value store under a key and taken away by their reader.
+Messages between ranks in torch's key-value store: a rank puts a message under a key, and its reader deletes it.
 
-In go keys and bytes; out come bytes, or `MailLost` when the store cannot be reached. Two facts of torch's stores
-shape this file. A TCPStore client does one thing at a time behind a lock and logs two lines for each `wait` that
-times out, so a long wait would stall the training loop's own use of the store and fill its log: we ask with `check`,
-which is short and silent, at a pace that slows down as the wait grows. And a call never returns when the machine
-that hosts the store vanishes, so every visit runs on a thread that can be left behind when its time is up.
+Two properties of torch's stores shape this module. A TCPStore client does one thing at a time behind a lock, and logs two lines
+for each `wait` that times out: a long wait would stall the training loop's own use of the store, and fill its log. So
+waits poll with `check`, which is short and silent, ever more slowly as the wait grows. And a call never returns if the machine
+that hosts the store vanishes. So every use of the store runs on a thread that is abandoned when its time is up.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ PIECE_BYTES = 4 << 20
 BATCH = 16
 """Keys read by one request, so that the answer stays within 64 MiB."""
 GRACE_S = 2.0
-"""How long past its deadline a visit may take before we stop waiting for it."""
+"""How long past its deadline a use of the store may take before its thread is abandoned."""
 CHECKS_PER_S = 2000
-"""How many checks a second the store is asked to bear from all ranks together, in a long wait."""
+"""How many checks a second all ranks together make in a long wait."""
 
 _WHOLE, _PIECES = b"w", b"p"
 
@@ -39,7 +38,7 @@ class StoreUnreachable(Exception):
 
 
 class KVMailbox:
-    """A rank's use of the store during one visit."""
+    """A rank's use of the store, inside `with_mailbox`."""
 
     def __init__(self, store: Store, ranks: int, stop: threading.Event) -> None:
         self._store = store
@@ -52,14 +51,14 @@ class KVMailbox:
         return self._store.add(key, 1)
 
     def put(self, key: str, body: bytes) -> None:
-        """Leave `body` at `key`. Whoever sees the key finds all of it."""
+        """Put `body` at `key`. A reader that sees the key finds all of it."""
         if len(body) <= PIECE_BYTES:
             self._set(key, _WHOLE + body)
             return
         starts = range(0, len(body), PIECE_BYTES)
         for piece, start in enumerate(starts):
             self._set(f"{key}/{piece}", body[start : start + PIECE_BYTES])
-        # The key itself comes last: a reader that sees it may trust that every piece is there.
+        # The key itself comes last, so that a reader that sees it finds every piece.
         self._set(key, _PIECES + str(len(starts)).encode())
 
     def wait(self, keys: Sequence[str], within_s: float) -> bool:
@@ -75,11 +74,11 @@ class KVMailbox:
         return True
 
     def there(self, key: str) -> bool:
-        """Say whether `key` exists."""
+        """Return whether `key` exists."""
         return bool(self._store.check([key]))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Read what lies at `keys`, all of which must be there."""
+        """Read the messages at `keys`, all of which must exist."""
         bodies: list[bytes] = []
         for start in range(0, len(keys), BATCH):
             batch = keys[start : start + BATCH]
@@ -88,7 +87,7 @@ class KVMailbox:
         return bodies
 
     def take(self, keys: Sequence[str]) -> list[bytes]:
-        """Read what lies at `keys`, all of which must be there, and delete it."""
+        """Read the messages at `keys`, all of which must exist, and delete them."""
         bodies = self.read(keys)
         for key, body in zip(keys, bodies, strict=True):
             self.drop(key, len(body))
@@ -116,7 +115,7 @@ def _pieces(key: str, head: bytes) -> list[str]:
 
 def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:
     """
-    Run `errand` on the mailbox of a world of `ranks`, for at most `within_s` and a little.
+    Run `errand` with the mailbox of a world of `ranks`, for at most `within_s` and `GRACE_S`.
 
     Raises:
         MailLost: the store did not answer in time, or its connection broke.
@@ -124,7 +123,7 @@ def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, 
     """
     stop = threading.Event()
     outcome: Future[T] = Future()
-    # A daemon, not an executor's thread: one stuck in a dead connection must not keep the process from ending.
+    # A daemon, not an executor's thread: a thread stuck in a dead connection must not keep the process from ending.
     threading.Thread(
         target=_run, args=(KVMailbox(store, ranks, stop), errand, outcome), daemon=True, name="shardkeep-ranks"
     ).start()
@@ -133,7 +132,7 @@ def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, 
     except Exception as late:  # the future's own TimeoutError, whose class changed in Python 3.11
         raise StoreUnreachable(f"the store did not answer for {within_s + GRACE_S:g} s") from late
     finally:
-        stop.set()  # on Ctrl-C too: the errand ends at its next check
+        stop.set()  # also after Ctrl-C: the errand ends at its next check
     if isinstance(error, (RuntimeError, OSError)):  # what torch's stores raise
         raise StoreUnreachable(_first_line(error)) from error
     return outcome.result()

@@ -1,8 +1,7 @@
 """
-What all ranks raise together, made on rank 0 from the failures of each.
+The error that all ranks raise together, which rank 0 makes from the failures of each.
 
-In come failures by rank; out goes a `Verdict`, plain data that every rank turns into the same error. Nothing here
-talks to anybody, and nothing but text and msgpack's own types ever goes into a verdict.
+A `GroupError` is plain data, from which every rank makes the same exception. It contains only text and msgpack's own types.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import msgspec
 from shardkeep.errors import CheckpointError, Failure, error_class, failure_of
 
 MOST_GROUPS = 8
-"""How many different failures a message spells out; also how many keep their traceback and details."""
+"""How many different failures a message contains; also how many keep their traceback and details."""
 MOST_CHARS = 16_000
-"""Longest message or traceback that travels."""
+"""Longest message or traceback that is sent."""
 MOST_LINE_CHARS = 1_000
 """Longest line of such a traceback."""
 
@@ -27,12 +26,12 @@ class RemoteTraceback(Exception):
     """
     The traceback of another rank, as text.
 
-    It is the cause of an error that did not begin on this rank, so that Python prints it there; it is never raised.
+    It is the cause of an error that began on another rank, so that Python prints it; it is never raised.
     """
 
 
 class FailedRanks(msgspec.Struct, frozen=True):
-    """Ranks on which the same thing went wrong."""
+    """Ranks with the same failure."""
 
     ranks: list[int]
     failure: Failure
@@ -45,7 +44,7 @@ class GroupError(msgspec.Struct, frozen=True, kw_only=True):
     """Class name of the error to raise."""
     message: str
     title: str
-    """What rank 0 was doing."""
+    """The call that rank 0 was in."""
     hint: str = ""
     details: dict[str, Any] = {}
     groups: list[FailedRanks] = []
@@ -58,13 +57,13 @@ class GroupError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_error(error: BaseException) -> Failure:
-    """Describe `error` as data that msgpack can carry, whatever it holds."""
+    """Describe an exception as data that msgpack can carry, whatever it contains."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
-    # The end of a traceback is where the error is; one endless line of text must not push the rest out.
+    # The end of a traceback is kept, because the error is there; one very long line must not displace the rest.
     trace = "\n".join(line[:MOST_LINE_CHARS] for line in lines)[-MOST_CHARS:]
     try:
         failure = failure_of(error, trace)
-    except Exception:  # noqa: BLE001 - a foreign __str__ may do anything; the other ranks must still hear of it
+    except Exception:  # noqa: BLE001 - a foreign __str__ may raise anything; the other ranks need a message all the same
         failure = Failure(type(error).__name__, "an error whose text cannot be made", trace)
     return Failure(
         failure.kind,
@@ -76,53 +75,53 @@ def describe_error(error: BaseException) -> Failure:
 
 
 def attach_remote_traceback(error: BaseException) -> None:
-    """Let whoever prints an error that began on other ranks see where: by the traceback of the first that has one."""
+    """If an error began on other ranks, make the traceback of the first of them its cause, so that it is printed."""
     origin, seen = error, {id(error)}
     while origin.__cause__ is not None and id(origin.__cause__) not in seen:
         origin = origin.__cause__
         seen.add(id(origin))
-    # What began on this rank has causes and frames of its own, and knows nothing of ranks.
-    told = origin.by_rank if isinstance(origin, CheckpointError) else {}
-    if (first := next((failure for failure in told.values() if failure.trace), None)) is not None:
-        ranks = [rank for rank, failure in told.items() if failure == first]
+    # An error that began on this rank has a traceback of its own, and no `by_rank`.
+    by_rank = origin.by_rank if isinstance(origin, CheckpointError) else {}
+    if (first := next((failure for failure in by_rank.values() if failure.trace), None)) is not None:
+        ranks = [rank for rank, failure in by_rank.items() if failure == first]
         origin.__cause__ = RemoteTraceback(f"on {format_ranks(ranks)}:\n{first.trace}")
 
 
 def merge_failures(failures: dict[int, Failure], *, phase: str, title: str) -> GroupError:
-    """Make the verdict where at least one rank failed."""
+    """Make the error of at least one rank that failed."""
     groups = _group(failures)
     first = groups[0].failure
     return GroupError(
         kind=first.kind,
-        message=_spell(groups, f"during {phase!r} of {title}"),
+        message=_message(groups, f"during {phase!r} of {title}"),
         title=title,
         hint=first.hint,
         details=first.details,
-        groups=_lighten(groups),
+        groups=_without_traces(groups),
     )
 
 
 def merge_silence(silent: dict[int, str], failures: dict[int, Failure], *, phase: str, title: str) -> GroupError:
-    """Make the verdict where ranks did not answer; `silent` says of each what is known."""
+    """Make the error of ranks that did not answer; `silent` has what is known of each."""
     unheard = {rank: Failure("RanksSilent", text) for rank, text in silent.items()}
     groups = _group(unheard) + _group(failures)
     return GroupError(
         kind="RanksSilent",
-        message=_spell(groups, f"during {phase!r} of {title}"),
+        message=_message(groups, f"during {phase!r} of {title}"),
         title=title,
         details={"ranks": sorted(silent)},
-        groups=_lighten(groups),
+        groups=_without_traces(groups),
     )
 
 
 def merge_disagreement(said: dict[int, str], failures: dict[int, Failure], *, title: str) -> GroupError:
-    """Make the verdict where ranks are not in the same call or phase; `said` is what each one said."""
+    """Make the error of ranks that are not in the same call or phase; `said` has what each one called."""
     strays = {rank: Failure("RanksDisagree", f"called {what}") for rank, what in said.items()}
     return GroupError(
         kind="RanksDisagree",
-        message=_spell(_group(strays), "all ranks must make the same calls in the same order"),
+        message=_message(_group(strays), "all ranks must make the same calls in the same order"),
         title=title,
-        groups=_lighten(_group({**strays, **failures})),
+        groups=_without_traces(_group({**strays, **failures})),
     )
 
 
@@ -145,11 +144,11 @@ def _group(failures: dict[int, Failure]) -> list[FailedRanks]:
     return [FailedRanks(members, failures[members[0]]) for members in ranks.values()]
 
 
-def _spell(groups: list[FailedRanks], where: str) -> str:
+def _message(groups: list[FailedRanks], where: str) -> str:
     lines = [f"{format_ranks(group.ranks)}: {_text(group.failure)}" for group in groups[:MOST_GROUPS]]
-    unsaid = sum(len(group.ranks) for group in groups[MOST_GROUPS:])
-    if unsaid:
-        lines.append(f"and {unsaid} more rank{'s' * (unsaid > 1)}")
+    omitted = sum(len(group.ranks) for group in groups[MOST_GROUPS:])
+    if omitted:
+        lines.append(f"and {omitted} more rank{'s' * (omitted > 1)}")
     return "\n".join([*lines, f"({where})"])
 
 
@@ -157,13 +156,13 @@ def _text(failure: Failure) -> str:
     ours = error_class(failure.kind)
     if ours.__name__ == failure.kind:
         return failure.message
-    # The class of a foreign exception is lost on the way, so the text has to say it.
+    # A foreign exception becomes a CheckpointError on the other ranks, so the text has to name its class.
     bare = failure.message == f"{failure.kind}()"
     return failure.kind if bare else f"{failure.kind}: {failure.message}"
 
 
-def _lighten(groups: list[FailedRanks]) -> list[FailedRanks]:
-    # A thousand different tracebacks, sent to a thousand ranks, would be gigabytes.
+def _without_traces(groups: list[FailedRanks]) -> list[FailedRanks]:
+    """Drop tracebacks beyond the first few: a thousand different ones, sent to a thousand ranks, would be gigabytes."""
     light = [
         FailedRanks(group.ranks, Failure(group.failure.kind, group.failure.message, "", group.failure.hint))
         for group in groups[MOST_GROUPS:]
@@ -172,7 +171,7 @@ def _lighten(groups: list[FailedRanks]) -> list[FailedRanks]:
 
 
 def _plain_text(text: str) -> str:
-    # Names of files may hold lone surrogates, which UTF-8 cannot carry.
+    # File names may contain lone surrogates, which UTF-8 cannot encode.
     plain = text.encode("utf-8", "backslashreplace").decode()
     return plain if len(plain) <= MOST_CHARS else f"{plain[:MOST_CHARS]}… ({len(plain)} characters in all)"
 
@@ -180,8 +179,8 @@ def _plain_text(text: str) -> str:
 def _plain_details(details: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in details.items():
-        if name in ("message", "hint"):  # arguments of their own, where the error is made again
+        if name in ("message", "hint"):  # these are arguments of their own
             continue
-        with contextlib.suppress(Exception):  # what cannot travel stays behind
+        with contextlib.suppress(Exception):  # a detail that msgpack cannot carry is left out
             plain[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     return plain

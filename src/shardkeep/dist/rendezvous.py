@@ -1,30 +1,28 @@
 """
-One step on all ranks, whose every failure comes back to every rank.
+A call that all ranks make together, phase by phase; a failure on any rank is raised on every rank.
 
-In comes a `World` and, for each phase of a call, the work of this rank; out comes the answer rank 0 decided on for
-this rank, or one error that is the same on all ranks. Ranks talk only through the world's store, in plain data: a
-rank that fails, leaves or dies never leaves the others waiting past their deadline, and each key that is written for
-a call is deleted by whoever reads it.
+In each phase every rank does its work, rank 0 decides from all contributions, and every rank gets its answer, or all raise the same
+error. Ranks communicate only through the key-value store of their world, in plain data. A rank that fails, leaves or dies never
+makes the others wait past their deadline, and each key of a call is deleted by its reader.
 
-The keys of a world, where `call` counts the calls of each rank and `step` the phases of a call:
+The keys of a world, where CALL counts the calls of each rank and STEP the phases of a call:
 
     calls/RANK              how many calls this rank has made
-    doing/RANK              what this rank is doing, for the message when it is silent
-    CALL/STEP/in/RANK       what this rank says to rank 0
-    CALL/STEP/out/RANK      what rank 0 says to this rank
-    CALL/STEP/all/N         a long answer that several ranks share, and who has read it
-    CALL/parted, CALL/over  so that rank 0, whose process may host the store, is the last to go
+    doing/RANK              what this rank is doing, for the message if it does not answer
+    CALL/STEP/in/RANK       this rank's message to rank 0
+    CALL/STEP/out/RANK      rank 0's reply to this rank
+    CALL/STEP/all/N         a long answer that several ranks share, and how many have read it
+    CALL/parted, CALL/over  let rank 0, whose process may host the store, leave last
 """
 
 from __future__ import annotations
 
-import msgspec
-from shardkeep.errors import Failure
-from shardkeep.dist.rank_errors import GroupError
 import contextlib
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 from msgspec.structs import replace
-from shardkeep.errors import CheckpointError, Failure
+
 from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
 from shardkeep.dist.rank_errors import (
     GroupError,
@@ -33,17 +31,16 @@ from shardkeep.dist.rank_errors import (
     merge_failures,
     merge_silence,
 )
+from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
     from shardkeep.dist.world import World
 
 
-# What ranks write to each other in a phase, and how it looks on the wire: msgpack, checked when it is read.
-
-
 class RankActivity(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank did last, in case it is never heard of again."""
+    """What a rank did last, for messages about a rank that does not answer."""
 
     call: int
     step: int
@@ -52,7 +49,7 @@ class RankActivity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says to rank 0 in a phase."""
+    """The message of a rank to rank 0 in a phase."""
 
     title: str
     phase: str
@@ -61,23 +58,23 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
     left: bool = False
     """It will not read the answer."""
     gave_up: bool = False
-    """It waited for rank 0 and rank 0 did not come."""
+    """It has stopped waiting for rank 0."""
 
 
 class CoordinatorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says to a rank."""
+    """Rank 0's reply to a rank."""
 
     body: bytes = b""
     failed: bool = False
-    """The body is a verdict."""
+    """The body is a `GroupError`."""
     missed: bool = False
     """Rank 0 had stopped waiting for this rank."""
     shared: str = ""
-    """Key of the body, where it lies elsewhere."""
+    """Key of the body, if several ranks share it."""
     readers: int = 0
     """How many ranks read that key; the last deletes it."""
     present: int = 0
-    """How many ranks get an answer they are expected to read."""
+    """How many ranks are expected to read their answer."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -88,7 +85,7 @@ decode_activity = msgspec.msgpack.Decoder(RankActivity).decode
 
 
 def describe_activity(note: bytes, *, call: int, title: str) -> str:
-    """Say what a rank was doing by its last note, an encoded `Doing` or nothing, seen from a rank in this `call`."""
+    """Describe what a rank was doing by its last note (an encoded `RankActivity`, or nothing), for a rank in this `call`."""
     seen = decode_activity(note) if note else None
     if seen is None:
         return "it has made no call yet"
@@ -104,13 +101,13 @@ def describe_activity(note: bytes, *, call: int, title: str) -> str:
 T = TypeVar("T")
 
 LINGER_S = 5.0
-"""How long rank 0 stays at the end of a call for the others to read its answer."""
+"""How long rank 0 waits at the end of a call for the others to read its answer."""
 SHARED_BYTES = 4096
-"""From this length on, an answer that several ranks get is stored once."""
+"""An answer of at least this length that several ranks get is stored once."""
 
 
 class _NoAnswer(StoreUnreachable):
-    """The store works, but rank 0 says nothing."""
+    """The store works, but rank 0 does not answer."""
 
 
 class Rendezvous:
@@ -120,15 +117,15 @@ class Rendezvous:
         self._world = world
         self._title = title
         self._call = 0
-        # The phase in which this rank has to speak next.
+        # The phase in which this rank sends its next message.
         self._step = 0
         # How many ranks are expected to read rank 0's last answer.
         self._present = 0
         # The last error that all ranks raised together.
-        self._told: CheckpointError | None = None
+        self._shared_error: CheckpointError | None = None
         # Set once rank 0 or the store is out of reach; nothing can be agreed on after that.
         self._lost: CheckpointError | None = None
-        # Rank 0 waits no more for those who left (with their failure) or fell silent (with what is known of them).
+        # Rank 0 no longer waits for ranks that left (with their failure) or did not answer (with what is known of them).
         self._departed: dict[int, Failure] = {}
         self._silent: dict[int, str] = {}
         self._left = False
@@ -159,86 +156,92 @@ class Rendezvous:
             return self._agree(phase, work, decide)
         except Exception:
             raise
-        except BaseException as stopped:  # Ctrl-C or exit: the others learn of it now, not at their deadline
+        except BaseException as stopped:  # Ctrl-C or exit: tell the others now, not at their deadline
             self._leave(stopped)
             raise
 
     def _agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
-        word = RankMessage(title=self._title, phase=phase)
+        message = RankMessage(title=self._title, phase=phase)
         cause: Exception | None = None
         try:
             self._visit(lambda mailbox: self._note(mailbox, phase))
-            word, cause = self._try(word, work)
+            message, cause = self._try(message, work)
             if self._world.rank == 0:
-                answer, cause = self._lead(word, cause, decide)
+                answer, cause = self._lead(message, cause, decide)
             else:
-                answer = self._follow(word)
+                answer = self._follow(message)
         except StoreUnreachable as lost:
-            self._lost = self._out_of_reach(word, lost)
+            self._lost = self._out_of_reach(message, lost)
             raise self._lost from (cause or lost)
         if isinstance(answer, GroupError):
-            self._told = answer.error()
-            raise self._told from cause
+            self._shared_error = answer.error()
+            raise self._shared_error from cause
         return answer
 
-    def _try(self, word: RankMessage, work: Callable[[], bytes]) -> tuple[RankMessage, Exception | None]:
+    def _try(self, message: RankMessage, work: Callable[[], bytes]) -> tuple[RankMessage, Exception | None]:
         try:
-            return replace(word, payload=work()), None
+            return replace(message, payload=work()), None
         except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
-            return replace(word, failure=describe_error(error)), error
+            return replace(message, failure=describe_error(error)), error
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
     def _lead(
-        self, word: RankMessage, cause: Exception | None, decide: Callable[[list[bytes]], list[bytes]]
+        self, message: RankMessage, cause: Exception | None, decide: Callable[[list[bytes]], list[bytes]]
     ) -> tuple[bytes | GroupError, Exception | None]:
-        words = {0: word, **self._gather()}
-        while (missed := self._missed_call(words)) is not None:
-            self._skip_call(words, missed)
-            words = {0: word, **self._gather()}
-        verdict = self._judge(words)
+        messages = {0: message, **self._gather()}
+        while (missed := self._missed_call(messages)) is not None:
+            self._skip_call(messages, missed)
+            messages = {0: message, **self._gather()}
+        group_error = self._find_error(messages)
         answers: list[bytes] = []
-        if verdict is None:
+        if group_error is None:
             try:
-                answers = _decided(decide, [words[rank].payload for rank in range(self._world.size)])
+                answers = _decided(decide, [messages[rank].payload for rank in range(self._world.size)])
             except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
                 cause = error
-                verdict = merge_failures({0: describe_error(error)}, phase=word.phase, title=self._title)
-        if verdict is not None:
-            self._tell_all(verdict)
-            return verdict, cause
+                group_error = merge_failures({0: describe_error(error)}, phase=message.phase, title=self._title)
+        if group_error is not None:
+            self._tell_all(group_error)
+            return group_error, cause
         self._send(dict(enumerate(answers[1:], start=1)), failed=False)
         return answers[0], None
 
     def _gather(self) -> dict[int, RankMessage]:
-        """Collect the words of the other ranks; note who left and who is silent."""
+        """Collect the messages of the other ranks; note which left and which do not answer."""
         gone = self._departed.keys() | self._silent.keys()
         awaited = {rank: self._key("in", rank) for rank in range(1, self._world.size) if rank not in gone}
-        patience_s = self._world.timeout_s
+        timeout_s = self._world.timeout_s
 
         def errand(mailbox: KVMailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
             here = awaited
-            if not mailbox.wait(list(awaited.values()), patience_s):
+            if not mailbox.wait(list(awaited.values()), timeout_s):
                 here = {rank: key for rank, key in awaited.items() if mailbox.there(key)}
             bodies = mailbox.take(list(here.values()))
-            doing = {rank: _last_note(mailbox, rank) for rank in awaited.keys() - here.keys()}
+            doing = {rank: _last_activity(mailbox, rank) for rank in awaited.keys() - here.keys()}
             return dict(zip(here, bodies, strict=True)), doing
 
-        # Twice the patience: once to wait, once to read what may be long.
-        said, doing = self._visit(errand, within_s=2 * patience_s)
-        self._silent |= {rank: self._silence(patience_s, raw) for rank, raw in doing.items()}
-        words = {rank: decode_message(raw) for rank, raw in said.items()}
-        self._departed |= {rank: word.failure for rank, word in words.items() if word.left and word.failure}
-        return words
+        # Twice the timeout: once to wait, once to read messages that may be long.
+        said, doing = self._visit(errand, within_s=2 * timeout_s)
+        self._silent |= {rank: self._describe_silence(timeout_s, raw) for rank, raw in doing.items()}
+        messages = {rank: decode_message(raw) for rank, raw in said.items()}
+        self._departed |= {
+            rank: message.failure for rank, message in messages.items() if message.left and message.failure
+        }
+        return messages
 
-    def _judge(self, words: dict[int, RankMessage]) -> GroupError | None:
-        failures = {rank: word.failure for rank, word in words.items() if word.failure} | self._departed
-        phase = words[0].phase
-        if len({word.title for word in words.values()}) > 1:
-            said = {rank: repr(word.title) for rank, word in words.items()}
+    def _find_error(self, messages: dict[int, RankMessage]) -> GroupError | None:
+        failures = {rank: message.failure for rank, message in messages.items() if message.failure} | self._departed
+        phase = messages[0].phase
+        if len({message.title for message in messages.values()}) > 1:
+            said = {rank: repr(message.title) for rank, message in messages.items()}
             return merge_disagreement(said, failures, title=self._title)
-        if len({word.phase for word in words.values() if not word.left}) > 1:
-            said = {rank: f"phase {word.phase!r} of {word.title}" for rank, word in words.items() if not word.left}
+        if len({message.phase for message in messages.values() if not message.left}) > 1:
+            said = {
+                rank: f"phase {message.phase!r} of {message.title}"
+                for rank, message in messages.items()
+                if not message.left
+            }
             return merge_disagreement(said, failures, title=self._title)
         if self._silent:
             return merge_silence(self._silent, failures, phase=phase, title=self._title)
@@ -246,25 +249,25 @@ class Rendezvous:
             return merge_failures(failures, phase=phase, title=self._title)
         return None
 
-    def _missed_call(self, words: dict[int, RankMessage]) -> str | None:
-        """Name the call the others waited for and rank 0 never made, if this is how their words and ours differ."""
+    def _missed_call(self, messages: dict[int, RankMessage]) -> str | None:
+        """Return the call that the others waited for and rank 0 never made, if their messages show that."""
         if self._step > 0:
             return None
-        given_up = {word.title for word in words.values() if word.gave_up}
-        current = {word.title for word in words.values() if not word.gave_up}
+        given_up = {message.title for message in messages.values() if message.gave_up}
+        current = {message.title for message in messages.values() if not message.gave_up}
         return min(given_up) if given_up and current == {self._title} and self._title not in given_up else None
 
-    def _skip_call(self, words: dict[int, RankMessage], title: str) -> None:
-        """Count the missed call as made, or this rank would be one call behind the others for ever."""
-        everyone = {rank: f"did not make the call {title!r}" for rank in words if not words[rank].left}
-        verdict = merge_silence(everyone, {}, phase="begin", title=title)
+    def _skip_call(self, messages: dict[int, RankMessage], title: str) -> None:
+        """Count the missed call as made, or this rank would stay one call behind the others."""
+        everyone = {rank: f"did not make the call {title!r}" for rank in messages if not messages[rank].left}
+        group_error = merge_silence(everyone, {}, phase="begin", title=title)
         self._silent |= dict.fromkeys(everyone, "")
-        self._tell_all(verdict)
+        self._tell_all(group_error)
         self._departed, self._silent = {}, {}
         self._visit(self._number)
 
-    def _tell_all(self, verdict: GroupError) -> None:
-        body = encode(verdict)
+    def _tell_all(self, group_error: GroupError) -> None:
+        body = encode(group_error)
         self._send({rank: body for rank in range(1, self._world.size) if rank not in self._departed}, failed=True)
 
     def _send(self, answers: dict[int, bytes], *, failed: bool) -> None:
@@ -291,36 +294,36 @@ class Rendezvous:
 
     # -- the other ranks ---------------------------------------------------------------------------------------
 
-    def _follow(self, word: RankMessage) -> bytes | GroupError:
-        reply = self._exchange(word)
+    def _follow(self, message: RankMessage) -> bytes | GroupError:
+        reply = self._exchange(message)
         while reply.missed and self._step == 1 and decode_group_error(reply.body).title != self._title:
-            # Rank 0 gave up on a call this rank never made. Count it as made and answer in the next one.
+            # Rank 0 gave up on a call that this rank never made. Count it as made, and answer in the next one.
             self._visit(self._number)
-            reply = self._exchange(word)
+            reply = self._exchange(message)
         self._present = 0 if reply.missed else reply.present
         return decode_group_error(reply.body) if reply.failed else reply.body
 
-    def _exchange(self, word: RankMessage) -> CoordinatorReply:
-        body = encode(word)
+    def _exchange(self, message: RankMessage) -> CoordinatorReply:
+        body = encode(message)
         mine, answer = self._key("in", self._world.rank), self._key("out", self._world.rank)
-        patience_s = 2 * self._world.timeout_s + self._world.alone_s
+        timeout_s = 2 * self._world.timeout_s + self._world.alone_s
         self._visit(lambda mailbox: mailbox.put(mine, body))
         self._step += 1
 
         def errand(mailbox: KVMailbox) -> CoordinatorReply | bytes:
-            if not mailbox.wait([answer], patience_s):
-                mailbox.put(mine, encode(self._giving_up(word, patience_s)))
-                return _last_note(mailbox, 0)
+            if not mailbox.wait([answer], timeout_s):
+                mailbox.put(mine, encode(self._giving_up(message, timeout_s)))
+                return _last_activity(mailbox, 0)
             return self._receive(mailbox, answer, unread=(mine, len(body)))
 
-        reply = self._visit(errand, within_s=patience_s)
+        reply = self._visit(errand, within_s=timeout_s)
         if isinstance(reply, bytes):
-            raise _NoAnswer(self._silence(patience_s, reply))
+            raise _NoAnswer(self._describe_silence(timeout_s, reply))
         return reply
 
     def _receive(self, mailbox: KVMailbox, answer: str, *, unread: tuple[str, int]) -> CoordinatorReply:
         reply = decode_reply(mailbox.take([answer])[0])
-        if reply.missed:  # nobody else will delete what this rank said
+        if reply.missed:  # no other rank deletes this rank's message
             mailbox.drop(*unread)
         if not reply.shared:
             return reply
@@ -330,9 +333,9 @@ class Rendezvous:
             mailbox.drop(f"{reply.shared}/read")
         return replace(reply, body=body)
 
-    def _giving_up(self, word: RankMessage, patience_s: float) -> RankMessage:
-        failure = Failure("RanksSilent", f"waited {patience_s:g} s for rank 0 and gave up")
-        return RankMessage(title=word.title, phase=word.phase, failure=failure, left=True, gave_up=True)
+    def _giving_up(self, message: RankMessage, timeout_s: float) -> RankMessage:
+        failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
+        return RankMessage(title=message.title, phase=message.phase, failure=failure, left=True, gave_up=True)
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
@@ -352,8 +355,8 @@ class Rendezvous:
         mailbox.put(f"doing/{self._world.rank}", encode(RankActivity(self._call, self._step, phase, self._title)))
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank takes part no more, unless they know of `error` already."""
-        if self._left or self._cut or _comes_from(error, self._told):
+        """Tell the others that this rank leaves the call, unless they know of `error` already."""
+        if self._left or self._cut or _comes_from(error, self._shared_error):
             return
         self._left = True
         failure = describe_error(error)
@@ -362,13 +365,13 @@ class Rendezvous:
                 self._tell_all(merge_failures({0: failure}, phase="leave", title=self._title))
             else:
                 key = self._key("in", self._world.rank)
-                word = encode(RankMessage(title=self._title, phase="leave", failure=failure, left=True))
-                self._visit(lambda mailbox: mailbox.put(key, word))
+                message = encode(RankMessage(title=self._title, phase="leave", failure=failure, left=True))
+                self._visit(lambda mailbox: mailbox.put(key, message))
         if self._world.rank > 0 or not isinstance(error, Exception):
             self._present = 0
 
     def _part(self) -> None:
-        """End the call: rank 0 stays until the others have its answer, as the store may end with its process."""
+        """End the call: rank 0 waits until the others have its answer, because the store may end with its process."""
         if self._present == 0 or self._cut:
             return
 
@@ -377,24 +380,24 @@ class Rendezvous:
             if self._world.rank > 0:
                 if mailbox.count(parted) == self._present:
                     mailbox.put(over, b"")
-            # Half the deadline at most: in the next call the others wait for this and for rank 0's own patience.
+            # At most half the timeout: in the next call, the others wait for this and for rank 0's own timeout.
             elif mailbox.wait([over], min(LINGER_S, self._world.timeout_s / 2)):
                 mailbox.drop(over)
                 mailbox.drop(parted)
 
-        # What was agreed on stands, whoever is there to see it.
+        # What was agreed on is valid, even if the store is unreachable now.
         with contextlib.suppress(StoreUnreachable):
             self._visit(errand, within_s=LINGER_S)
 
-    def _out_of_reach(self, word: RankMessage, lost: StoreUnreachable) -> CheckpointError:
-        """Make the error of a rank that can no longer speak to the others."""
+    def _out_of_reach(self, message: RankMessage, lost: StoreUnreachable) -> CheckpointError:
+        """Make the error of a rank that can no longer reach the others."""
         self._cut = not isinstance(lost, _NoAnswer)
         text = f"cannot be reached: {lost}" if self._cut else str(lost)
         others = range(1, self._world.size) if self._world.rank == 0 else [0]
-        own = {self._world.rank: word.failure} if word.failure else {}
-        return merge_silence(dict.fromkeys(others, text), own, phase=word.phase, title=self._title).error()
+        own = {self._world.rank: message.failure} if message.failure else {}
+        return merge_silence(dict.fromkeys(others, text), own, phase=message.phase, title=self._title).error()
 
-    def _silence(self, waited_s: float, note: bytes) -> str:
+    def _describe_silence(self, waited_s: float, note: bytes) -> str:
         return f"did not answer within {waited_s:g} s; {describe_activity(note, call=self._call, title=self._title)}"
 
     def _key(self, way: str, number: int) -> str:
@@ -404,9 +407,9 @@ class Rendezvous:
         store, size = self._world.store, self._world.size
         if store is None:  # unreachable: a world of several ranks has a store
             raise StoreUnreachable("there is no store")
-        # Who leaves, perhaps by Ctrl-C, does not stay to find out whether the store still works.
-        patience_s = min(1.0, self._world.timeout_s) if self._left else self._world.timeout_s
-        return with_mailbox(store, size, errand, within_s=patience_s if within_s is None else within_s)
+        # A rank that leaves, perhaps because of Ctrl-C, does not wait long for the store.
+        timeout_s = min(1.0, self._world.timeout_s) if self._left else self._world.timeout_s
+        return with_mailbox(store, size, errand, within_s=timeout_s if within_s is None else within_s)
 
 
 @contextlib.contextmanager
@@ -414,9 +417,9 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
     """
     Begin a call that all ranks of `world` make together, and end it together.
 
-    A rank that leaves by an exception tells the others, so they do not wait for it. Ranks must make their calls in
-    the same order; `title` ("save to runs/a/step-10") is what they are compared by. A rank that missed a call
-    altogether is put right in the next one, provided that the titles differ.
+    A rank that leaves by an exception tells the others, so that they do not wait for it. Ranks must make their calls in the same
+    order; calls are compared by their `title` ("save to runs/a/step-10"). A rank that missed a call catches up in the next
+    one, if the titles differ.
 
     Raises:
         RanksSilent: the store the ranks talk through cannot be reached.
@@ -436,7 +439,7 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
         meeting._part()
 
 
-def _last_note(mailbox: KVMailbox, rank: int) -> bytes:
+def _last_activity(mailbox: KVMailbox, rank: int) -> bytes:
     key = f"doing/{rank}"
     return mailbox.read([key])[0] if mailbox.there(key) else b""
 
@@ -449,7 +452,7 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], payloads: list[bytes]
 
 
 def _comes_from(error: BaseException | None, origin: BaseException | None) -> bool:
-    """Say whether `error` is `origin`, or was raised because of it."""
+    """Return whether `error` is `origin`, or was raised because of it."""
     seen: set[int] = set()
     while error is not None and origin is not None and id(error) not in seen:
         if error is origin:

@@ -1,10 +1,9 @@
 """
-Who takes part in a call: this process alone, or the ranks of a process group.
+The ranks that take part in a call: this process alone, or the ranks of a process group.
 
-In comes a torch process group or nothing; out goes a `World`, a plain value that says which rank this is, how many
-there are and through which key-value store they talk. The store is the one torch made when the default group was
-initialised, so that nothing here depends on the backend (nccl, gloo, fake): no collective is ever issued and no
-process group is ever built.
+A `World` says which rank this is, how many there are, and through which key-value store they communicate. It is the store that
+torch made when the default group was initialised, so nothing here depends on the backend (nccl, gloo, fake): no collective
+is issued and no process group is built.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class World:
     rank: int
     size: int
     store: Store | None = None
-    """Where the ranks leave messages for each other; its keys belong to this world alone. None for a single rank."""
+    """The key-value store the ranks communicate through, with keys of their own. None for a single rank."""
     timeout_s: float = 0.0
     """How long rank 0 waits for the others once its own part is done; they wait twice as long for it."""
     alone_s: float = 0.0
-    """How much longer than that they wait for it, where it has work that they do not have."""
+    """How much longer they wait for it while it does work that they do not have."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -42,7 +41,7 @@ class World:
 
     @property
     def solo(self) -> bool:
-        """True where there is nobody to talk to."""
+        """Whether there are no other ranks."""
         return self.size == 1
 
     def with_prefix(self, prefix: str) -> World:
@@ -69,7 +68,7 @@ def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float
     """
     if isinstance(group, World):
         return group
-    # Whoever initialised a process group has imported torch.distributed; importing it here would cost seconds.
+    # A program that has initialised a process group has imported torch.distributed; importing it here would take seconds.
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         if group is not None:

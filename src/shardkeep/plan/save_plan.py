@@ -289,10 +289,9 @@ def _merge_tensors(
 
 def _ties(manifests: Sequence[RankManifest], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
     """
-    Find for each tensor the one it is tied to: itself, or another of its kind in whose place it need not be stored.
+    Find for each tensor the one it is tied to, in whose place it is not stored: itself, or another of its kind.
 
-    One tensor can be left out for another if every rank that holds boxes of it holds them in the other's memory, which
-    then are boxes of that too. Ranks that hold nothing of it have no say.
+    A tensor need not be stored if every rank that holds boxes of it holds them in the memory of one other tensor.
     """
     mates: dict[int, frozenset[int]] = {}
     alone = np.zeros(len(origin), bool)
@@ -370,8 +369,8 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
     """
     Find shards that are the same box of the same tensor.
 
-    Returns the rows of those that are alone, the rows of the others, group after group and by rank in each, and
-    where each group begins among those.
+    Returns the rows of unique shards; the rows of the others, group after group and by rank in each; and where each group
+    begins among those.
     """
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = default_rng()
@@ -430,10 +429,10 @@ def _assign_files(
     merged: _Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
 ) -> tuple[list[FilePlan], PlannedChunks]:
     """
-    Lay pieces end to end in files, one for each rank and group, or several where there is much, or several chains.
+    Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large.
 
-    safetensors allows no gaps, so alignment comes from order: pieces whose size has the larger power of two as a
-    divisor go first, and so each begins on a multiple of its own.
+    safetensors allows no gaps, so alignment comes from order: chunks whose size is divisible by a larger power of two go first, so
+    that each begins at a multiple of its own.
     """
     safe = {group: re.sub(r"[^A-Za-z0-9_]+", "_", group)[:60].strip("_") or "state" for group in set(merged.groups)}
     if len(set(safe.values())) > MOST_GROUPS:
@@ -486,7 +485,9 @@ def assign_replicas(
     load: IntArray, nbytes: IntArray, first: IntArray, count: IntArray, holder: IntArray, rows: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """
-    Give each group of replicas to one holder, or split it over several.
+    Assign each group of replicas to the rank with least to write, largest first; divide large boxes over several ranks.
+
+    A large box is divided along its first axis, so that all holders of a replicated tensor write a part of it at once.
 
     Args:
         load: bytes each rank has to write already; updated in place.
@@ -494,10 +495,10 @@ def assign_replicas(
         first: where in `holder` each group's ranks begin.
         count: how many they are.
         holder: ranks, group after group, ascending in each.
-        rows: extent of each group's box along the axis it can be split on; 1 where it cannot.
+        rows: extent of each group's box along the axis it can be divided on; 1 if it cannot.
 
     Returns:
-        Columns, one row a written slice: the group, the position in `holder` of who writes it, first row, end row.
+        Columns with one row for each slice: the group, the position in `holder` of its writer, first row, end row.
 
     """
     slices: list[tuple[int, int, int, int]] = []
@@ -564,8 +565,8 @@ def divide_into_parts(
 
     Args:
         slot: of each chunk.
-        rank_of_slot: whose each slot is.
-        tensor: of each chunk; those of neighbours are read together.
+        rank_of_slot: the rank of each slot.
+        tensor: of each chunk; neighbouring tensors are read together.
         nbytes: of each chunk.
         world_size: how many ranks there are.
 
@@ -601,8 +602,8 @@ def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
     """
     Divide chunks into parts; return the part of each.
 
-    Large ones go one by one, the largest first, where there is least. Small ones then fill these up to one level,
-    neighbours together: they are read in one request.
+    Large chunks go to the smallest part, largest first. Small chunks then fill the parts up to one level; neighbours stay
+    together, because they are read in one request.
     """
     part = np.zeros(len(nbytes), np.int64)
     loads = [(0, each) for each in range(parts)]

@@ -1,12 +1,12 @@
 """
-Do the boxes of a tensor tile it: every element in exactly one box?
+Whether boxes tile a tensor, so that every element is in exactly one box.
 
 The indicator function of a box is a signed sum of step functions at its corners, and step functions at different
 points are linearly independent. So boxes tile a tensor exactly if and only if their signed corners, added up, cancel
 to the corners of the whole. Each coordinate of each axis is replaced by a random number, and a corner by the product
 of its coordinates' numbers; then the signed sum over all corners of a box is a product, of one difference for each
-axis. The sums are compared modulo a prime of 61 bits: linear in boxes and in axes, no sorting, no pairs. A false "yes"
-has a chance of at most axes / 2**61.
+axis. The sums are compared modulo a prime of 61 bits: linear in boxes and in axes, no sorting, no pairs. The chance of a false
+"yes" is at most axes / 2**61. The random numbers are drawn anew in each call, so no file can be made to collide on purpose.
 """
 
 from __future__ import annotations
