@@ -1,8 +1,8 @@
 """
-What happens to checkpoints, as values, and who is told of it.
+Events: what happens to checkpoints, as values that callbacks receive.
 
-In comes a callback; it is called with each event of this process, on the thread where it happened, and has to be quick.
-What a callback raises is logged, once, and never reaches the save or load. Where nobody listens no event is even made.
+A callback is called with each event of this process, on the thread where it happens, and has to be quick. What it raises is
+logged, once, and never reaches the save or load. Without listeners, no event is made.
 Events are plain data: `msgspec.json.encode(event)` is a JSON object whose "event" says which one it is.
 """
 
@@ -31,14 +31,14 @@ class Span(msgspec.Struct, frozen=True):
 
     name: str
     """
-    Of a save: "queue" (for earlier ones), "describe", "plan" (until every rank has its orders), "stage", "write", "wait"
-    (for the other ranks to have written), "commit". Of a load: "open", "plan", "read", "exchange", "place".
+    Of a save: "queue" (waiting for earlier saves), "describe", "plan" (until every rank has its write plan), "stage", "write",
+    "wait" (until the other ranks have written), "commit". Of a load: "open", "plan", "read", "exchange", "place".
     """
     begin_s: float
-    """Since the call; what another rank did, since rank 0's call, which that rank may have made earlier or later."""
+    """Seconds since the call; for another rank, since rank 0's call, so it may be negative."""
     end_s: float
     nbytes: int = 0
-    """What was moved; 0 where nothing is, or nobody counts."""
+    """Bytes that were moved; 0 if none are, or they are not counted."""
 
     @property
     def seconds(self) -> float:
@@ -52,24 +52,24 @@ class RankPhases(msgspec.Struct, frozen=True):
     rank: int
     spans: list[Span]
     late_s: float = 0.0
-    """How much later than the first rank it made the call: for so long others waited for it."""
+    """How much later than the first rank it made the call, so that others waited for it."""
 
 
 class Slowest(msgspec.Struct, frozen=True):
-    """The rank that the others waited for longest, and the phase that is to blame; "late": it made the call late."""
+    """The rank that the others waited for longest, and in which phase; "late": it made the call late."""
 
     rank: int
     phase: str
     seconds: float
     median_s: float
-    """How long the ranks took for that phase."""
+    """The median of all ranks for that phase."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.phase} {self.seconds:.2f} s (median {self.median_s:.2f} s)"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
-    """What all events say."""
+    """The fields of all events."""
 
     time_s: float = msgspec.field(default_factory=time.time)
     """When it happened: seconds since 1970, by this machine's clock."""
@@ -81,14 +81,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="even
 
 
 class SaveBegan(Event, frozen=True, kw_only=True):
-    """A save was called for. One of `SaveCommitted` and `SaveFailed` follows."""
+    """A save was called. `SaveCommitted` or `SaveFailed` follows."""
 
     background: bool
     """Whether training goes on meanwhile."""
 
 
 class SaveProgressed(Event, frozen=True, kw_only=True):
-    """A save has come so far on this rank. Told a few times a second, and only to those who ask for this kind."""
+    """How far a save has come on this rank. Emitted a few times a second, and only to callbacks that name this class."""
 
     bytes_staged: int
     bytes_written: int
@@ -97,7 +97,7 @@ class SaveProgressed(Event, frozen=True, kw_only=True):
 
 
 class SaveStaged(Event, frozen=True, kw_only=True):
-    """All of the state may be changed again, on this rank. Told of saves in the background."""
+    """All of the state may be changed again, on this rank. Only for saves in the background."""
 
     seconds: float
     """Since the call."""
@@ -127,7 +127,7 @@ class SaveCommitted(Event, frozen=True, kw_only=True):
     blocked_s: float
     """How long the call took."""
     staged_s: float
-    """From the call until all of the state might be changed."""
+    """From the call until all of the state could be changed."""
     written_s: float
     """From the call until every rank had written its files."""
     gb_per_s: float
@@ -135,9 +135,9 @@ class SaveCommitted(Event, frozen=True, kw_only=True):
     phases: list[Span]
     """What this rank did."""
     ranks: list[RankPhases] = []
-    """What all ranks did; only rank 0 knows."""
+    """What all ranks did; only on rank 0."""
     slowest: Slowest | None = None
-    """Only rank 0 knows, and only where there are several."""
+    """Only on rank 0, if there are several ranks."""
 
 
 class SaveFailed(Event, frozen=True, kw_only=True):
@@ -148,13 +148,13 @@ class SaveFailed(Event, frozen=True, kw_only=True):
     """The class of the error."""
     message: str
     cancelled: bool
-    """Whether somebody wanted it so."""
+    """Whether it was cancelled."""
     seconds: float
     phases: list[Span] = []
 
 
 class LoadBegan(Event, frozen=True, kw_only=True):
-    """A load was called for. One of `LoadFinished` and `LoadFailed` follows."""
+    """A load was called. `LoadFinished` or `LoadFailed` follows."""
 
 
 class LoadFinished(Event, frozen=True, kw_only=True):
@@ -187,18 +187,18 @@ class LoadFailed(Event, frozen=True, kw_only=True):
 
 
 class Retried(Event, frozen=True, kw_only=True):
-    """Something went wrong in passing, and is tried again."""
+    """An operation failed, and is retried."""
 
     attempt: int
-    """Which one failed, from 1."""
+    """Which attempt failed, from 1."""
     kind: str
     message: str
     wait_s: float
-    """Until the next."""
+    """Until the next attempt."""
 
 
 class Pruned(Event, frozen=True, kw_only=True):
-    """A checkpoint was removed, as retention says."""
+    """Retention removed a checkpoint."""
 
     nbytes: int = 0
     reason: str = ""
@@ -212,7 +212,7 @@ class PruneFailed(Event, frozen=True, kw_only=True):
 
 
 class PromotionBegan(Event, frozen=True, kw_only=True):
-    """A checkpoint is copied to the far root (`where`). One of `PromotionFinished` and `PromotionFailed` follows."""
+    """A checkpoint is copied to the far root (`where`). `PromotionFinished` or `PromotionFailed` follows."""
 
     source: str
     """Where it is copied from."""
@@ -224,33 +224,33 @@ class PromotionFinished(Event, frozen=True, kw_only=True):
     """A checkpoint is committed in the far root, too."""
 
     called_s: float
-    """When this rank began to wait for what rank 0 chooses, by `time.perf_counter()` of this process."""
+    """When this rank began to wait for rank 0's choice, by `time.perf_counter()` of this process."""
     source: str
     bytes_total: int
     bytes_copied: int
-    """By all ranks together; the rest was there already, from a promotion that was cut short, and is sound."""
+    """By all ranks together; the rest was already there, from an interrupted promotion, and is intact."""
     files_total: int
     files_copied: int
     seconds: float
     """Since it was chosen."""
     ranks: list[RankPhases] = []
-    """Phases "choose", "copy", "wait" (for the other ranks to have copied) and "commit"; only rank 0 knows."""
+    """Phases "choose", "copy", "wait" (until the other ranks have copied) and "commit"; only on rank 0."""
 
 
 class PromotionFailed(Event, frozen=True, kw_only=True):
-    """A checkpoint could not be promoted now. It is as safe as before in the root it was saved to."""
+    """A checkpoint could not be promoted now. It is unchanged in the root it was saved to."""
 
     source: str
     kind: str
     message: str
     cancelled: bool
-    """Whether somebody wanted it so."""
+    """Whether it was cancelled."""
     seconds: float
-    """Since it was chosen; where none was, since this rank began to wait for that."""
+    """Since it was chosen; if none was, since this rank began to wait for the choice."""
 
 
 class StepSkipped(Event, frozen=True, kw_only=True):
-    """A checkpoint that was to be restored cannot be, and the one before it is tried."""
+    """A checkpoint cannot be restored, and the one before it is tried."""
 
     reason: str
 
@@ -259,13 +259,13 @@ Callback = Callable[[Event], object]
 
 
 def log_safely(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
-    """Log a line; a handler that fails, as of a log server that is gone, must not end what the line is about."""
+    """Log a line. A log handler that raises must not fail the save or load."""
     with contextlib.suppress(Exception):
         log.log(level, message, *args, exc_info=exc_info)
 
 
 class Listening:
-    """A callback that is told of events until `stop`, or the end of a `with`."""
+    """A callback that receives events until `stop`, or the end of a `with` block."""
 
     def __init__(self, callback: Callback, kinds: tuple[type[Event], ...] | None, listeners: Listeners) -> None:
         self._callback = callback
@@ -274,7 +274,7 @@ class Listening:
         self._failed = False
 
     def stop(self) -> None:
-        """Tell it no more. Safe when called twice."""
+        """Stop calling it. May be called twice."""
         self._listeners.remove(self)
 
     def __enter__(self) -> Self:
@@ -286,16 +286,16 @@ class Listening:
         self.stop()
 
     def wants(self, kind: type[Event]) -> bool:
-        """Say whether it is to be told of such events."""
+        """Return whether it receives such events."""
         return kind is not SaveProgressed if self._kinds is None else issubclass(kind, self._kinds)
 
     def hear(self, event: Event) -> None:
-        """Pass an event on; whatever comes of it stays here, but for a Ctrl-C."""
+        """Call the callback; only a KeyboardInterrupt is raised from it."""
         try:
             self._callback(event)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - a checkpoint is worth more than a report of it
+        except BaseException as error:  # noqa: BLE001 - a failing callback must not fail a save
             if not self._failed:
                 self._failed = True
                 log_safely(
@@ -308,27 +308,27 @@ class Listening:
 
 
 class Listeners:
-    """Who listens in this process."""
+    """The callbacks of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Replaced, never changed: who goes through it needs no lock.
+        # Replaced, never changed, so that reading it needs no lock.
         self._all: tuple[Listening, ...] = ()
 
     def add(self, callback: Callback, kinds: tuple[type[Event], ...] | None) -> Listening:
-        """Tell this one, too."""
+        """Add a callback."""
         listening = Listening(callback, kinds, self)
         with self._lock:
             self._all = (*self._all, listening)
         return listening
 
     def remove(self, listening: Listening) -> None:
-        """Tell it no more."""
+        """Remove a callback."""
         with self._lock:
             self._all = tuple(each for each in self._all if each is not listening)
 
     def of(self, kind: type[Event]) -> list[Listening]:
-        """Return those who are to be told of such events."""
+        """Return the callbacks that receive such events."""
         return [each for each in self._all if each.wants(kind)]
 
 
@@ -336,9 +336,9 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
     """
     Call a function with each event of this process from now on.
 
-    It is called on the thread where the event happens, which may be one that saves in the background, perhaps on several
-    at a time. It has to be quick, and must not wait for the save that it is told of, which waits for it. What it raises
-    is logged, once, and hurts nothing.
+    It is called on the thread where the event happens, which may be a background thread, and perhaps on several at a time. It has
+    to be quick, and must not wait for the save that emits the event, which waits for the callback. What it raises is logged,
+    once, and has no other effect.
 
     Args:
         callback: Called with the event.
@@ -360,19 +360,19 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
 
 
 def has_listeners(kind: type[Event]) -> bool:
-    """Say whether somebody wants to be told of such events."""
+    """Return whether a callback receives such events."""
     return bool(_listeners().of(kind))
 
 
 def emit(kind: type[Event], make: Callable[[], Event]) -> None:
-    """Make an event of a kind and tell it to those who listen; where nobody does, nothing is made."""
+    """Make an event and pass it to the callbacks that receive its kind; without any, no event is made."""
     if listening := _listeners().of(kind):
         event = make()
         for each in listening:
             each.hear(event)
 
 
-@functools.cache  # listeners outlive calls; those of a parent use threads and files that a forked process has not
+@functools.cache  # callbacks outlive calls; those of a parent may use threads and files that a fork does not have
 def _listeners_of(process_id: int) -> Listeners:
     del process_id
     return Listeners()

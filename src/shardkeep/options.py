@@ -1,8 +1,7 @@
 """
 Every default and every environment variable, in one place.
 
-Functions below this layer take plain arguments; only the front doors (`saving`, `loading`, `opening`, the command
-line) read these.
+Only the public entry points (`saving`, `loading`, `opening`, the command line) read these; other functions take plain arguments.
 """
 
 from __future__ import annotations
@@ -33,33 +32,33 @@ def cores() -> int:
 
 
 def local_ranks() -> int:
-    """Return how many ranks of the job share this machine, as far as the launcher says."""
+    """Return how many ranks of the job share this machine, according to the launcher."""
     return max(1, _env_int("LOCAL_WORLD_SIZE", 1))
 
 
 def _fair_threads() -> int:
-    # With more, threads wait for the interpreter's lock and for each other: nothing was gained with many tensors.
+    # With more, threads wait for the interpreter's lock and for each other.
     return min(8, max(4, cores() // local_ranks()))
 
 
 def _fair_pinned_nbytes() -> int:
-    # More of it stages faster, as less has to be moved out of it meanwhile; but nobody else can have it.
+    # With more, staging is faster, but other processes cannot use pinned memory.
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     return min(4096 * MIB, max(256 * MIB, whole // 32 // local_ranks()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a save or a load uses the machine. What is saved never depends on it."""
+    """How a save or a load uses the machine. What is saved does not depend on it."""
 
     io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", _fair_threads()))
-    """Threads that copy, hash and move bytes, on each rank. More than cores: most of them wait for the disk."""
+    """Threads that copy, hash and move bytes, on each rank. They may be more than cores, as most wait for the disk."""
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
     """
-    How long rank 0 waits for the other ranks once its own part is done; they wait twice as long for it. Also how long the
-    process that writes may take for one answer.
+    How long rank 0 waits for the other ranks when its own part is done; they wait twice as long for it. Also how long the writer
+    process may take for one reply.
     """
     pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
     """
@@ -68,8 +67,8 @@ class Options:
     """
     staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
     """
-    Most host memory that asynchronous saves copy the state to. 0: as much as it takes, up to a fair part of what the
-    machine has free. With less than the state takes, staging waits for the disk.
+    Most host memory that asynchronous saves copy the state to. 0: as much as needed, up to a fair share of what the machine has
+    free. If the state takes more, staging waits for the disk.
     """
     allow_pickle: bool = field(default_factory=lambda: _env_int("SHARDKEEP_ALLOW_PICKLE", 0) != 0)
     """Unpickle objects of any class in checkpoints of torch's layout. Only for checkpoints you trust."""
@@ -88,12 +87,12 @@ class Options:
 
 
 def setting(name: str) -> str | None:
-    """Return what the environment says, or None."""
+    """Return an environment variable, or None."""
     return os.environ.get(name)
 
 
 def set_for_children(name: str, value: str | None) -> None:
-    """Put something in the environment that processes started from here inherit; None takes it out."""
+    """Set an environment variable that child processes inherit; None removes it."""
     if value is None:
         os.environ.pop(name, None)
     else:

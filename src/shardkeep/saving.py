@@ -67,35 +67,35 @@ def save(
     """
     Save a state to one place, as one checkpoint; called by all ranks of `group` (or of the default group).
 
-    Returns only after the checkpoint is durable and committed. If it raises, on any rank, it raises on all of them,
-    and whatever was committed there before is as it was.
+    Returns when the checkpoint is durable and committed. If it raises on one rank, it raises on all of them, and a checkpoint
+    that was committed there before is unchanged.
 
     Args:
         state: nested dicts, lists and tuples of tensors (plain, DTensor, ShardedTensor, `ShardedBox`), numpy arrays,
             plain values, modules, optimizers (with their modules), objects that have `state_dict` and
-            `load_state_dict`, and `PerRank` of any of these. Every rank has the same objects in it.
+            `load_state_dict`, and `PerRank` of any of these. Every rank must have the same objects in it.
         where: a path, or a store.
-        step: a whole number, kept in the commit record. Rank 0's is taken.
-        meta: JSON values of your own, kept in the commit record. Rank 0's are taken.
-        overwrite: replace a committed checkpoint; without it, one that is there is an error.
+        step: a whole number, kept in the commit record. Rank 0's is used.
+        meta: JSON values of your own, kept in the commit record. Rank 0's are used.
+        overwrite: replace a committed checkpoint; without it, an existing checkpoint is an error.
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
-        check_replicas: hash replicated tensors on every rank and insist that they are equal.
-        codecs: what files go through: names or configs, in order, such as `["float", "aes"]`; or a mapping from parts of
-            the state to such lists, where the closest name counts (`{"optimizer": [...], "optimizer.state.*.exp_avg": []}`)
-            and what has none is stored as it is. Rank 0's are taken. Keys for encryption are in `options`, or in the
-            environment (SHARDKEEP_KEY_FILE), on every rank.
+        check_replicas: hash replicated tensors on every rank, and raise if they differ.
+        codecs: the codecs of the files: names or configs, in order, such as `["float", "aes"]`; or a mapping from parts of the
+            state to such lists, where the closest name counts (`{"optimizer": [...], "optimizer.state.*.exp_avg": []}`) and
+            other parts have none. Rank 0's are used. Keys for encryption are in `options`, or in the environment
+            (SHARDKEEP_KEY_FILE), on every rank.
         group: the ranks that take part.
         options: threads, memory and deadlines.
 
     Raises:
-        StateError: `step` or `meta` cannot be kept in the commit record, or `codecs` names what the state has not.
+        StateError: `step` or `meta` cannot be kept in the commit record, or `codecs` names a part that the state does not have.
         UnsupportedLeaf: a leaf cannot be stored; names its key.
         InvalidShards: the ranks' shards do not make up their tensors.
-        CheckpointExists: a checkpoint is there, and `overwrite` was not given.
+        CheckpointExists: there is a checkpoint, and `overwrite` was not given.
         StorageError: the store failed.
         RanksSilent: ranks did not answer in time; names them.
-        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one has been
-            made all the same: its report is the error's `response`.
+        EarlierSaveFailed: an earlier asynchronous save failed, and its result was never retrieved. This save has succeeded:
+            its report is the error's `response`.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -179,9 +179,9 @@ def async_save(
     """
     Save a state while training goes on; called by all ranks of `group`, in the same order.
 
-    The call returns when the state has been described, and copied as far as it must be. The checkpoint holds what the
-    state was at the call, if nothing of it changes before `handle.staged`. Steps of optimizers that are in the state
-    wait for that by themselves. After the call no collective is made.
+    The call returns when the state has been described, and copied as far as necessary. The checkpoint holds the state at the time
+    of the call, if nothing of it changes before `handle.staged`. Steps of optimizers in the state wait for that by
+    themselves. After the call, no collective is made.
 
     Args:
         state: as for `save`.
@@ -194,23 +194,24 @@ def async_save(
         codecs: as for `save`.
         group: as for `save`.
         options: as for `save`; also how much memory is staged through.
-        staging: How tensors on an accelerator are copied; those in host memory are copied in the call, within
-            `Options.staging_bytes`. "overlap": while the next forward and backward run, with no more memory on the device.
-            What optimizers in the state change in their steps is copied so; all else is copied on the device, in the call.
-            Without an optimizer in the state, wait for `handle.staged` before you change anything. "device": all is copied
-            on the device, in the call. "host": the call waits until all is copied. "auto": as "device" if that takes no more
-            than half of what is free there; else as "overlap" for what an optimizer guards, and as "host" for all else.
-        writer: Who hashes and writes. "thread": threads of this process. "process": another one, which is started by the
-            first such save, kept, and replaced if it dies; tensors are copied to memory that both share. `where` is a
-            path, a URL, or what `open_place` returned; not a store of your own, nor `memory://`.
-        max_in_flight: With so many saves under way the call waits for the first of them.
+        staging: How tensors on an accelerator are copied; tensors in host memory are copied in the call, within
+            `Options.staging_bytes`. "overlap": while the next forward and backward run, without more memory on the device. This
+            is for the parameters and the state of optimizers in the state; everything else is copied on the device, in the
+            call. Without an optimizer in the state, wait for `handle.staged` before you change anything. "device": everything is
+            copied on the device, in the call. "host": the call waits until everything is copied. "auto": as "device" if that
+            takes no more than half of the free memory there; else as "overlap" for the memory of optimizers, and as "host" for
+            everything else.
+        writer: What hashes and writes. "thread": threads of this process. "process": a writer process, which the first such save
+            starts, and which is kept, and replaced if it dies; tensors are copied to memory that both processes share. `where` is
+            then a path, a URL, or what `open_place` returned; not a store of your own, nor `memory://`.
+        max_in_flight: With this many saves in progress, the call waits for the first of them.
 
     Returns:
         A handle: `staged`, `result`, `progress`, `cancel`.
 
     Raises:
-        EarlierSaveFailed: an earlier asynchronous save failed, and nobody had asked for its result. This one has been
-            begun all the same: its handle is the error's `response`.
+        EarlierSaveFailed: an earlier asynchronous save failed, and its result was never retrieved. This save has been started:
+            its handle is the error's `response`.
         StateError: the state cannot be saved. The save fails on the other ranks too.
 
     Example:

@@ -417,7 +417,7 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
     """
     Begin a call that all ranks of `world` make together, and end it together.
 
-    A rank that leaves by an exception tells the others, so that they do not wait for it. Ranks must make their calls in the same
+    A rank that leaves by an exception notifies the others, so that they do not wait for it. Ranks must make their calls in the same
     order; calls are compared by their `title` ("save to runs/a/step-10"). A rank that missed a call catches up in the next
     one, if the titles differ.
 

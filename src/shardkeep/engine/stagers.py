@@ -1,8 +1,9 @@
 """
-Stagers: what makes a copy of a state that training can no longer change.
+Stagers: copies of a whole state in host memory, which training can no longer change.
 
-A state goes in; out comes a copy in host memory, or a future of one. One stager serves any number of saves: memory is
-used again once nobody holds the snapshot that lay in it.
+`prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's thread.
+`StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the copy, and
+none takes more than its own bytes. One stager serves any number of saves: memory is used again when no copy uses it.
 """
 
 from __future__ import annotations
@@ -25,27 +26,26 @@ from shardkeep.errors import CheckpointError, StateError
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
 
-# Tensors of every kind, taken apart into plain ones and put together again over copies of those.
-#
-# A DTensor is its local part, a ShardedTensor its local shards, a wrapping subclass what it wraps; any of these may
-# be
-# one of the others. What is put together never requires a gradient.
-
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class OpenedTensor:
-    """A tensor taken apart."""
+    """
+    A tensor of any kind, taken apart into plain ones.
+
+    A DTensor is its local tensor, a ShardedTensor its local shards, a wrapper subclass what it wraps; any of these may be one of
+    the others. The rebuilt tensor never requires a gradient.
+    """
 
     parts: Tensors
     """Strided tensors with memory of their own."""
     rebuild: Callable[[Tensors], Any]
-    """Makes the tensor again, over one new tensor for each part."""
+    """Rebuilds the tensor over one new tensor for each part."""
 
 
 def open_tensor(tensor: Any) -> OpenedTensor:
-    """Take a tensor apart. One that an asynchronous collective still writes is waited for."""
+    """Take a tensor apart, after waiting for an asynchronous collective that still writes to it."""
     tensor = wait_tensor(tensor)
     if is_sharded_tensor(tensor):
         return _open_all(
@@ -58,7 +58,7 @@ def open_tensor(tensor: Any) -> OpenedTensor:
     if tensor.is_meta:
         return OpenedTensor([], lambda _: tensor.detach())
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        # There is no one run of memory to copy; torch knows how.
+        # Not one run of memory: torch copies it.
         copied = tensor.detach().to("cpu", copy=True)
         return OpenedTensor([], lambda _: copied)
     return OpenedTensor([tensor], lambda made: _as_kind_of(tensor, made[0]))
@@ -87,9 +87,9 @@ def _open_wrapper(tensor: Any) -> OpenedTensor:
 
 
 def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
-    """Return a DTensor, or one of a class derived from it, over a local part."""
-    # The offset of the tensor it is made with becomes its own, and torch then takes it for one with memory: to pickle
-    # it is a crash. So it is made with a blank, which has none.
+    """Return a DTensor, or one of a subclass, over a local tensor."""
+    # Made from a blank tensor without an offset: torch takes a DTensor with an offset for one with memory, and crashes when it
+    # pickles it.
     blank = local.new_empty(()).expand(local.shape)
     made = kind(blank, spec, requires_grad=False)
     made._local_tensor = local
@@ -101,13 +101,6 @@ def _as_kind_of(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return made if plain else made.as_subclass(type(tensor))
 
 
-# A snapshot of a state: a deep copy of it whose tensors are in host memory, made in two steps.
-#
-# `prepare` copies everything but the tensors' values, and finds memory for those; it runs where the state is at rest,
-# on the caller's thread. `Snapshot.fill` copies the values, on any thread and any stream. Tensors that share memory
-# in
-# the state share it in the snapshot, and none brings more than its own bytes. The state itself is never changed.
-
 _tensor_type: Final[Any] = torch.Tensor
 _DATA: Final[Any] = _tensor_type.data.__get__
 
@@ -118,13 +111,13 @@ class Uncopyable(StateError, TypeError, RuntimeError):
 
 @dataclass
 class StateCopy:
-    """A copy of a state, and what is still to be done for it to hold the state's values."""
+    """A copy of a state, whose tensors may still have to be filled."""
 
     tree: Any = None
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Targets in host memory, and where their values come from. Held until they are there."""
+    """Targets in host memory and their sources, which are kept alive until they are copied."""
     devices: set[torch.device] = field(default_factory=set)
-    """The accelerators that work for this snapshot is queued on, or will be."""
+    """The accelerators that values are copied from."""
 
     def fill(self, *, non_blocking: bool = True, device: torch.device | None = None) -> None:
         """
@@ -136,14 +129,14 @@ class StateCopy:
             device: copy from this device alone.
 
         """
-        # Which also lets a copy be filled that was made in this mode, on another thread.
+        # Inference mode also allows to fill a copy that was made in it, on another thread.
         with torch.inference_mode():
             for target, source in self.copies:
                 if device is None or source.device == device:
                     copy_bits(target, source, non_blocking=non_blocking)
 
     def wait(self) -> None:
-        """Wait for what is queued on the current streams of this snapshot's accelerators."""
+        """Wait for what is queued on the current streams of these accelerators."""
         for device in self.devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -160,7 +153,7 @@ def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
     with torch.no_grad():
         copying.add(list(tensors_in(state)))
         try:
-            copying.snapshot.tree = copying.deepcopy(state)
+            copying.state_copy.tree = copying.deepcopy(state)
         except Exception as error:
             path, value = _find_uncopyable(state)
             raise Uncopyable(
@@ -168,32 +161,32 @@ def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
                 hint="take it out of the state, or give it a __deepcopy__",
                 key=path_name(path),
             ) from error
-    return copying.snapshot
+    return copying.state_copy
 
 
 class _Copying(TorchFunctionMode):
-    """Lets `copy.deepcopy` find a place in host memory for each tensor it meets, inside other objects too."""
+    """Makes `copy.deepcopy` put each tensor it meets into host memory, also inside other objects."""
 
     def __init__(self, memory: StoragePool) -> None:
         super().__init__()
-        self.snapshot = StateCopy()
+        self.state_copy = StateCopy()
         self._memory = memory
         self._memo: dict[int, Any] = {}
-        # What the memo knows by id must not be freed, and its id given to another.
+        # The memo identifies objects by id, so they must stay alive.
         self._alive: list[torch.Tensor] = []
         self._bare_parameter: Any = None
 
     def deepcopy(self, value: Any) -> Any:
-        """Copy anything; an object that was copied already is that copy again."""
+        """Copy anything; an object that was copied before gives the same copy."""
         with self:
             return copy.deepcopy(value, self._memo)
 
     def add(self, tensors: list[torch.Tensor]) -> None:
-        """Find memory for tensors, which share it where they do so now."""
+        """Find memory for tensors; those that share memory share it in the copy."""
         self._alive += tensors
         opened = [open_tensor(tensor) for tensor in tensors]
         parts = [part for each in opened for part in each.parts]
-        self.snapshot.devices |= {part.device for part in parts if part.device.type != "cpu"}
+        self.state_copy.devices |= {part.device for part in parts if part.device.type != "cpu"}
         made = self._place(parts)
         for tensor, each in zip(tensors, opened, strict=True):
             self._memo[id(tensor)] = each.rebuild([made(part) for part in each.parts])
@@ -201,25 +194,25 @@ class _Copying(TorchFunctionMode):
             self._copy_attributes(tensor, self._memo[id(tensor)])
 
     def _add_bare(self, data: torch.Tensor) -> torch.Tensor:
-        """Copy the data of a parameter inside an object; what is copied of it becomes a parameter again."""
+        """Copy the data of a parameter inside an object; the caller makes a parameter of the copy."""
         self._bare_parameter = None
         self._add_at_once(data)
         made: torch.Tensor = self._memo[id(data)]
         return made
 
     def _add_at_once(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor inside an object, values and all: the object may look at them while it is being copied."""
-        before = len(self.snapshot.copies)
+        """Copy a tensor inside an object with its values, because the object may read them while it is copied."""
+        before = len(self.state_copy.copies)
         self.add([tensor])
-        for target, source in self.snapshot.copies[before:]:
+        for target, source in self.state_copy.copies[before:]:
             copy_bits(target, source)
-        del self.snapshot.copies[before:]
+        del self.state_copy.copies[before:]
 
     def _place(self, parts: list[torch.Tensor]) -> Any:
         found = list(runs(part for part in parts if part.numel()))
         views: dict[Geometry, torch.Tensor] = {}
         for run, place in zip(found, self._memory.take([run.nbytes for run in found]), strict=True):
-            self.snapshot.copies.append(_copy_of(run, place))
+            self.state_copy.copies.append(_copy_of(run, place))
             views |= {geometry(tensor): _view(tensor, run, place) for tensor in run.tensors}
 
         def made(part: torch.Tensor) -> torch.Tensor:
@@ -230,13 +223,13 @@ class _Copying(TorchFunctionMode):
         return made
 
     def _copy_attributes(self, tensor: torch.Tensor, made: Any) -> None:
-        """Copy what users hung on a plain tensor; what cannot be copied stays what it is."""
+        """Copy the attributes of a plain tensor; those that cannot be copied are shared."""
         if not isinstance(made, torch.Tensor) or made.layout is not torch.strided or type(made) is not torch.Tensor:
             return
         for name, value in vars(tensor).items():
             try:
                 setattr(made, name, self.deepcopy(value))
-            except Exception:  # noqa: BLE001 - any object may hang there, and none of them is saved
+            except Exception:  # noqa: BLE001 - it may be any object, and attributes are not saved
                 setattr(made, name, value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,15 +242,15 @@ class _Copying(TorchFunctionMode):
             return self._add_bare(args[0])
         result = func(*args, **(kwargs or {}))
         if func == _DATA:
-            # How a parameter copies itself: it clones this, and makes a parameter of it.
+            # A parameter copies itself by cloning this, and making a parameter of the clone.
             self._bare_parameter = result if isinstance(args[0], torch.nn.Parameter) else None
         if isinstance(result, torch.Tensor) and result.device.type not in ("cpu", "meta"):
-            self.snapshot.devices.add(result.device)  # an object copied its own tensor there
+            self.state_copy.devices.add(result.device)  # an object has copied its tensor on the device
         return result
 
 
 def _copy_of(run: Run, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the bytes of a run go, and where they come from."""
+    """Return the target and the source of a run of bytes."""
     tensor = run.tensors[0]
     if not run.whole:
         return _view(tensor, run, place), tensor.detach()
@@ -268,8 +261,8 @@ def _copy_of(run: Run, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _view(tensor: torch.Tensor, run: Run, place: HostSlot) -> torch.Tensor:
-    """Return what stands for a tensor of the run in host memory."""
-    made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # wherever the user has tensors made by default
+    """Return the copy of a tensor of the run, in host memory."""
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     size = tensor.itemsize
     if not run.whole:
         strides = torch.empty(tensor.shape, device="meta").stride()
@@ -279,7 +272,7 @@ def _view(tensor: torch.Tensor, run: Run, place: HostSlot) -> torch.Tensor:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Give the tensors in nested mappings, lists and tuples, each once; `seen` are the ids of values to leave out."""
+    """Yield the tensors in nested mappings, lists and tuples, each once; `seen` has the ids of values to leave out."""
     seen = set() if seen is None else seen
     if not isinstance(value, (torch.Tensor, Mapping, list, tuple)) or id(value) in seen:
         return
@@ -300,8 +293,8 @@ def _find_uncopyable(value: Any, path: TreePath = ()) -> tuple[TreePath, Any]:
         children = enumerate(value)
     for key, child in children:
         try:
-            _Copying(StoragePool()).deepcopy(child)  # a new one: the other remembers what it has begun
-        except Exception:  # noqa: BLE001 - whatever it raises, it is where the failure comes from
+            _Copying(StoragePool()).deepcopy(child)  # a new one, without the memo of the failed attempt
+        except Exception:  # noqa: BLE001 - whatever it raises, the failure comes from this child
             return _find_uncopyable(child, (*path, key))
     return path, value
 
@@ -331,7 +324,7 @@ class AsyncStager(Protocol):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
-        """Return a copy of the state that later changes of it do not reach, or a future of one."""
+        """Return a copy of the state that does not change with it, or a future of one."""
         raise NotImplementedError(f"{type(self).__name__} has no stage method of its own")
 
     @deprecated(
@@ -341,12 +334,12 @@ class AsyncStager(Protocol):
         """Wait until the state may be changed."""
 
     def close(self) -> None:
-        """Let go of memory and threads."""
+        """Release memory and threads."""
 
 
 @dataclass
 class StagingOptions:
-    """How a `DefaultStager` copies. What only an accelerator needs is left out where there is none."""
+    """How a `DefaultStager` copies. Without an accelerator, memory is not pinned."""
 
     use_pinned_memory: bool = True
     """Copy into page-locked memory, which accelerators write to at full speed."""
@@ -380,14 +373,14 @@ class StateDictStager:
                 synchronise.
 
         """
-        snapshot = self.prepare(state_dict)
-        snapshot.fill()
+        state_copy = self.prepare(state_dict)
+        state_copy.fill()
         if not non_blocking:
-            snapshot.wait()
-        return snapshot.tree
+            state_copy.wait()
+        return state_copy.tree
 
     def prepare(self, state_dict: Any) -> StateCopy:
-        """Return the copy with its tensors' values still to be filled in."""
+        """Return the copy; its tensors have to be filled."""
         return prepare_copy(state_dict, self._memory)
 
     def deepcopy_with_tensor_offload(
@@ -402,11 +395,11 @@ class StateDictStager:
         return copied
 
     def close(self) -> None:
-        """Give back the memory that no snapshot is in."""
+        """Release the memory that no copy uses."""
         self._memory.release()
 
     def __reduce__(self) -> Any:
-        # Memory stays where it is: a copy in another process begins with none.
+        # Without its memory: a stager in another process starts with none.
         return _unpickled, (self.pin_memory, self.share_memory, self.pin_memory_min_bytes)
 
 
@@ -450,35 +443,35 @@ class DefaultStager(AsyncStager):
         if self._closed:
             raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
         if self._staging_future is not None and self._staging_future.done():
-            self._staging_future = None  # it holds the last snapshot, whose memory may be free
-        snapshot = self._state_dict_stager.prepare(state_dict)
+            self._staging_future = None  # it holds the last copy, whose memory can be used again
+        state_copy = self._state_dict_stager.prepare(state_dict)
         if self._staging_executor is None:
-            snapshot.fill(non_blocking=self._config.use_non_blocking_copy)
-            snapshot.wait()
-            staged: StateDict = snapshot.tree
+            state_copy.fill(non_blocking=self._config.use_non_blocking_copy)
+            state_copy.wait()
+            staged: StateDict = state_copy.tree
             return staged
-        # Recorded here, on the streams that the state was made on; the copies wait for it on theirs.
-        made = {device: torch.accelerator.current_stream(device).record_event() for device in snapshot.devices}
+        # Recorded on the streams of the caller; the copies wait for these events on their own streams.
+        made = {device: torch.accelerator.current_stream(device).record_event() for device in state_copy.devices}
         for device in made.keys() - self._streams.keys():
             self._streams[device] = torch.Stream(device)
         here = torch.accelerator.current_device_index() if made else None
-        self._staging_future = self._staging_executor.submit(self._fill, snapshot, made, here)
+        self._staging_future = self._staging_executor.submit(self._fill, state_copy, made, here)
         return self._staging_future
 
-    def _fill(self, snapshot: StateCopy, made: dict[torch.device, torch.Event], here: int | None) -> StateDict:
-        """Fill a snapshot on the staging thread; the sources live until their values are there."""
+    def _fill(self, state_copy: StateCopy, made: dict[torch.device, torch.Event], here: int | None) -> StateDict:
+        """Fill a copy on the staging thread; its sources stay alive until they are copied."""
         if here is not None:
-            # A new thread is on device 0, and would start a context there.
+            # A new thread uses device 0, and would create a context there.
             torch.accelerator.set_device_index(here)
         for device, event in made.items():
             stream = self._streams[device]
             stream.wait_event(event)
             with stream:
-                snapshot.fill(non_blocking=self._config.use_non_blocking_copy, device=device)
-        snapshot.fill(device=torch.device("cpu"))
+                state_copy.fill(non_blocking=self._config.use_non_blocking_copy, device=device)
+        state_copy.fill(device=torch.device("cpu"))
         for device in made:
             self._streams[device].synchronize()
-        staged: StateDict = snapshot.tree
+        staged: StateDict = state_copy.tree
         return staged
 
     def synchronize_staging(self) -> None:
@@ -487,16 +480,13 @@ class DefaultStager(AsyncStager):
             self._staging_future.result()
 
     def close(self) -> None:
-        """Wait for what is being staged, then let go of the thread and the memory."""
+        """Wait for what is being staged, then release the thread and the memory."""
         self._closed = True
         if self._staging_executor is not None:
             self._staging_executor.shutdown(wait=True)
         self._staging_future = None
         self._streams.clear()
         self._state_dict_stager.close()
-
-
-# A stager that is part of a storage writer: it returns when the copy is there.
 
 
 class BlockingAsyncStager(AsyncStager):
@@ -508,7 +498,7 @@ class BlockingAsyncStager(AsyncStager):
 
     _synchronize_after_execute: bool = False
     _share_memory: bool = False
-    """Whether another process is to read the copy; set by whoever begins the save."""
+    """Whether another process reads the copy; set by `async_save`."""
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         """
@@ -516,7 +506,7 @@ class BlockingAsyncStager(AsyncStager):
 
         Args:
             cache_staged_state_dict: keep the memory, pinned where there is an accelerator, for the next save. The
-                copy of an earlier save is overwritten only if nobody holds it any more.
+                copy of an earlier save is overwritten only if it is no longer used.
             type_check: refuse values other than tensors, numbers, strings, bytes and None.
 
         """
@@ -532,7 +522,7 @@ class BlockingAsyncStager(AsyncStager):
         if not self.cache_staged_state_dict:
             staged: StateDict = StateDictStager(share_memory=self._share_memory).stage(state_dict)
             return staged
-        self.state_dict_cache = None  # else its memory would look used
+        self.state_dict_cache = None  # or its memory would count as used
         if self._stager is None or self._stager.share_memory != self._share_memory:
             self._stager = StateDictStager(torch.accelerator.is_available(), self._share_memory)
         self.state_dict_cache = self._stager.stage(state_dict)
@@ -542,11 +532,11 @@ class BlockingAsyncStager(AsyncStager):
         """Return at once: `stage` has waited."""
 
     def close(self) -> None:
-        """Give back the memory kept for the next save."""
+        """Release the memory kept for the next save."""
         self.state_dict_cache = None
         if self._stager is not None:
             self._stager.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A writer that goes to another process does not take the last save along.
+        # A writer that is sent to another process leaves the last copy behind.
         return {**self.__dict__, "state_dict_cache": None}
