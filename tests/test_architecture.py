@@ -1,6 +1,7 @@
-"""The shape of the code: one direction of imports, and what src/ must never hold."""
+"""The structure of src/: imports go one way and have no cycles, and some constructs are forbidden."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -33,24 +34,46 @@ FORBIDDEN = ("torch.distributed.checkpoint", "torch.distributed._state_dict_util
 MODULES = sorted(SRC.rglob("*.py"))
 
 
-def imports_of(path):
-    """Every module a file imports, at any depth of it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+STORES = {"LocalStore", "MemoryStore", "ObjectStore", "FsspecStore"}
+
+
+def name_of(path):
+    return ".".join(["shardkeep", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+
+
+PATHS = {name_of(path): path for path in MODULES}
+
+
+def imports_of(path, *, typing=True):
+    """All modules that a file imports, also inside functions and, with `typing`, for annotations only."""
+    nodes = [ast.parse(path.read_text())]
+    for node in nodes:  # grows during the loop
+        if not typing and isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from {name if name in PATHS else node.module or "" for name in names}
 
 
 def part_of(path):
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+def test_modules_have_no_import_cycle():
+    """
+    No module imports itself through others, not even inside functions. Imports for annotations do not count.
+    """
+    graph = {name: {*imports_of(path, typing=False)} & PATHS.keys() for name, path in PATHS.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
 def test_imports_go_one_way(path):
     """
-    A folder imports only from the lines below it; those of one line never import each other.
+    A folder imports only from the layers below it; folders of one layer do not import each other.
     """
     mine = part_of(path)
     if mine == "__init__":
@@ -69,7 +92,7 @@ def test_imports_go_one_way(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
 def test_modules_keep_the_house_style(path):
     """
-    No assert, no bare except, and every module says what it is.
+    No assert, no bare except, and every module has a docstring.
     """
     text = path.read_text()
     tree = ast.parse(text)
@@ -81,7 +104,7 @@ def test_modules_keep_the_house_style(path):
 
 def test_only_options_reads_the_environment():
     """
-    Environment variables are read in one place. The demo's ranks get theirs from the launcher, as every rank does.
+    Environment variables are read in one place; only the command line also looks at those of the terminal.
     """
     readers = {
         str(path.relative_to(SRC))
@@ -91,7 +114,22 @@ def test_only_options_reads_the_environment():
             for n in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert {name for name in readers if not name.startswith(("cli/", "testing/"))} == {"options.py"}
+    assert {name for name in readers if not name.startswith("cli/")} == {"options.py"}
+
+
+def test_only_storage_knows_the_classes_of_stores():
+    """
+    Outside of storage/, code asks a store for what it can do, and never for its class.
+    """
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "isinstance"
+                and part_of(path) != "storage"
+            ):
+                names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                assert not names & STORES, f"{path}:{node.lineno}: isinstance of {names & STORES}"
 
 
 def test_the_public_names_are_exactly_those_listed():
@@ -104,7 +142,7 @@ def test_the_public_names_are_exactly_those_listed():
 
 def test_looking_at_a_checkpoint_does_not_import_torch(tmp_path):
     """
-    Opening, listing and verifying start without torch, which takes seconds to import.
+    Opening, listing and verifying do not import torch, which takes seconds.
     """
     import torch
 
