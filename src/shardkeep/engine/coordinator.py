@@ -183,7 +183,7 @@ class Coordinator:
             return
         with contextlib.suppress(CheckpointError):
             if native.read_record(self.store).save_id == self.save_id:
-                discard(self.store, [RECORD_NAME])
+                orphans.discard(self.store, [RECORD_NAME])
         self._publishing = False
         raise StorageError(
             f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by another process while"
@@ -197,13 +197,13 @@ class Coordinator:
         claim = native.claim_name(self.save_id)
         try:
             if self._has_committed():
-                discard(self.store, [claim])
+                orphans.discard(self.store, [claim])
                 return
             mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
         except CheckpointError as exc:
             log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
-        discard(self.store, [*mine, claim])
+        orphans.discard(self.store, [*mine, claim])
 
     def _has_committed(self) -> bool:
         """Return whether the record is in place: it may be, even if the attempt to put it there has raised."""
@@ -216,26 +216,17 @@ class Coordinator:
 
     def tidy(self) -> None:
         """After the commit, remove the claim, the files that were replaced, and orphans. A failure here loses nothing."""
-        discard(self.store, [native.claim_name(self.save_id)])
+        orphans.discard(self.store, [native.claim_name(self.save_id)])
         try:
             # Metadata first: without them, data files of torch's layout mean nothing.
             names = [info.name for info in self.store.list()]
             if replaced := list(filter(torch_files.is_metadata, names)):
-                discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
-            self._sweep(orphans.survey(self.store))
+                orphans.discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
+            orphans.sweep(self.store, orphans.survey(self.store))
         except CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
         if self._interrupt is not None:
             raise self._interrupt
-
-    def _sweep(self, found: orphans.Survey) -> None:
-        """Delete the files of saves that are over, except for those of the committed checkpoint."""
-        try:
-            names = orphans.deletable(self.store, found)
-        except (DamagedCheckpoint, UnsupportedVersion) as exc:
-            log.warning("no files are removed from %s, as its commit record may be repaired: %s", self.store.url, exc)
-            return
-        discard(self.store, names)
 
     def _check_free_space(self, wanted: int) -> None:
         """Check, before the first file is made, that all of them fit; files that are replaced stay until the commit."""
@@ -276,22 +267,5 @@ class Coordinator:
                 hint="wait for it, or save to another place",
             )
         # Before the first byte, or a job that dies in every save would fill the disk.
-        self._sweep(found)
+        orphans.sweep(self.store, found)
         return replaces
-
-
-def discard(store: Store, names: list[str]) -> None:
-    """
-    Delete files. Never raises.
-
-    Claims are deleted last, and only if everything else is gone: without its claim, a file is not known to be of a dead save.
-    """
-    failed = False
-    for name in orphans.claims_last(names):
-        if failed and native.is_claim(name):
-            continue
-        try:
-            store.delete(name)
-        except CheckpointError as exc:
-            failed = True
-            log.warning("could not remove %s from %s: %s", name, store.url, exc)

@@ -27,7 +27,7 @@ from shardkeep.codecs.keys import CachedKeys
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs, FileCodecs
-from shardkeep.engine.coordinator import CommittedSave, Coordinator, PlannedSave, RecordLabels, discard
+from shardkeep.engine.coordinator import CommittedSave, Coordinator, PlannedSave, RecordLabels
 from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, StagingMemory
 from shardkeep.engine.process.client import WriterSession
 from shardkeep.engine.queue import SaveHandle
@@ -157,7 +157,7 @@ class SaveSession:
     def _clean_up(self) -> None:
         """Remove what was written of a save that failed."""
         if not self._handed_over:
-            discard(self.store, [name for entry in self._written for name, _ in entry.at_rest])
+            orphans.discard(self.store, [name for entry in self._written for name, _ in entry.at_rest])
         if self.world.rank == 0:
             self._coordinator.withdraw()
 

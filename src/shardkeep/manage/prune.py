@@ -269,8 +269,7 @@ class Pruner:
             return
         found = orphans.survey(store, self._lease.gone)
         record = read_record(store)  # after the survey: a dead save that is not named now never will be
-        for each in orphans.claims_last(set(found.dead).difference(record.names)):
-            store.delete(each)
+        orphans.delete_files(store, set(found.dead).difference(record.names))
 
     def _sweep(self, name: str) -> None:
         """Remove what dead saves left in a directory without a checkpoint, and the directory if it is empty then."""
@@ -283,8 +282,7 @@ class Pruner:
         if REMOVING_NAME in names:
             self._root.remove(name)
             return
-        for each in orphans.claims_last(found.dead):
-            store.delete(each)
+        orphans.delete_files(store, found.dead)
         if found.dead:
             log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
         self._root.drop_empty(name)

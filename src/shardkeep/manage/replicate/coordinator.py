@@ -18,7 +18,6 @@ from datetime import datetime
 
 import msgspec
 
-from shardkeep.engine.coordinator import discard
 from shardkeep.engine.reader import open_sized
 from shardkeep.errors import (
     BlobNotFound,
@@ -292,7 +291,7 @@ class ReplicationCoordinator:
                 hint="let only one job promote to a root",
             ) from exc
         _require_record(place, data)
-        discard(place, [claim_name(record.save_id)])
+        orphans.discard(place, [claim_name(record.save_id)])
         self._partial.discard(order.name)
         with self._lock:
             self._there[order.name] = replace(
@@ -312,7 +311,7 @@ class ReplicationCoordinator:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
         place = self._far.root.place(order.name)
         try:
-            discard(place, orphans.deletable(place, orphans.survey(place, self.lease.gone)))
+            orphans.discard(place, orphans.deletable(place, orphans.survey(place, self.lease.gone)))
         except Exception as error:  # noqa: BLE001 - a committed copy must not fail because of this
             log.warning("could not remove replaced files in %s: %s", place.url, error)
         with self._lock:
