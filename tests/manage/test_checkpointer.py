@@ -20,7 +20,6 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
-from tests.warm.python import warm_python
 
 
 def places(root: Path) -> set[str]:
@@ -343,13 +342,6 @@ def test_policies_prune(tmp_path: Path) -> None:
     assert [event.step for event in heard if isinstance(event, Pruned)][:3] == [1, 5, 6]
 
 
-def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
-    """Nobody asked for anything to be deleted."""
-    with checkpointer(tmp_path, every_steps=1) as ckpt:
-        train(ckpt, range(1, 6))
-    assert len(places(tmp_path)) == 5
-
-
 class _Recording(LocalStore):
     """Notes in which order things happen, on this root and below it."""
 
@@ -615,20 +607,6 @@ def _nothing_stays() -> Iterator[None]:
     assert not [name for name in names if name.startswith(("shardkeep-prune", "shardkeep-lease"))], names
 
 
-def test_a_script_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
-    """The save in flight is committed, what follows it is done, and the root is free."""
-    script = (
-        "import sys, torch, shardkeep as sk\n"
-        "ckpt = sk.Checkpointer(sys.argv[1], keep_last=2)\n"
-        "for step in range(1, 5): ckpt.save(step, {'w': torch.ones(1000)})\n"
-    )
-    done = warm_python("-c", script, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sk.Catalog(tmp_path).latest().step == 4  # type: ignore[union-attr]
-    assert (tmp_path / "latest").read_text() == "step-4\n"
-    assert not (tmp_path / "lease.json").exists()
-
-
 def test_a_root_may_be_written_with_a_slash_at_its_end(tmp_path: Path) -> None:
     """Events of its checkpoints are still its own."""
     heard: list[Event] = []
@@ -654,20 +632,6 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
         root.fault = {}
         assert ckpt.step(6, state_at(6), force=True) is not None
     assert sk.Catalog(tmp_path).latest().step == 6  # type: ignore[union-attr]
-
-
-def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    """Not even by a job that went back from it."""
-    with checkpointer(tmp_path, every_steps=1, asynchronous=False) as ckpt:
-        train(ckpt, range(1, 4))
-        ckpt.pin(3)
-        ckpt.restore(1, empty_state())
-        ckpt.save(2, state_at(20))
-        with pytest.raises(sk.CheckpointExists):
-            ckpt.save(3, state_at(30))
-        state = empty_state()
-        ckpt.restore(3, state)
-        assert torch.equal(state["w"], state_at(3)["w"])
 
 
 def test_several_may_be_in_flight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

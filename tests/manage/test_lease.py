@@ -1,22 +1,26 @@
 """One job at a time saves to a root."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 
 import shardkeep as sk
 from shardkeep.manage.lease import LEASE_NAME, Lease
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import Root, Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from tests.manage.scene import checkpointer, state_at, until
+from tests.manage.scene import Overriding, checkpointer, state_at, until
 
 HOLDER = """
 import sys
@@ -267,3 +271,91 @@ def test_a_flipped_bit_is_no_other_job() -> None:
         Lease(root).acquire()
     lease.check()
     lease.release()
+
+
+# Two jobs that write the lease or `latest` of one root at the same moment: the store lets one through.
+
+
+def leave_dead_lease(root: Root) -> None:
+    """Leave the lease of a process of this machine that is gone."""
+    lease = Lease(root)
+    lease.acquire()
+    holder = json.loads(root.get("lease.json", limit=4096))
+    lease.release()
+    root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode())
+
+
+def together(inner: Root, writers: int) -> Any:
+    """Make a root in whose conditional `put` all writers wait for each other, once."""
+    barrier = Barrier(writers)
+
+    def put(name: str, data: bytes, **how: Any) -> None:
+        if how.get("over") is not None:
+            barrier.wait(20)
+        inner.put(name, data, **how)
+
+    return Overriding(inner, put=put)
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
+    """All have seen that its holder is gone, and write in one moment."""
+    inner = LocalStore(tmp_path) if kind == "files" else MemoryStore()
+    leave_dead_lease(inner)
+    root = together(inner, 4)
+    leases = [Lease(root) for _ in range(4)]
+
+    def take(lease: Lease) -> str:
+        try:
+            lease.acquire()
+        except sk.RootInUse as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as threads:
+        said = sorted(threads.map(take, leases))
+    assert said[0] == ""
+    assert all("another Checkpointer saves here" in each for each in said[1:])
+    assert [lease.held for lease in leases].count(True) == 1
+    for lease in leases:
+        lease.release()
+    assert not list(inner.list())
+
+
+def test_a_renewal_does_not_undo_a_takeover() -> None:
+    """Whoever renews has looked, and is overtaken before it writes."""
+    inner = MemoryStore()
+
+    others: list[Lease] = []
+
+    def put(name: str, data: bytes, **how: Any) -> None:
+        while others:  # another job acquires the lease between the look and the write
+            others.pop().acquire()
+        inner.put(name, data, **how)
+
+    late: Any = Overriding(inner, put=put)
+    first, second = Lease(late, lasts_s=0.2), Lease(inner, takeover=True)
+    first.acquire()
+    others.append(second)
+    until(lambda: not first.held)
+    with pytest.raises(sk.LeaseLost, match="another job saves here now"):
+        first.check()
+    second.check()
+    second.release()
+    first.release()
+
+
+def test_latest_of_a_job_that_took_over_stays(tmp_path: Path) -> None:
+    """The job that had the root looked at the lease, and points to its own checkpoint too late."""
+    inner = LocalStore(tmp_path)
+
+    def put(name: str, data: bytes, **how: Any) -> None:
+        if name == "latest":
+            inner.put(name, b"step-9\n", replace=True)
+        inner.put(name, data, **how)
+
+    root: Any = Overriding(inner, put=put)
+    with checkpointer(root, keep_last=1) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt.wait()
+    assert (tmp_path / "latest").read_text() == "step-9\n"

@@ -519,6 +519,8 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [5]
+    assert (tmp_path / "latest").read_text() == "step-5\n"
+    assert not (tmp_path / "lease.json").exists()
 
 
 def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:

@@ -1,8 +1,11 @@
 """What a job that was away, or a store that fails for a while, must not do to the checkpoints of others."""
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,7 @@ from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from tests.manage.far import Broken, far_root
-from tests.manage.scene import checkpointer, empty_state, state_at
+from tests.manage.scene import QUICK, Broken, Overriding, checkpointer, empty_state, far_root, state_at, until
 
 
 def holder_of(root: Any) -> Holder:
@@ -93,28 +95,23 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
     """It was there when the lease was to be written, and gone when somebody looked who it was."""
     inner = MemoryStore()
 
-    class Busy:
-        url = inner.url
-        busy = False
+    busy: list[bool] = []
 
-        def __getattr__(self, verb: str) -> Any:
-            return getattr(inner, verb)
+    def put(name: str, data: bytes, **how: Any) -> None:
+        if not busy:
+            return inner.put(name, data, **how)
+        other = Lease(inner)
+        other.acquire()
+        try:
+            inner.put(name, data, **how)
+        finally:
+            other.release()
 
-        def put(self, name: str, data: bytes, **how: Any) -> None:
-            if not self.busy:
-                return inner.put(name, data, **how)
-            other = Lease(inner)
-            other.acquire()
-            try:
-                inner.put(name, data, **how)
-            finally:
-                other.release()
-
-    root: Any = Busy()
+    root: Any = Overriding(inner, put=put)
     lease = Lease(root)
     lease.acquire()
     inner.delete(LEASE_NAME)
-    root.busy = True
+    busy.append(True)
     with pytest.raises(sk.LeaseLost, match="came and went"):
         lease.check()
     lease.release()
@@ -150,20 +147,14 @@ class Away:
         return getattr(self._inner, verb)
 
     def place(self, name: str) -> Any:
-        place, outer = self._inner.place(name), self
+        place = self._inner.place(name)
 
-        class Place:
-            url = place.url
+        def get(blob: str, *, limit: int) -> bytes:
+            if self.away and name == self._name and blob == "shardkeep.json":
+                raise StorageError("503 slow down", errno=5)
+            return bytes(place.get(blob, limit=limit))
 
-            def __getattr__(self, verb: str) -> Any:
-                return getattr(place, verb)
-
-            def get(self, blob: str, *, limit: int) -> bytes:
-                if outer.away and name == outer._name and blob == "shardkeep.json":
-                    raise StorageError("503 slow down", errno=5)
-                return bytes(place.get(blob, limit=limit))
-
-        return Place()
+        return Overriding(place, get=get)
 
 
 def gone_back() -> Away:
@@ -245,3 +236,100 @@ def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path: Path
         assert "leave promote_to out" in caught.value.hint
     with checkpointer(tmp_path) as ckpt:
         assert ckpt.restore_latest(empty_state()) == 1
+
+
+# Roots that are far away: what killed jobs left there, stores that do not answer, and keys that change meanwhile.
+
+
+def steps(root: Any) -> list[int]:
+    return sorted(entry.step for entry in sk.Catalog(root).entries() if entry.committed)
+
+
+class Silent:
+    """Lets nothing through, from when it is closed to when it is opened: a far store that does not answer."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.asked = threading.Event()
+
+    def __call__(self, verb: str, name: str) -> None:
+        self.asked.set()
+        self.open.wait(60)
+
+
+def silent_root() -> tuple[Any, Silent]:
+    """Make a root that can stop answering, with all of its places."""
+    silent = Silent()
+    root = far_root(silent)
+
+    def waiting(verb: str) -> Any:
+        work = getattr(root.inner, verb)
+        return lambda *args, **more: (silent(verb, ""), work(*args, **more))[1]
+
+    for verb in ("get", "put", "delete", "version", "list", "places", "open"):
+        setattr(root, verb, waiting(verb))
+    return root, silent
+
+
+def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The near root is free when it returns, what was under way commits nothing later, and the next job goes on."""
+    monkeypatch.setattr("shardkeep.manage.replicate.replicator.GRACE_S", 0.2)
+    far, silent = silent_root()
+    ckpt = checkpointer(tmp_path, asynchronous=False, promote_to=far, keep_last=1, promote_required=False)
+    ckpt.save(1, state_at(1))
+    ckpt.wait()
+    silent.open.clear()
+    silent.asked.clear()
+    ckpt.save(2, state_at(2))
+    assert silent.asked.wait(30)
+    ckpt.close(timeout_s=0.1)
+    assert not silent.open.is_set()
+    assert not (tmp_path / "lease.json").exists()
+    silent.open.set()
+    until(lambda: not {"shardkeep-promote", "shardkeep-release"} & {each.name for each in threading.enumerate()})
+    assert "shardkeep.json" not in far.names("step-2")
+    with checkpointer(tmp_path, asynchronous=False, promote_to=far) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.save(3, state_at(3))
+    assert steps(far.inner) == [1, 2, 3]
+
+
+def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
+    """A promotion whose far root fails in passing ends between two attempts, as cancelled and not as failed."""
+    broken, seen, waited = Broken("create", "", errno.EIO), list[sk.events.Event](), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        ckpt.cancel_promotions()
+
+    ckpt = checkpointer(
+        tmp_path,
+        asynchronous=False,
+        promote_to=far_root(broken),
+        retries=1000,
+        seams=replace(QUICK, sleep=sleep),
+        on_event=seen.append,
+    )
+    ckpt.save(1, state_at(1))
+    ckpt.wait()
+    assert len(waited) == 1
+    assert [each.cancelled for each in seen if isinstance(each, sk.events.PromotionFailed)] == [True]
+    broken.verb = ""
+    ckpt.close()
+
+
+def test_keys_that_are_rotated_while_it_is_copied_are_promoted(tmp_path: Path) -> None:
+    """The far checkpoint opens with the new key alone, as the near one does."""
+    old, new = sk.new_key(), sk.new_key()
+    near, far = tmp_path / "near", tmp_path / "far"
+
+    def rotate(event: sk.events.Event) -> None:
+        if isinstance(event, sk.events.PromotionBegan):
+            assert sk.rotate_keys(near / "step-1", options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
+
+    keys = sk.Options(keys=sk.KeyRing.from_text(old))
+    with checkpointer(near, asynchronous=False, promote_to=far, codecs=["aes"], options=keys, on_event=rotate) as ckpt:
+        ckpt.save(1, state_at(1))
+    for root in (near, far):
+        assert sk.open(root / "step-1", options=sk.Options(keys=sk.KeyRing.from_text(new)))["step"] == 1

@@ -23,8 +23,7 @@ from shardkeep.manage.replicate.copy import CopyLimits, copy_files
 from shardkeep.manage.retention import KeepAll
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.manage.far import Broken, far_root
-from tests.manage.scene import checkpointer, damage, empty_state, state_at, until
+from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, until
 from tests.manage.test_tiers import committed
 
 LIMITS = CopyLimits(threads=2, budget_nbytes=4 << 20)
@@ -223,8 +222,8 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
         assert isinstance(caught.value.response, sk.SaveHandle)
         ckpt.wait()
         assert committed(far) == [1, 2, 3]
-    copied = {event.step: event.bytes_copied for event in heard if isinstance(event, PromotionFinished)}
-    assert copied[2] == 0 < copied[3]  # all of it was there but the commit
+    copied = {e.step: (e.bytes_copied, e.files_copied) for e in heard if isinstance(e, PromotionFinished)}
+    assert copied[2] == (0, 0) < copied[3]  # everything was there except the commit
 
 
 def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:

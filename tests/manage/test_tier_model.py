@@ -23,8 +23,7 @@ import shardkeep as sk
 from shardkeep.errors import NearCopyDamaged, NotPromoted
 from shardkeep.manage.retention import KeepAll, KeepLast
 from shardkeep.storage.memory import MemoryStore
-from tests.manage.far import Broken, FarRoot
-from tests.manage.scene import checkpointer
+from tests.manage.scene import Broken, FarRoot, checkpointer
 
 RECORD = "shardkeep.json"
 VERBS = st.sampled_from(["create", "write_at", "finish", "put", "list", "version", "open", "read_into"])

@@ -26,10 +26,8 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
-from tests.manage.far import Broken, far_root
-from tests.manage.scene import QUICK, checkpointer, state_at
-from tests.manage.test_tier_ranks import groups
-from tests.manage.test_tiers import committed
+from tests.manage.scene import QUICK, Broken, checkpointer, far_root, state_at
+from tests.manage.test_tiers import committed, groups
 from tests.support.rank_pool import RankPool
 
 # -- who goes first
@@ -265,24 +263,3 @@ def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: 
         ckpt.save(2, state_at(2))
         ckpt.wait()
         assert {each.seconds for each in heard if isinstance(each, PromotionFinished)} == {0.0}
-
-
-def test_what_is_said_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A promotion that only had to be committed has copied no file."""
-    commit, failing, heard = ReplicationCoordinator.commit, [True], list[Any]()
-
-    def fails_once(self: Any, order: Any) -> None:
-        if failing.pop() if failing else False:
-            raise StorageError("injected")
-        commit(self, order)
-
-    monkeypatch.setattr(ReplicationCoordinator, "commit", fails_once)
-    with checkpointer(
-        tmp_path / "near", promote_to=tmp_path / "far", on_event=heard.append, on_error="warn", promote_every=2
-    ) as ckpt:
-        ckpt.save(2, state_at(2))
-        ckpt.wait()
-        ckpt.save(3, state_at(3))
-        ckpt.wait()
-        [event] = [each for each in heard if isinstance(each, PromotionFinished)]
-    assert (event.step, event.bytes_copied, event.files_copied) == (2, 0, 0)  # type: ignore[attr-defined]
