@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.engine.rank_plan import make_manifest, merge_rank_trees, merge_rank_values, split_by_rank
+from shardkeep.engine.coordinator import split_by_rank
+from shardkeep.engine.save_session import make_manifest
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.plan.save_plan import decode_manifest, encode, plan_save
+from shardkeep.plan.save_plan import decode_manifest, encode, merge_rank_trees, merge_rank_values, plan_save
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
 

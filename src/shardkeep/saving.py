@@ -20,7 +20,6 @@ from shardkeep.engine.coordinator import CommittedSave
 from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.process.client import writer_manager
 from shardkeep.engine.queue import SaveHandle, pending_saves
-from shardkeep.engine.rank_plan import make_file_jobs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveEvents, SaveReport, find_slowest, report_progress
 from shardkeep.engine.save_session import (
     BackgroundSave,
@@ -29,6 +28,7 @@ from shardkeep.engine.save_session import (
     SaveRequest,
     SaveSession,
     WrittenFiles,
+    make_file_jobs,
 )
 from shardkeep.engine.snapshot import take_snapshot
 from shardkeep.engine.step_barrier import step_barriers

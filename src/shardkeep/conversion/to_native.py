@@ -26,7 +26,6 @@ from shardkeep.conversion.pipeline import (
 )
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.coordinator import Coordinator, RecordLabels
-from shardkeep.engine.rank_plan import RankWritePlan
 from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import open_native
 from shardkeep.format.boxes import Boxes
@@ -37,7 +36,7 @@ from shardkeep.format.tree import decode_tree
 from shardkeep.layouts import native
 from shardkeep.layouts import orphans as leftovers
 from shardkeep.options import Options
-from shardkeep.plan.save_plan import PlainValues, RankManifest, TensorNames, encode, ints
+from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
 from shardkeep.state.describe import Description, file_groups
 from shardkeep.storage.base import Store
 

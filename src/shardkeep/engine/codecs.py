@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -27,9 +27,7 @@ from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
 from shardkeep.format.tree import Node, join, leaf_keys, part_name
 from shardkeep.layouts.native import check_signature
 from shardkeep.options import Options, setting
-
-if TYPE_CHECKING:
-    from shardkeep.engine.rank_plan import RankWritePlan  # it imports torch
+from shardkeep.plan.save_plan import RankWritePlan
 
 
 def keys_for(options: Options) -> CachedKeys | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,6 @@ import numpy as np
 
 from shardkeep.codecs.keys import KeySource
 from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
-from shardkeep.engine.rank_plan import (
-    RankWritePlan,
-    data_file_names,
-    merge_rank_trees,
-    merge_rank_values,
-    split_by_rank,
-)
 from shardkeep.engine.sources import read_record
 from shardkeep.errors import (
     BlobNotFound,
@@ -35,12 +28,20 @@ from shardkeep.errors import (
     StorageFull,
     UnsupportedVersion,
 )
+from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.index import Chunks
-from shardkeep.format.record import RECORD_NAME, FileEntry, Record, checked_meta, checked_step
+from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded, checked_meta, checked_step
 from shardkeep.format.tree import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
-from shardkeep.plan.save_plan import SavePlan, decode_manifest, plan_save
+from shardkeep.plan.save_plan import (
+    RankWritePlan,
+    SavePlan,
+    decode_manifest,
+    merge_rank_trees,
+    merge_rank_values,
+    plan_save,
+)
 from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
 
 log = logging.getLogger("shardkeep")
@@ -269,3 +270,50 @@ class Coordinator:
         # Before the first byte, or a job that dies in every save would fill the disk.
         orphans.sweep(self.store, found)
         return replaces
+
+
+def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
+    """Return the names of all data files of a save."""
+    return [
+        native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
+        for file in plan.files
+    ]
+
+
+def split_by_rank(
+    plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), apart: bool = False
+) -> list[RankWritePlan]:
+    """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
+    names = data_file_names(plan, save_id, world_size)
+    ranks = np.array([file.rank for file in plan.files], np.int64)
+    first_file = np.searchsorted(ranks, np.arange(world_size + 1))
+    first_piece = np.searchsorted(plan.pieces.file, first_file)
+    blocks = _block_sizes(plan)
+    plans = []
+    for rank in range(world_size):
+        low, high = int(first_file[rank]), int(first_file[rank + 1])
+        pieces = plan.pieces.take(slice(int(first_piece[rank]), int(first_piece[rank + 1])))
+        plans.append(
+            RankWritePlan(
+                save_id=save_id,
+                files=[(names[i], plan.files[i].data_nbytes, blocks[i]) for i in range(low, high)],
+                file=(pieces.file - low).tobytes(),
+                start=pieces.start.tobytes(),
+                row=pieces.row.tobytes(),
+                axes=pieces.boxes.axes,
+                offsets=pieces.offsets.tobytes(),
+                sizes=pieces.sizes.tobytes(),
+                chain=[file.chain for file in plan.files[low:high]],
+                chains=list(chains),
+                apart=apart,
+            )
+        )
+    return plans
+
+
+def _block_sizes(plan: SavePlan) -> list[int]:
+    """Choose each file's block size by the size of its group: many small blocks keep many threads waiting."""
+    together: dict[tuple[int, str], int] = {}
+    for file in plan.files:
+        together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
+    return [block_nbytes_for(together[file.rank, file.group]) for file in plan.files]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.memory import Scattered
 from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.torch_source import (
@@ -32,7 +31,7 @@ from shardkeep.engine.torch_source import (
     item_batches,
     read_items,
 )
-from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, window_for
+from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.boxes import (
     AxisSlice,

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from shardkeep.engine.memory import allocating
 from shardkeep.errors import PinningRefused
 from shardkeep.state.offload import register_pinned
-from shardkeep.storage.buffers import aligned_buffer
+from shardkeep.storage.buffers import aligned_buffer, allocating
 
 log = logging.getLogger("shardkeep")
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from shardkeep.codecs.coded_store import FrameReader, checksum_of
-from shardkeep.engine.memory import Scattered, copy_memory, view_memory
-from shardkeep.engine.workers import run_workers, windows_for
+from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
 from shardkeep.format.boxes import (
     ITEMSIZES,
@@ -46,7 +45,7 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, R
 from shardkeep.layouts.native import data_sizes, save_id_of
 from shardkeep.plan.load_plan import Edge, FileReads, Read, Scatter, check_tensors, chunk_rows
 from shardkeep.storage.base import BlobReader, Gets, Opens
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 from shardkeep.storage.reread import SecondRead, decode_or_reread, warn_reread_ok, with_reread_result
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import xxhash
 
 from shardkeep.codecs.keys import CachedKeys
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
@@ -31,27 +34,32 @@ from shardkeep.engine.coordinator import CommittedSave, Coordinator, PlannedSave
 from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, StagingMemory
 from shardkeep.engine.process.client import WriterSession
 from shardkeep.engine.queue import SaveHandle
-from shardkeep.engine.rank_plan import RankWritePlan, make_file_jobs, make_manifest
 from shardkeep.engine.report import Phases, SaveEvents, SentPhases
 from shardkeep.engine.snapshot import DeviceSnapshot
 from shardkeep.engine.staging import Staging
 from shardkeep.engine.step_barrier import StepBarrier
+from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, HashingSink, Sink, Window, windows_in_turn, write_files
 from shardkeep.errors import CheckpointError, RanksDisagree
-from shardkeep.format.boxes import IntArray
+from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
+from shardkeep.format.data_file import HeaderEntry, build_header
+from shardkeep.format.dtypes import by_code
 from shardkeep.format.record import FileEntry
-from shardkeep.layouts import orphans
+from shardkeep.format.tree import encode_tree
+from shardkeep.format.values import encode_value
+from shardkeep.layouts import native, orphans
 from shardkeep.options import Options, cores, local_ranks
-from shardkeep.plan.save_plan import encode
-from shardkeep.state.describe import Description, describe
+from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
+from shardkeep.state.describe import Description, describe, file_groups
 from shardkeep.state.objects import Objects
 from shardkeep.storage.base import BlobWriter, Store
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, view_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
 from shardkeep.storage.system import available_memory
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
@@ -64,6 +72,7 @@ _FEWEST_WINDOWS = 2
 """One is filled while another is written, however little memory there is."""
 _FOR_SMALL_TENSORS = 1 / 16
 """Of the limit, even if windows take all of it: a call must not wait for the state of a random number generator."""
+_DIGEST_WINDOW_NBYTES = 8 << 20
 _WORTH_NOTING_NBYTES = 16 << 20
 """A copy of less takes no time that a report would show."""
 
@@ -309,6 +318,117 @@ def check_same_objects(names: list[list[str]]) -> None:
                 f"ranks 0 and {rank} do not have the same objects in the state: {', '.join(map(repr, odd))}",
                 hint="pass modules, optimizers and other objects under the same keys on every rank",
             )
+
+
+def make_manifest(description: Description, *, allow_pickle: bool, check_replicas: bool) -> RankManifest:
+    """Encode a description; a plain value that has no safe form raises an error that names it."""
+    d = description
+    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
+    names = TensorNames(
+        keys=d.keys,
+        groups=file_groups(d),
+        dtype=d.dtype.tobytes(),
+        ndim=d.ndim.tobytes(),
+        origin=d.origin.tobytes(),
+    )
+    values = PlainValues(
+        keys=list(d.values),
+        data=[encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()],
+    )
+    return RankManifest(
+        axes=d.boxes.axes,
+        names=encode(names),
+        shape=d.shape.tobytes(),
+        alias=np.where(held, d.alias, -1).tobytes(),
+        row_tensor=d.row_tensor.tobytes(),
+        row_offsets=d.boxes.offsets.tobytes(),
+        row_sizes=d.boxes.sizes.tobytes(),
+        check_replicas=check_replicas,
+        row_digest=_digests(description) if check_replicas else b"",
+        tree=encode_tree(d.tree),
+        values=encode(values),
+    )
+
+
+def _digests(description: Description) -> bytes:
+    buffer = memoryview(bytearray(_DIGEST_WINDOW_NBYTES))
+    digests = bytearray()
+    for tensor in description.pieces:
+        nbytes = tensor.numel() * tensor.element_size()
+        address = host_address(tensor)
+        digest = xxhash.xxh3_128()
+        source = None if address else scattered_memory(tensor, tensor.dtype)
+        for start in range(0, nbytes, _DIGEST_WINDOW_NBYTES):
+            stop = min(start + _DIGEST_WINDOW_NBYTES, nbytes)
+            if source is None:
+                digest.update(view_memory(address + start, stop - start))
+            else:
+                source.read(start, stop, buffer[: stop - start])
+                digest.update(buffer[: stop - start])
+        digests += digest.digest()
+    return bytes(digests)
+
+
+def make_file_jobs(description: Description, plan: RankWritePlan) -> list[FileJob]:
+    """Find the memory of every chunk that this rank writes, and build its files' headers."""
+    file, start, row = ints(plan.file), ints(plan.start), ints(plan.row)
+    offsets = ints(plan.offsets).reshape(len(row), plan.axes)
+    sizes = ints(plan.sizes).reshape(len(row), plan.axes)
+    jobs = []
+    for at, (name, data_nbytes, block) in enumerate(plan.files):
+        mine = np.flatnonzero(file == at)
+        chunks = _FileChunks(description, row[mine], Boxes(offsets[mine], sizes[mine]), start[mine])
+        apart = plan.apart and plan.chain[at] is None
+        header = build_header(
+            chunks.entries(), save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, apart=apart
+        )
+        tensors = chunks.tensors()
+        addresses = [host_address(tensor) for tensor in tensors]
+        others = {
+            i: scattered_memory(tensors[i], tensors[i].dtype) for i, address in enumerate(addresses) if not address
+        }
+        begins = np.array(addresses, np.int64)
+        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], begins, others, apart=apart))
+    return jobs
+
+
+class _FileChunks:
+    """The chunks of one file: their entries in its header, and the tensors that hold exactly their boxes."""
+
+    def __init__(self, description: Description, row: IntArray, boxes: Boxes, start: IntArray) -> None:
+        d = description
+        self.rows = row.tolist()
+        self.pieces = d.pieces
+        self.tensor = d.row_tensor[row]
+        self.boxes = boxes
+        self.start = start
+        self.keys = d.keys
+        self.ndim = d.ndim[self.tensor].tolist()
+        self.dtype = [by_code(code) for code in d.dtype[self.tensor].tolist()]
+        axes = d.boxes.axes
+        self.held = d.boxes.take(row)
+        narrow = Boxes(boxes.offsets[:, :axes], boxes.sizes[:, :axes])  # the rest is padding for other ranks' tensors
+        self.offsets, self.sizes = narrow.offsets.tolist(), narrow.sizes.tolist()
+        self.whole = np.all(narrow.sizes == d.shape[self.tensor], axis=1).tolist()
+        self.as_held = np.all(narrow.sizes == self.held.sizes, axis=1).tolist()
+
+    def entries(self) -> Iterator[HeaderEntry]:
+        """Yield the entries of the header."""
+        columns = zip(self.tensor.tolist(), self.ndim, self.dtype, self.offsets, self.sizes, self.whole, strict=True)
+        for start, (tensor, ndim, dtype, offsets, sizes, whole) in zip(self.start.tolist(), columns, strict=True):
+            shape = tuple(sizes[:ndim])
+            name = native.chunk_name(self.keys[tensor], None if whole else Box(tuple(offsets[:ndim]), shape))
+            kind, stored = dtype.in_safetensors(shape)
+            yield HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the memory of each chunk: a tensor of the state, or a slice of one if replicas share the work."""
+        found = [self.pieces[row] for row in self.rows]
+        for at, as_held in enumerate(self.as_held):
+            if not as_held:
+                ndim = self.ndim[at]
+                found[at] = found[at][slices(relative(self.boxes.box(at, ndim), self.held.box(at, ndim)))]
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from shardkeep.dist.world import World
-from shardkeep.engine.memory import Scattered, view_memory
 from shardkeep.engine.reader import Source
 from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.workers import Scattered
 from shardkeep.errors import RanksSilent
 from shardkeep.format.boxes import Boxes, IntArray, Ints, flat_range_to_boxes, whole
 from shardkeep.format.dtypes import known_to_torch, to_torch
 from shardkeep.plan.sharing import ShareOffer, SharePlan, decode_share_plan, encode_offer
 from shardkeep.state.leaves import overlaps_itself, synchronize_devices
-from shardkeep.storage.buffers import aligned_buffer, copy
+from shardkeep.storage.buffers import aligned_buffer, copy, view_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from shardkeep.engine.memory import copy_memory
 from shardkeep.engine.pools import Arenas, Buffer
 from shardkeep.engine.step_barrier import rows_outside_optimizers
 from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory
 from shardkeep.format.boxes import strides_of
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, copy_memory
 
 log = logging.getLogger("shardkeep")
 

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardkeep.engine.memory import copy_memory
 from shardkeep.engine.pools import Buffer, BufferPool
 from shardkeep.engine.writer import Window, gather
 from shardkeep.errors import SaveCancelled
 from shardkeep.options import cores
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, copy_memory
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.engine.memory import Scattered
+from shardkeep.engine.workers import Scattered
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import (
     Box,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import xxhash
 
-from shardkeep.engine.memory import view_memory
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import WINDOW_NBYTES
 from shardkeep.engine.writer import FileJob
@@ -25,7 +24,7 @@ from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import known_to_torch, of_torch
 from shardkeep.format.torch_zip import ArchiveFrame, frame_tensor
 from shardkeep.state.leaves import wait_tensor
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, view_memory
 
 _ALIGNMENT = 64
 _LARGE_NBYTES = 1 << 20

@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from shardkeep.codecs.coded_store import BATCH
-from shardkeep.engine.memory import Scattered, allocating
 from shardkeep.errors import CheckpointError, SaveCancelled
+from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.options import Options, cores, local_ranks
 from shardkeep.storage.base import part_nbytes_of, preferred_requests
-from shardkeep.storage.buffers import MemoryBudget, aligned_buffer
+from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, allocating
 from shardkeep.storage.cancel import current_scope
 
 if TYPE_CHECKING:
@@ -51,6 +51,45 @@ def window_for(
 ) -> tuple[int, int]:
     """Return how many threads to use, and how large a window each may have, where a store keeps no parts."""
     return divide_budget(threads, budget_nbytes, window, coded=coded)[:2]
+
+
+class Scattered(Protocol):
+    """Memory that is not one run of host bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @property
+    def accelerator(self) -> int | None:
+        """The index of the accelerator it is on; None for host memory."""
+
+    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
+        """
+        Copy bytes `start..stop` of its row-major form, which are whole elements.
+
+        With `queued`, a copy from an accelerator is only queued on its current stream.
+        """
+
+    def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
+        """Fill `box` from `part` of row-major elements of this shape."""
+
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+        """
+        Fill box `target` with what `data` holds of box `source` of a row-major chunk of this shape.
+
+        `data` begins `at` bytes after the start of the chunk, or before it. Returns False, and does nothing, if only `write`
+        can do it.
+        """
+
+    def run_of(self, box: Box) -> int | None:
+        """Return where the bytes of a box begin in its row-major form, if `write_run` can fill them at once."""
+
+    def write_run(self, start: int, data: memoryview) -> None:
+        """Fill bytes from `start` on; on an accelerator this is only queued, and needs `data` until `wait` returns."""
+
+    def wait(self) -> None:
+        """Wait for what this thread has queued on its accelerator, for any memory."""
 
 
 class WorkerBudget(NamedTuple):

@@ -20,8 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardkeep.engine.memory import Scattered, copy_memory
-from shardkeep.engine.workers import run_workers, windows_for
+from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, checksum_text, digest
@@ -29,7 +28,7 @@ from shardkeep.format.data_file import count_blocks, encode_sidecar, seal_header
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, Creates, Deletes, delete_all
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
 
 MOST_FILES = 8

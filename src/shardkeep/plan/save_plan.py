@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, State
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
 from shardkeep.format.index import Tensors
+from shardkeep.format.record import Recorded
+from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
 from shardkeep.plan import tiling
 
 
@@ -95,6 +98,26 @@ def ints(data: bytes) -> IntArray:
 def small_ints(data: bytes) -> npt.NDArray[np.uint8]:
     """View bytes as 8-bit integers."""
     return np.frombuffer(data, np.uint8)
+
+
+class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that one rank writes, as rank 0 sends them to it."""
+
+    save_id: str
+    files: list[tuple[str, int, int]]
+    """Name, data size and block size of each file."""
+    file: bytes
+    """For each chunk: its position in `files`, its start in the file's data, the row of the rank's manifest, and its box."""
+    start: bytes
+    row: bytes
+    axes: int
+    offsets: bytes
+    sizes: bytes
+    chain: list[int | None]
+    """The codec chain of each file."""
+    chains: list[Recorded]
+    apart: bool
+    """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
 
 
 MAX_ELEMENTS = 2.0**58
@@ -620,3 +643,40 @@ def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
         middle = ends - nbytes[small] / 2
         part[small] = order[np.minimum(np.searchsorted(np.cumsum(room), middle), parts - 1)]
     return part
+
+
+def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
+    """Merge the trees of all ranks."""
+    distinct = list(dict.fromkeys(manifest.tree for manifest in manifests))
+    if len(distinct) == 1:
+        return distinct[0]
+    return encode_tree(merge_trees([decode_tree(raw) for raw in distinct]))
+
+
+def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Merge the plain values of all ranks, sorted by key; a key must have one value, and must not be that of a tensor."""
+    merged: dict[str, tuple[bytes, int]] = {}
+    seen: set[bytes] = set()
+    for rank, manifest in enumerate(manifests):
+        if manifest.values in seen:
+            continue
+        seen.add(manifest.values)
+        values = decode_values(manifest.values)
+        for key, data in zip(values.keys, values.data, strict=True):
+            known, first_rank = merged.setdefault(key, (data, rank))
+            if known != data:
+                raise ReplicasDiffer(
+                    f"{key!r} is not the same on all ranks: ranks {first_rank} and {rank} hold different values",
+                    hint="wrap state that differs by rank in sk.PerRank, or save the same value on every rank",
+                    key=key,
+                )
+    for key, (_, first_rank) in merged.items():
+        at = bisect_left(tensors, key.encode(), key=str.encode)
+        if at < len(tensors) and tensors[at] == key:
+            holder = next(rank for rank, manifest in enumerate(manifests) if key in decode_names(manifest.names).keys)
+            raise InvalidShards(
+                f"{key!r} is a plain value on rank {first_rank} but a tensor on rank {holder}",
+                hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
+                key=key,
+            )
+    return sorted(((key, data) for key, (data, _) in merged.items()), key=lambda item: item[0].encode())

@@ -7,6 +7,7 @@ mapped. Nothing here knows about files.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -16,10 +17,35 @@ from typing import Any
 
 import numpy as np
 
+from shardkeep.errors import CheckpointError
+
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Direct I/O needs offsets, lengths and addresses that are multiples of this."""
 
 _SMALL_COPY_BYTES = 64 << 10
+
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.restype = ctypes.py_object
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+
+copy_memory = ctypes.memmove
+"""Copy raw memory: target, source, bytes. Releases the interpreter's lock."""
+
+
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """View raw memory. The caller keeps its owner alive."""
+    view: memoryview = _from_memory(address, nbytes, _WRITABLE)
+    return view
+
+
+@contextmanager
+def allocating(what: str, hint: str) -> Iterator[None]:
+    """Turn a failure to allocate memory inside into a CheckpointError that says what it was for."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"no memory for {what}: {error}", hint=hint) from error
 
 
 def aligned_buffer(nbytes: int) -> memoryview:

@@ -47,7 +47,6 @@ from shardkeep.dcp._impl.plans import (
 )
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.memory import view_memory
 from shardkeep.engine.workers import run_workers, window_for
 from shardkeep.errors import (
     BlobNotFound,
@@ -85,6 +84,7 @@ from shardkeep.state import collectives as stream
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import BlobReader
+from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.file_systems import BlobInput
 from shardkeep.storage.local import PathStore
 

@@ -18,8 +18,8 @@ import torch
 
 from shardkeep.conversion.pipeline import FileParts, file_parts
 from shardkeep.engine import writer as write
-from shardkeep.engine.memory import Scattered, copy_memory, view_memory
 from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.workers import Scattered
 from shardkeep.engine.writer import FileJob, Window
 from shardkeep.errors import MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box
@@ -41,7 +41,7 @@ from shardkeep.layouts.safetensors import (
 from shardkeep.layouts.safetensors_publish import SaveNames
 from shardkeep.layouts.torch_values import WriteItem
 from shardkeep.storage.base import BlobWriter, Store
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
 _metadata_fn: str = INDEX_NAME
 _gen_file_name = file_name

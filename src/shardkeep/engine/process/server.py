@@ -37,14 +37,13 @@ from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import EncodingStore, Seal
 from shardkeep.codecs.keys import CachedKeys
 from shardkeep.dist.rank_errors import describe_error
-from shardkeep.engine.memory import view_memory
 from shardkeep.engine.process.rpc import MESSAGE_NBYTES, receive, send
 from shardkeep.engine.writer import hash_and_write
 from shardkeep.errors import Failure
 from shardkeep.format.record import Recorded
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter
-from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, copy
+from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, copy, view_memory
 from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.resolve import StoreSpec
 
