@@ -87,7 +87,7 @@ def test_verify_tells_a_wrong_key_from_none(shardkeep, checkpoint, tmp_path, key
     assert answer.code == 1
     told = " ".join(answer.out.split())
     assert "none of the given keys decrypts it" in told
-    assert f"encrypted with the key {old}; given were {new}" in told
+    assert f"encrypted with the key {old}; the given keys are {new}" in told
     keys.unlink()
     answer = shardkeep("verify", tmp_path / "out", *words, "--json")
     assert answer.code == 1

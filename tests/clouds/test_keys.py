@@ -261,7 +261,7 @@ def test_a_missing_bucket_is_no_missing_blob(cloud: Cloud) -> None:
         error = said(call)
         assert not isinstance(error, BlobNotFound)
         assert error.errno == errno.ENOENT
-        assert "make the bucket" in error.hint
+        assert "create the bucket" in error.hint
 
 
 def test_wrong_endpoints(cloud: Cloud) -> None:

@@ -153,7 +153,7 @@ class FailsAtOnce(Breaks):
     ("codec", "what"),
     [
         (Breaks(), r"1 of f \(bytes 4 to 8\): OSError"),
-        (GivesOne(), r"1 of f \(bytes 4 to 8\): .*it gave less frames"),
+        (GivesOne(), r"1 of f \(bytes 4 to 8\): .*it returned fewer frames"),
         (FailsAtOnce(), r"0 of f \(bytes 0 to 4\): OSError"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardkeep.codecs.base import FRAME_NBYTES
 from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.float import WIDTHS, analyze, merge, split, turned, type_of
+from shardkeep.codecs.float import WIDTHS, analyze, merge, rotated, split, word_type
 from tests.codec.frames import coded, decoded, numbers
 
 
@@ -35,7 +35,7 @@ def test_sizes(kind, width, turn, most):
     data = data[begin : begin + FRAME_NBYTES]
     [found] = analyze([memoryview(data)])
     assert found.width == width
-    assert turn is None or found.turn == turn
+    assert turn is None or found.rotate == turn
     assert len(coded(CodecChain.begin(["float"]), data)) <= most * len(data)
 
 
@@ -77,7 +77,7 @@ def test_what_looks_random_is_left_alone():
 WORDS = st.sampled_from(WIDTHS).flatmap(
     lambda width: st.tuples(
         st.lists(st.integers(0, (1 << 8 * width) - 1), min_size=1, max_size=40).map(
-            lambda words: np.array(words, type_of(width))
+            lambda words: np.array(words, word_type(width))
         ),
         st.sampled_from([sizes for sizes in PARTITIONS if sum(sizes) == width]),
         st.booleans(),
@@ -99,14 +99,14 @@ def test_words_are_taken_apart_and_put_together(drawn):
     turn = turn and words.itemsize > 1 and sizes[-1] == 1
     scratch = np.empty(words.nbytes, np.uint8)
     begins = np.cumsum([0, *sizes[:-1]])
-    parts = [np.empty(words.size, type_of(size)) for size in sizes]
+    parts = [np.empty(words.size, word_type(size)) for size in sizes]
     for begin, part in zip(begins, parts, strict=True):
-        split(words, int(begin), part, scratch, turn=turn)
-    rows = (turned(words) if turn else words).view(np.uint8).reshape(-1, words.itemsize)
+        split(words, int(begin), part, scratch, rotate=turn)
+    rows = (rotated(words) if turn else words).view(np.uint8).reshape(-1, words.itemsize)
     for begin, size, part in zip(begins, sizes, parts, strict=True):
         assert np.array_equal(part.view(np.uint8).reshape(-1, size), rows[:, begin : begin + size])
     made = np.empty_like(words)
-    merge(parts, made, scratch, turn=turn)
+    merge(parts, made, scratch, rotate=turn)
     assert np.array_equal(made, words)
 
 
@@ -117,5 +117,5 @@ def test_turned_words_have_the_exponent_on_top():
     for value in (1.5, -1.5, 3e-5, -2e20):
         word = np.array([value], np.float32).view(np.uint32)
         exponent = int(word[0]) >> 23 & 0xFF
-        assert int(turned(word)[0]) >> 24 == exponent
-        assert int(turned((word >> 16).astype(np.uint16))[0]) >> 8 == exponent
+        assert int(rotated(word)[0]) >> 24 == exponent
+        assert int(rotated((word >> 16).astype(np.uint16))[0]) >> 8 == exponent

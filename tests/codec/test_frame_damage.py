@@ -106,7 +106,7 @@ def test_wrong_and_missing_keys():
     """
     chain = chain_of(["float", "aes"])
     [key_id] = KEYS.ids
-    with pytest.raises(WrongKey, match=f"encrypted with the key {key_id}; given were {OTHER_KEYS.ids[0]}"):
+    with pytest.raises(WrongKey, match=f"encrypted with the key {key_id}; the given keys are {OTHER_KEYS.ids[0]}"):
         CodecChain.opened(chain.recorded, keys=OTHER_KEYS)
     with pytest.raises(KeyMissing, match=f"encrypted with the key {key_id}, and no key was given") as caught:
         CodecChain.opened(chain.recorded)
@@ -130,14 +130,14 @@ def test_unknown_codecs():
     """
     A codec or a version that is not known here is named, with what to do.
     """
-    with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; known are aes,.* float, lz4,") as caught:
+    with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; the codecs are aes,.* float, lz4,") as caught:
         CodecChain.begin(["zip"])
     assert "register_codec" in caught.value.hint
     with pytest.raises(UnknownCodec, match="no codec named 'zip'"):
         CodecChain.opened([{"name": "zip", "version": 1}])
     for name in ("zstd", "lz4", "float", "aes"):
         for version in (2, None, "1"):
-            with pytest.raises(UnknownCodec, match=f"{name!r} was written in version {version!r}; known here is 1"):
+            with pytest.raises(UnknownCodec, match=f"{name!r} was written by version {version!r}; this is version 1"):
                 CodecChain.opened([{"name": name, "version": version}], keys=KEYS)
 
 
@@ -265,5 +265,5 @@ def test_more_than_was_written_is_said_to_be_so():
     A frame that is larger than its place says has an error of its own, where the codec can tell.
     """
     chain = chain_of(["float"])
-    with pytest.raises(OversizedFrame, match="stands for 6000 bytes, and 5000 are the most"):
+    with pytest.raises(OversizedFrame, match="becomes 6000 bytes, expected at most 5000"):
         decoded(chain, coded(chain, DATA), 5000)

@@ -1,6 +1,5 @@
 """Chains of codecs: every frame comes back bit for bit, in any order, on any thread, and is no larger than was said."""
 
-import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,17 +93,17 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
     for wrong, says in [
         (["zstd:x"], "takes a level"),
         (["zstd:99"], "levels"),
-        (["float:3"], "nothing after a colon"),
-        ([3], "is no codec"),
-        (["lz4"] * 17, "16 are the most"),
+        (["float:3"], "no argument after a colon"),
+        ([3], "is not a codec"),
+        (["lz4"] * 17, "at most 16 codecs"),
     ]:
         with pytest.raises(InvalidCodec, match=says):
             CodecChain.begin(wrong)
     for field, value in [("level", "high"), ("level", 99), ("levels", 1)]:
-        with pytest.raises(InvalidCodec, match="makes no sense"):
+        with pytest.raises(InvalidCodec, match="is invalid"):
             CodecChain.opened([{"name": "zstd", "version": 1, field: value}])
     for senseless in ({}, {"name": 3}, "zstd", None):
-        with pytest.raises(InvalidCodec, match="no name"):
+        with pytest.raises(InvalidCodec, match="without a name"):
             CodecChain.opened([senseless])
 
 
@@ -117,29 +116,6 @@ def test_a_frame_and_its_place_must_agree():
         chain.encode(memoryview(b"abc"), place_of(b"abcd"))
     with pytest.raises(CodecFailed, match="3 bytes were given"):
         chain.decode(memoryview(b""), memoryview(bytearray(3)), place_of(b"abcd"))
-
-
-def test_every_zstd_module_reads_what_every_other_wrote(monkeypatch):
-    """
-    The stored bytes do not depend on which of the modules for zstd is installed, as far as reading goes.
-    """
-    from shardkeep.codecs import zstd as zstd_codec
-    from shardkeep.codecs.zstd import find_engine
-
-    engines = [engine for name in ("backports.zstd", "pyzstd", "zstandard") if (engine := find_engine((name,)))]
-    assert len(engines) > 1
-    chains = []
-    for engine in engines:
-        monkeypatch.setattr(zstd_codec, "find_engine", lambda *_, engine=engine: engine)
-        chains.append(CodecChain.begin(["float", "zstd"]))
-        monkeypatch.undo()
-    for kind, (writer, reader) in itertools.product(
-        ["bf16", "counter", "half zeros"], itertools.product(chains, chains)
-    ):
-        data = numbers(kind, 100_000)
-        stored = coded(writer, data)
-        assert len(stored) < 0.7 * len(data)
-        assert decoded(reader, stored, len(data)) == data
 
 
 def test_numpy_arrays_and_other_memory_are_taken():

@@ -75,7 +75,7 @@ def test_where_keys_may_come_from(tmp_path):
     with pytest.raises(KeyMissing, match="No such file"):
         key_source(tmp_path / "none")
     for wrong in (3, [OLD], OLD):
-        with pytest.raises(InvalidKey, match="is no source of keys"):
+        with pytest.raises(InvalidKey, match="is not a source of keys"):
             key_source(wrong)
     for key in (OLD.hex(), base64.b64encode(OLD).decode(), f"{OLD.hex()}\n{NEW.hex()}\n"):
         with pytest.raises(InvalidKey, match="path of a key file") as caught:
@@ -119,7 +119,7 @@ def test_a_function_that_gives_no_key(given, named):
     """
     As one that reads an environment variable which is not set.
     """
-    with pytest.raises(KeyMissing, match=f"the function that gives keys returned {named}\n"):
+    with pytest.raises(KeyMissing, match=f"the function for keys returned {named}\n"):
         key_source(lambda: given)
 
 

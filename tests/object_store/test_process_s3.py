@@ -216,7 +216,7 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
                         write_all(process, breaks, data)
                 else:
                     process.cancel(f"another-{save_id}.safetensors")
-                with pytest.raises(sk.StorageError, match="given up, as something else failed"):
+                with pytest.raises(sk.StorageError, match="was cancelled because another part of the save failed"):
                     waits.result(PATIENCE_S)
         write_all(process, whole, data)
 
@@ -248,6 +248,6 @@ def test_all_ranks_hear_of_wrong_keys(rank_pool: RankPool, s3_server: S3Server, 
     assert "rank 1" in text
     assert ".safetensors" in text
     assert "403" in text
-    assert "check keys and rights" in hint
+    assert "check credentials and permissions" in hint
     assert "hunter2" not in text + hint
     holds(place, 2)

@@ -1,10 +1,10 @@
 """
-Encryption: AES-256-GCM, frame by frame.
+Encryption with AES-256-GCM, frame by frame.
 
-A checkpoint has a data key of its own (`keys`). Each file has a key derived from it and from the file's name; each
-frame has a nonce of 96 random bits, which stands before it. The place of a frame is authenticated with it: a frame
-that was changed, cut, moved within its file, taken from another file or from another checkpoint is an error. Random
-nonces hold even where a process is restored from an image and writes the same frames again with other contents.
+Every checkpoint has a data key of its own (`keys`). Each file has a key derived from it and from the file's name; each
+frame has a nonce of 96 random bits, stored before it. The place of a frame is authenticated with it: a frame that was
+changed, cut, moved within its file, or taken from another file or checkpoint is an error. Random nonces are safe even
+if a process is restored from an image and writes the same frames again with other contents.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _NONCE_NBYTES = 12
 _TAG_NBYTES = 16
 _SALT_NBYTES = 32
 _PLACE = struct.Struct("<QQQ")
-_HINT = "it was damaged, or somebody changed it: use another checkpoint, or another copy of this one"
-_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with {}, or give one by options"
+_HINT = "it was damaged or tampered with: use another checkpoint, or another copy of this one"
+_KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with {}, or pass one in the options"
 
 
 class Aes(CodecConfig, frozen=True):
-    """Encrypts with AES-256-GCM. Put it last: encrypted bytes do not shrink. Needs the package `cryptography`."""
+    """Encrypts with AES-256-GCM. Put it last, because encrypted bytes do not shrink. Needs the package `cryptography`."""
 
     name = "aes"
 
     def begin(self, keys: KeySource | None) -> CodecRecord:
-        """Choose the data key of a checkpoint; record it as the user's key wraps it."""
+        """Choose the data key of a checkpoint, and record it wrapped by the user's key."""
         _ciphers()
         if keys is None:
             raise KeyMissing(
@@ -56,18 +56,18 @@ class Aes(CodecConfig, frozen=True):
         try:
             salt = bytes.fromhex(recorded["salt"])
         except (KeyError, TypeError, ValueError) as exc:
-            raise _senseless("salt") from exc
+            raise _invalid_record("salt") from exc
         return _AesCodec(_data_key(recorded, keys), salt)
 
     @classmethod
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:
-        """Wrap the data key anew."""
+        """Wrap the data key again."""
         return {**recorded, WRAPPED: _written(*keys.wrap(_data_key(recorded, keys)))}
 
 
 class _AesCodec:
     def __init__(self, data_key: bytes, salt: bytes) -> None:
-        # HKDF of RFC 5869 with SHA-256; every derived key is one block long.
+        # HKDF (RFC 5869) with SHA-256; every derived key is one block long.
         self._root = hmac.digest(salt, data_key, "sha256")
         self._file_key = lru_cache(maxsize=256)(lambda file: self._derived(b"file\0" + file.encode()))
 
@@ -75,7 +75,7 @@ class _AesCodec:
         return nbytes + _NONCE_NBYTES + _TAG_NBYTES
 
     def encode(self, data: memoryview, place: FramePlace) -> memoryview:
-        stored = np.empty(self.bound(data.nbytes), np.uint8).data  # not zeroed, as a bytearray is
+        stored = np.empty(self.bound(data.nbytes), np.uint8).data  # a bytearray would be zeroed
         self.encode_into(data, place, stored)
         return stored
 
@@ -94,7 +94,7 @@ class _AesCodec:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes > most_nbytes:
             raise OversizedFrame(
-                f"encrypted {place.named} is larger than what was written", hint=_HINT, file=place.file
+                f"encrypted {place.named} is larger than when it was written", hint=_HINT, file=place.file
             )
         plain = np.empty(max(nbytes, 0), np.uint8).data
         self.decode_into(data, place, plain)
@@ -103,7 +103,7 @@ class _AesCodec:
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes < 0 or nbytes > into.nbytes:
-            raise NotAuthentic(f"encrypted {place.named} has not the size it had when it was written", hint=_HINT)
+            raise NotAuthentic(f"encrypted {place.named} does not have the size it was written with", hint=_HINT)
         nonce, tag = bytes(data[:_NONCE_NBYTES]), bytes(data[data.nbytes - _TAG_NBYTES :])
         work = self._cipher(place, nonce, tag).decryptor()
         work.authenticate_additional_data(_bound_to(place, nbytes))
@@ -112,7 +112,7 @@ class _AesCodec:
             work.finalize()
         except _exceptions().InvalidTag as exc:
             raise NotAuthentic(
-                f"encrypted {place.named} is not what was encrypted there",
+                f"encrypted {place.named} failed authentication: it is not what was written there",
                 hint=_HINT,
                 file=place.file,
                 offset=place.offset,
@@ -146,26 +146,26 @@ def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:
     try:
         key_id, wrapped = str(recorded[WRAPPED]["key_id"]), bytes.fromhex(recorded[WRAPPED]["key"])
     except (KeyError, TypeError, ValueError) as exc:
-        raise _senseless(WRAPPED) from exc
+        raise _invalid_record(WRAPPED) from exc
     if keys is None:
         raise KeyMissing(
-            f"it is encrypted with the key {key_id}, and no key was given",
-            hint=_KEY_HINT.format("that key"),  # a new one opens nothing
+            f"the checkpoint is encrypted with the key {key_id}, and no key was given",
+            hint=_KEY_HINT.format("that key"),  # a new key would not decrypt it
             key_id=key_id,
         )
     data_key = keys.unwrap(key_id, wrapped)
     if len(data_key) != KEY_NBYTES:
-        raise WrongKey(f"the key {key_id} unwraps a data key of {len(data_key)} bytes instead of {KEY_NBYTES}")
+        raise WrongKey(f"the key {key_id} unwraps a data key of {len(data_key)} bytes, expected {KEY_NBYTES}")
     return data_key
 
 
-def _senseless(entry: str) -> InvalidCodec:
+def _invalid_record(entry: str) -> InvalidCodec:
     return InvalidCodec(
-        f"the checkpoint's record of its codec 'aes' makes no sense: {entry!r} is missing or malformed",
+        f"the checkpoint's record of its codec 'aes' is invalid: {entry!r} is missing or malformed",
         hint="the commit record was edited or damaged: use another checkpoint",
     )
 
 
 def _bound_to(place: FramePlace, nbytes: int) -> bytes:
-    # `nbytes` is what is encrypted, which an earlier codec may have made of the plain bytes.
+    # `nbytes` is the size of what is encrypted, which differs from the plain size if an earlier codec compressed it.
     return _PLACE.pack(place.number, place.offset, place.nbytes) + nbytes.to_bytes(8, "little") + place.file.encode()

@@ -1,12 +1,12 @@
 """
-What a codec is: bytes of a frame to other bytes, and back.
+The codec protocol: codecs turn the bytes of a frame into other bytes, and back.
 
-A file is cut into frames, and each frame is coded by itself, so that a part of a file is read by decoding only the
-frames it touches, on any number of threads. A *config* says what is wanted ("zstd, level 3"). Once for each checkpoint
-it becomes what is *recorded*: its name, version and parameters, as JSON, without secrets. From that every rank, and
-every later reader, opens the *codec* that does the work.
+A file is cut into frames, and each frame is coded on its own. So a range of a file is read by decoding only the frames
+it touches, on any number of threads. A *config* is what the user asks for ("zstd, level 3"). Once per checkpoint it
+becomes a *record*: its name, version and parameters, as JSON, without secrets. From the record every rank, and every
+later reader, opens the *codec* that does the work.
 
-To write one, subclass `CodecConfig` and register it (`shardkeep.codecs.registry`).
+To write a codec, subclass `CodecConfig` and register it (`shardkeep.codecs.registry`).
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ if TYPE_CHECKING:
 
 
 FRAME_NBYTES = 1 << 20
-"""Plain bytes of a frame, where nothing speaks for another size: it stays in a core's cache from codec to codec."""
+"""Default size of a frame in plain bytes: it stays in a core's cache from codec to codec."""
 
 WRAPPED = "wrapped"
-"""The one entry of a codec's record that changes when keys are rotated: a data key, encrypted by the user's key."""
+"""The only entry of a codec's record that changes when keys are rotated: a data key, encrypted by the user's key."""
 
 CodecRecord = dict[str, Any]
-"""What a checkpoint keeps of one codec: "name", "version" and its parameters; JSON values only, no secrets."""
+"""What a checkpoint records about one codec: "name", "version" and parameters; JSON values only, no secrets."""
 
 
 class FramePlace(NamedTuple):
-    """Which frame of which file. Codecs that authenticate bind a frame to its place."""
+    """Identifies a frame. Codecs that authenticate bind a frame to its place."""
 
     file: str
-    """Name of the blob. It carries the id of the save, so that no two saves have files of one name."""
+    """Name of the blob, which contains the id of the save: no two saves have files of one name."""
     number: int
-    """The how-manieth frame of the file this is, in the order of writing; no two frames of a file have one number."""
+    """Number of the frame in the order of writing, unique in its file."""
     offset: int
-    """Where its plain bytes begin in the plain file."""
+    """Offset of its plain bytes in the plain file."""
     nbytes: int
-    """How many plain bytes it has."""
+    """Number of its plain bytes."""
 
     @property
     def named(self) -> str:
-        """What it is called in messages."""
+        """Its description for messages."""
         return f"frame {self.number} of {self.file} (bytes {self.offset} to {self.offset + self.nbytes})"
 
 
 class Codec(Protocol):
-    """Turns frames into other bytes and back. Used by many threads at once; releases the GIL where it works hard."""
+    """Turns frames into other bytes and back. Used by many threads at once; should release the GIL for heavy work."""
 
     def bound(self, nbytes: int) -> int:
-        """Return the most bytes that `encode` makes of so many."""
+        """Return the largest size of the result of `encode` for so many bytes."""
         ...
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:
-        """Return what is stored for these bytes. It may be `data` itself, but nothing that is used again."""
+        """Return the stored form of these bytes. It may be `data` itself, but must not be memory that is reused."""
         ...
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         """
         Return the bytes that `encode` was given.
 
-        Never makes more than `most_nbytes` of them, whatever `data` says: what is read may come from an enemy.
-        What it raises other than a `CheckpointError` is taken to mean that `data` is damaged.
+        Must never return more than `most_nbytes`, whatever `data` says, because stored data may be forged. An exception
+        other than a `CheckpointError` means that `data` is damaged.
         """
         ...
 
@@ -78,25 +78,23 @@ class Codec(Protocol):
 @runtime_checkable
 class EncodesMany(Codec, Protocol):
     """
-    A codec that would rather be given several frames at once, and room for what it makes of them.
+    A codec that prefers to encode several frames at once, into memory that it is given.
 
-    Only the first codec of a chain is asked for this.
+    Only the first codec of a chain is used this way.
     """
 
     def room_nbytes(self, nbytes: int) -> int:
-        """Return how much room it wants for a frame of so many bytes."""
+        """Return how much memory it needs for a frame of so many bytes."""
         ...
 
     def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Buffer]:
         """
-        Give what `encode` would return for each of some frames, one when it is asked for.
-
-        What was given must stay as it is until all frames are written, which is also how long `room` can be used.
+        Yield what `encode` would return for each frame. Results and `room` stay in use until all frames are written.
 
         Args:
             data: the frames, one behind the other.
-            places: of each. They have one size; the last may have less.
-            room: as many equal parts as there are frames, each of at least `room_nbytes` and beginning at a multiple of 8.
+            places: the place of each. All frames have one size, except that the last may be smaller.
+            room: as many equal parts as there are frames, each of at least `room_nbytes` and aligned to 8 bytes.
 
         """
         ...
@@ -104,28 +102,28 @@ class EncodesMany(Codec, Protocol):
 
 @runtime_checkable
 class EncodesInto(Protocol):
-    """A codec that can encode straight into memory that is given, which saves new memory for every frame."""
+    """A codec that can encode into given memory, which saves an allocation for every frame."""
 
     def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
-        """Fill `into`, of at least `bound` bytes, from its beginning, and return how much of it was filled."""
+        """Encode into the beginning of `into`, which has at least `bound` bytes; return how many were filled."""
         ...
 
 
 @runtime_checkable
 class DecodesInto(Protocol):
-    """A codec that can decode straight into memory that is given, which saves a copy."""
+    """A codec that can decode into given memory, which saves a copy."""
 
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
-        """Fill `into` from its beginning, and return how much of it was filled; more than it holds is an error."""
+        """Decode into the beginning of `into`; return how many bytes were filled. More than it holds is an error."""
         ...
 
 
 @runtime_checkable
 class Authenticates(Protocol):
-    """A codec that has a secret, and can prove with it that other data of the checkpoint were not changed."""
+    """A codec with a secret key, which can also authenticate other data of the checkpoint."""
 
     def mac(self, data: bytes) -> bytes:
-        """Return a code that only those who have the key can make for `data`."""
+        """Return the message authentication code of `data`."""
         ...
 
 
@@ -133,26 +131,26 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     What a user asks for: a codec and its parameters, as fields.
 
-    A subclass sets `name` and `version`, and says how to `open` it. Where parameters are all there is to it, nothing
-    else is needed.
+    A subclass sets `name` and `version`, and implements `open`. The other methods have defaults for codecs whose record
+    is just their parameters.
     """
 
     name: ClassVar[str] = ""
-    """As in `codecs=["zstd"]` and in the checkpoint."""
+    """The name in `codecs=["zstd"]` and in the checkpoint."""
     version: ClassVar[int] = 1
-    """Of the bytes it makes: to be raised when an older version could not read them."""
+    """Version of the stored bytes; raise it when an older version could not read them."""
 
     @classmethod
     def from_text(cls, argument: str) -> Self:
-        """Make the config that "name:argument" stands for, and "name" with an empty argument."""
+        """Return the config for "name:argument"; for "name", the argument is empty."""
         if argument:
-            raise InvalidCodec(f"the codec {cls.name!r} takes nothing after a colon, and was given {argument!r}")
+            raise InvalidCodec(f"the codec {cls.name!r} takes no argument after a colon, and was given {argument!r}")
         return cls()
 
     @classmethod
     def from_recorded(cls, recorded: CodecRecord) -> Self:
         """
-        Read the parameters back from what was recorded.
+        Read the parameters back from a record.
 
         Raises:
             InvalidCodec: they are not those of this codec.
@@ -163,60 +161,57 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.convert(fields, cls)
         except (msgspec.ValidationError, TypeError, ValueError) as exc:
             raise InvalidCodec(
-                f"the checkpoint's record of its codec {cls.name!r} makes no sense: {exc}",
+                f"the checkpoint's record of its codec {cls.name!r} is invalid: {exc}",
                 hint="the commit record was edited or damaged: use another checkpoint",
             ) from exc
 
     @classmethod
     def check_version(cls, recorded: CodecRecord) -> None:
         """
-        Refuse what another version of this codec recorded. A codec that reads several versions overrides this.
+        Reject the record of another version of this codec. A codec that reads several versions overrides this.
 
         Raises:
-            UnknownCodec: it cannot be read here.
+            UnknownCodec: this version cannot be read.
 
         """
         if recorded.get("version") != cls.version:
             raise UnknownCodec(
-                f"the codec {cls.name!r} was written in version {recorded.get('version')!r}; known here is {cls.version}",
-                hint="install the version of shardkeep, or of the package of this codec, that wrote the checkpoint",
+                f"the codec {cls.name!r} was written by version {recorded.get('version')!r}; this is version {cls.version}",
+                hint="install the version of shardkeep, or of the codec's package, that wrote the checkpoint",
             )
 
     def begin(self, keys: KeySource | None) -> CodecRecord:  # noqa: ARG002 - for codecs that encrypt
-        """Return what a new checkpoint records of this codec. Called on one rank, once for each checkpoint."""
+        """Return the record of this codec for a new checkpoint. Called on one rank, once per checkpoint."""
         fields: CodecRecord = msgspec.to_builtins(self)
         return {"name": self.name, "version": self.version, **fields}
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:
-        """Return what codes and decodes for a checkpoint with this record. Called on every rank."""
-        raise NotImplementedError(f"{cls.__name__} does not say how to open its codec")
+        """Return the codec for a checkpoint with this record. Called on every rank."""
+        raise NotImplementedError(f"{cls.__name__} does not implement open()")
 
     @classmethod
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:  # noqa: ARG003 - for codecs that encrypt
         """
-        Return the record with its data key wrapped by the key that `keys` wraps with now.
+        Return the record with its data key wrapped by the current key of `keys`.
 
-        Nothing but the entry `WRAPPED` may differ: data are not touched. A codec without keys has nothing to do.
+        Only the entry `WRAPPED` may differ, because the data stay as they are. A codec without keys changes nothing.
         """
         return recorded
 
 
 def without_keys(recorded: list[CodecRecord]) -> list[CodecRecord]:
-    """Return what is recorded of a chain without what rotation of keys changes: what a MAC of a checkpoint covers."""
+    """Return the records of a chain without the entries that key rotation changes: what a checkpoint's MAC covers."""
     return [{key: value for key, value in each.items() if key != WRAPPED} for each in recorded]
-
-
-# Packages that only some codecs need, imported when they are used.
 
 
 @cache
 def require_module(module: str, *, extra: str, wanted_by: str) -> Any:
     """
-    Import a module of a package that shardkeep does not depend on.
+    Import a module of an optional package.
 
     Raises:
-        CodecUnavailable: it cannot be imported; says what to install.
+        CodecUnavailable: it is not installed; the hint says what to install.
 
     """
     try:
@@ -227,18 +222,18 @@ def require_module(module: str, *, extra: str, wanted_by: str) -> Any:
         ) from exc
 
 
-# Frames that did not shrink are stored as they are: one byte before the frame says which it is.
+# -- frames that are stored raw if they do not shrink ------------------------------------------------------------------
 
 _RAW, _CODED = 0, 1
 
 
 def marked_bound(nbytes: int) -> int:
-    """Return the most bytes that `marked` makes of so many."""
+    """Return the largest size of the result of `add_marker` for so many bytes."""
     return nbytes + 1
 
 
 def add_marker(data: memoryview, coded: bytes) -> bytes:
-    """Return the smaller of the two, with a byte before it that says which it is."""
+    """Return the smaller of the two, behind a byte that says which one it is."""
     if len(coded) < data.nbytes:
         return b"".join((bytes((_CODED,)), coded))
     return b"".join((bytes((_RAW,)), data))
@@ -246,19 +241,18 @@ def add_marker(data: memoryview, coded: bytes) -> bytes:
 
 def strip_marker(stored: memoryview, place: FramePlace, most_nbytes: int) -> tuple[memoryview, bool]:
     """
-    Return what stands behind the byte, and whether it is raw.
+    Return what is behind the marker, and whether it is raw.
 
     Raises:
-        DamagedFrame: the byte is neither.
-        OversizedFrame: raw bytes are more than were written.
+        DamagedFrame: the marker is invalid.
+        OversizedFrame: there are more raw bytes than were written.
 
     """
     if not stored.nbytes or stored[0] not in (_RAW, _CODED):
-        raise DamagedFrame(f"frame {place.number} of {place.file} does not say how it is stored", file=place.file)
+        raise DamagedFrame(f"{place.named} does not say how it is stored", file=place.file)
     rest, is_raw = stored[1:], stored[0] == _RAW
     if is_raw and rest.nbytes > most_nbytes:
         raise OversizedFrame(
-            f"frame {place.number} of {place.file} holds {rest.nbytes} bytes, and {most_nbytes} are the most it may",
-            file=place.file,
+            f"{place.named} holds {rest.nbytes} bytes, expected at most {most_nbytes}", file=place.file
         )
     return rest, is_raw

@@ -1,10 +1,10 @@
 """
 A chain of codecs over the frames of a file.
 
-Frames pass through the codecs in the order they were asked for, and back through them in reverse.
+Frames pass through the codecs in the given order, and back through them in reverse.
 
-What a caller has to keep: the names of files are never used twice with one chain for different contents, and no two
-frames of a file have one number. A frame is read with the very place it was written with.
+Callers must never use a file name twice with one chain for different contents, nor a number twice for frames of a file,
+and must read a frame with exactly the place it was written with. Encryption depends on it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _HINT = "use another checkpoint, or another copy of this one"
 
 class CodecChain:
     """
-    The codecs of one checkpoint, opened: safe to use from any number of threads.
+    The open codecs of one checkpoint; can be used by any number of threads.
 
-    Made by `Chain.begin` for a new checkpoint, on one rank, and by `Chain.opened` from what that recorded, on every
-    other rank and by readers. Without codecs it passes bytes on as they are.
+    `CodecChain.begin` makes it for a new checkpoint, on one rank; `CodecChain.opened` makes it from the records, on every
+    other rank and for readers. Without codecs it passes bytes on as they are.
     """
 
     def __init__(self, recorded: Sequence[CodecRecord], codecs: Sequence[Codec]) -> None:
         self.recorded = [dict(each) for each in recorded]
-        """What the checkpoint keeps of each codec, in the order of writing."""
+        """The record of each codec, in the order of writing."""
         self._codecs = tuple(codecs)
         self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, EncodesMany)), None)
         behind = self._codecs[0 if self._many is None else 1 :]
@@ -54,39 +54,39 @@ class CodecChain:
     @classmethod
     def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
         """
-        Begin a new checkpoint: choose its data keys and whatever else is its own.
+        Begin a new checkpoint: choose its data keys and other parameters.
 
         Args:
-            codecs: Names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass them.
-            keys: Whoever wraps the data keys of codecs that encrypt.
+            codecs: Names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass through them.
+            keys: Wraps the data keys of codecs that encrypt.
 
         Raises:
-            UnknownCodec: there is no codec of a name.
-            InvalidCodec: what was given are not codecs, or too many.
+            UnknownCodec: there is no codec of this name.
+            InvalidCodec: an entry is not a codec, or there are too many.
             CodecUnavailable: a codec needs a package that is not installed.
             KeyMissing: a codec encrypts, and `keys` is None.
 
         """
         if isinstance(codecs, (str, CodecConfig)):
             codecs = [codecs]
-        keys = None if keys is None else CachedKeys(keys)  # what was wrapped just now need not be asked for
+        keys = None if keys is None else CachedKeys(keys)  # a data key that was just wrapped is not unwrapped again
         return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
 
     @classmethod
     def opened(cls, recorded: Sequence[CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
         """
-        Open the chain of a checkpoint from what it recorded.
+        Open the chain of a checkpoint from its records.
 
         Raises:
-            UnknownCodec: a codec, or its version, is not known here.
-            InvalidCodec: what is recorded makes no sense.
+            UnknownCodec: a codec or its version is not known.
+            InvalidCodec: a record is invalid.
             CodecUnavailable: a codec needs a package that is not installed.
             KeyMissing: a codec encrypts, and `keys` is None.
             WrongKey: a codec encrypts, and none of the keys opens it.
 
         """
         if len(recorded) > _MOST_CODECS:
-            raise InvalidCodec(f"a chain of {len(recorded)} codecs; {_MOST_CODECS} are the most")
+            raise InvalidCodec(f"a chain has at most {_MOST_CODECS} codecs, not {len(recorded)}")
         return cls(recorded, [_opened(each, keys) for each in recorded])
 
     @property
@@ -96,18 +96,18 @@ class CodecChain:
 
     @property
     def is_secret(self) -> bool:
-        """Whether what it stores can be read only with a key, and `mac` gives a code."""
+        """Whether stored bytes can only be read with a key, and `mac` returns a code."""
         return any(isinstance(each, Authenticates) for each in self._codecs)
 
     def bound(self, nbytes: int) -> int:
-        """Return the most bytes that a frame of so many plain ones takes when it is stored."""
+        """Return the largest stored size of a frame of so many plain bytes."""
         for codec in self._codecs:
             nbytes = codec.bound(nbytes)
         return nbytes
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:
         """
-        Return what is stored for a frame; without codecs that is `data` itself.
+        Return the stored form of a frame; without codecs, `data` itself.
 
         Raises:
             CodecFailed: a codec failed.
@@ -117,12 +117,12 @@ class CodecChain:
 
     def encode_all(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> list[Buffer]:
         """
-        Return what `encode` would for each of some frames, in less time; some of it may lie in `room`.
+        Return what `encode` would return for each frame, in less time; results may lie in `room`.
 
         Args:
             data: the frames, one behind the other.
-            places: of each. They have one size; the last may have less.
-            room: has `room_nbytes` for each, and begins at a multiple of 8.
+            places: the place of each. All frames have one size, except that the last may be smaller.
+            room: `room_nbytes` for each frame, aligned to 8 bytes.
 
         Raises:
             CodecFailed: a codec failed.
@@ -147,11 +147,11 @@ class CodecChain:
         return stored
 
     def room_nbytes(self, nbytes: int) -> int:
-        """Return how much room `encode_all` needs for each frame of so many bytes."""
+        """Return how much memory `encode_all` needs for each frame of so many bytes."""
         return sum(self._rooms(nbytes))
 
     def _rooms(self, nbytes: int) -> tuple[int, int]:
-        """Return how much of it is for the first codec, and how much for the last."""
+        """Return how much of it the first codec needs, and how much the last."""
         of_many = 0 if self._many is None else self._many.room_nbytes(nbytes)
         of_one = 0 if self._last is None else self.bound(nbytes)
         return -(-of_many // 64) * 64, -(-of_one // 64) * 64
@@ -170,17 +170,17 @@ class CodecChain:
                 raise CodecFailed(f"the codec {name!r} failed on {place.named}: {exc!r}") from exc
             if (most := codec.bound(view.nbytes)) < size:
                 raise CodecFailed(
-                    f"the codec {name!r} made {size} bytes of {view.nbytes}, and {most} are its bound, of {place.named}",
+                    f"the codec {name!r} made {size} bytes of {view.nbytes} from {place.named}; its bound is {most}",
                     hint="its method `bound` is wrong",
                 )
         return stored
 
     def decode(self, stored: memoryview, into: memoryview, place: FramePlace) -> None:
         """
-        Fill `into` with the plain bytes of a frame. After an error its contents mean nothing.
+        Decode a frame into `into`, whose contents are undefined after an error.
 
         Raises:
-            DamagedFrame: (a DamagedCheckpoint) they cannot be had from what is stored.
+            DamagedFrame: (a DamagedCheckpoint) the frame cannot be decoded.
 
         """
         _check_place(into, place)
@@ -204,7 +204,7 @@ class CodecChain:
                 ) from exc
             if size > bounds[at]:
                 raise OversizedFrame(
-                    f"{place.named} became {size} bytes in the codec {name!r}, and {bounds[at]} are the most it may be",
+                    f"{place.named} became {size} bytes in the codec {name!r}, expected at most {bounds[at]}",
                     hint=_HINT,
                     file=place.file,
                 )
@@ -217,7 +217,7 @@ class CodecChain:
             into[:] = data
 
     def mac(self, data: bytes) -> bytes | None:
-        """Return a code that proves, to those who have the key, that `data` are as written; None without a secret."""
+        """Return the message authentication code of `data`; None if no codec has a secret key."""
         for codec in reversed(self._codecs):
             if isinstance(codec, Authenticates):
                 return codec.mac(data)
@@ -226,12 +226,12 @@ class CodecChain:
 
 def rewrapped(recorded: Sequence[CodecRecord], keys: KeySource) -> list[CodecRecord]:
     """
-    Return what is recorded of a chain with its data keys wrapped by the key that `keys` wraps with now.
+    Return the records of a chain with its data keys wrapped by the current key of `keys`.
 
-    Data stay as they are: to change a key, only the record is written anew.
+    The data stay as they are: to change a key, only the record is rewritten.
 
     Raises:
-        WrongKey: none of the keys opens what is recorded.
+        WrongKey: none of the keys opens the records.
 
     """
     return [_class_of(each).rewrap(each, keys) for each in recorded]
@@ -240,7 +240,7 @@ def rewrapped(recorded: Sequence[CodecRecord], keys: KeySource) -> list[CodecRec
 def _class_of(recorded: CodecRecord) -> type[CodecConfig]:
     name = recorded.get("name") if isinstance(recorded, dict) else None
     if not isinstance(name, str):
-        raise InvalidCodec(f"the checkpoint records {recorded!r} as one of its codecs, which has no name")
+        raise InvalidCodec(f"the checkpoint records a codec without a name: {recorded!r}")
     cls = known_codecs().find(name)
     cls.check_version(recorded)
     return cls
@@ -253,9 +253,9 @@ def _opened(recorded: CodecRecord, keys: KeySource | None) -> Codec:
 def _one_by_one(
     codec: EncodesMany, data: memoryview, places: Sequence[FramePlace], room: memoryview
 ) -> Iterator[Buffer]:
-    """Give what a codec makes of each frame. Nothing is asked of it, and nothing fails, before the first is wanted."""
+    """Yield the encoded frames. As a generator it calls the codec, and fails, only when the first frame is needed."""
     yield from codec.encode_many(data, places, room)
-    raise ValueError("it gave less frames than it was given")
+    raise ValueError("it returned fewer frames than it was given")
 
 
 def _step_into(codec: EncodesInto, room: memoryview) -> _Step:
@@ -269,5 +269,5 @@ def _check_place(data: memoryview, place: FramePlace) -> None:
 
 def _bytes_of(data: Buffer) -> memoryview:
     view = memoryview(data)
-    # What is empty cannot be cast, and need not be.
+    # An empty view cannot be cast, and need not be.
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -1,8 +1,14 @@
 """
-Stores in which some blobs go through codecs: all above them reads and writes plain bytes, at any offset.
+Stores in which some blobs pass through codecs, while their users read and write plain bytes at any offset.
 
-Which blobs, and through which chain, is known by name: on the way in from rank 0's orders, on the way out from the commit
-record.
+Which blobs pass through which chain is known by name: for writing from the save plan, for reading from the commit record.
+
+Writing: bytes are cut into frames, which the calling thread encodes. Only then is their size known, and their offset in
+the blob, so frames follow each other in the order in which they were encoded. What is written last, such as a header,
+costs nothing extra, and the store below receives bytes nearly in order. A table of the frames ends the blob.
+
+Reading: only frames that contain the wanted bytes are fetched, verified and decoded. Stored bytes are verified before
+they are decoded, so that damage can be told apart from a wrong key, and no codec sees bytes that were not written.
 """
 
 from __future__ import annotations
@@ -40,9 +46,12 @@ from shardkeep.storage.base import (
     Deletes,
     Gets,
     Opens,
+    check_fits,
     checked_end,
     create_upto,
     drop_cached,
+    read_whole,
+    short_read,
 )
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
 from shardkeep.storage.reread import (
@@ -53,34 +62,316 @@ from shardkeep.storage.reread import (
     with_reread_result,
 )
 
-# A coded blob that is read: only the frames that hold wanted bytes are fetched, checked and decoded.
-#
-# What is stored is checked before it is decoded: damage is told from a wrong key, and no codec sees bytes that were
-# not
-# written. A frame that is wanted whole is decoded straight into place, a part of one by way of a buffer.
-
 _TAIL_NBYTES = 64 << 10
-"""What is read at first of the end of a blob: the whole table, of one of up to a gigabyte."""
+"""First read at the end of a blob: the whole table of a blob of up to a gigabyte."""
 REQUEST_NBYTES = 4 << 20
-"""Frames that lie behind each other are fetched together, up to so much."""
+"""Adjacent frames are fetched together, up to so much."""
 SCRATCH_NBYTES = len(MAGIC) + REQUEST_NBYTES + FRAME_NBYTES
+BATCH = 4
+"""Frames that are encoded, and then written, together."""
+_SPARE_FRAMES = 64
+_SMALL_FRAME_NBYTES = 64 << 10
+_TABLES_NBYTES = 64 << 20
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
+
+
+class _Writes(Creates, Deletes, Protocol):
+    """The verbs that writing needs."""
+
+
+class _Reads(Opens, Gets, Protocol):
+    """The verbs that reading needs."""
+
+
+def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
+    """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
+    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
+    return checksum_text(digest(data if code is None else code))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """What the commit record contains about a coded blob, in addition to what it contains about a plain one."""
+
+    stored_nbytes: int
+    table_checksum: str
+
+
+class EncodingStore:
+    """A store for writing. Can be used by several threads."""
+
+    def __init__(self, inner: _Writes, chains: Mapping[str, CodecChain]) -> None:
+        """`chains` has the chain of each coded blob; all others are written as they are."""
+        self._inner = inner
+        self._chains = chains
+        self._scratch = {id(chain): ScratchPool(scratch_nbytes(chain)) for chain in chains.values()}
+        self.seals: dict[str, Seal] = {}
+        """The seals of the coded blobs that are finished."""
+
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        """Begin a blob of so many plain bytes."""
+        chain = self._chains.get(name)
+        if chain is None:
+            return self._inner.create(name, nbytes)
+        writer = create_upto(self._inner, name, room_for(nbytes, chain))
+        try:
+            return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self.seals.__setitem__)
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def delete(self, name: str) -> None:
+        self._inner.delete(name)
+
+
+def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
+    """
+    Write a whole blob through a chain, durably, and return its seal.
+
+    `frame_nbytes`, the plain size of a frame, must be at least 64 KiB: there is no room for the table of smaller ones.
+    """
+    coded = EncodingStore(store, {name: chain})
+    writer = coded.create(name, len(data))
+    try:
+        for at in range(0, len(data), frame_nbytes):
+            writer.write_at(at, memoryview(data)[at : at + frame_nbytes])
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return coded.seals[name]
+
+
+class _Frame(NamedTuple):
+    place: FramePlace
+    stored_start: int
+    stored_nbytes: int
+    digest: bytes
+
+
+def room_for(nbytes: int, chain: CodecChain) -> int:
+    """
+    Return how much space to create a coded blob with.
+
+    Every write ends a frame, wherever it ends. So there is space for frames much smaller than necessary; what is not used
+    is freed in the end.
+    """
+    frames = -(-nbytes // FRAME_NBYTES)
+    extra = nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
+    overhead = max(0, chain.bound(FRAME_NBYTES) - FRAME_NBYTES, chain.bound(1) - 1)
+    return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
+
+
+def scratch_nbytes(chain: CodecChain) -> int:
+    """Return the size of a writer's buffer: for a batch while it is encoded, for the result, and to align it to a page."""
+    return _room_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
+
+
+def _room_nbytes(chain: CodecChain) -> int:
+    # In whole pages, because what is behind it must begin with one.
+    return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT
+
+
+class FrameWriter:
+    """Writes plain bytes to a coded blob. Can be used by several threads."""
+
+    def __init__(
+        self,
+        inner: BlobWriter,
+        name: str,
+        nbytes: int,
+        chain: CodecChain,
+        scratch: ScratchPool,
+        sealed: Callable[[str, Seal], None],
+    ) -> None:
+        """`inner` has `room_for` the bytes, `scratch` buffers of `scratch_nbytes`; `finish` calls `sealed`."""
+        self._inner = inner
+        self._name = name
+        self._nbytes = nbytes
+        self._chain = chain
+        self._scratch = scratch
+        self._room_nbytes = _room_nbytes(chain)
+        self._sealed = sealed
+        self._lock = threading.Lock()
+        self._numbered = 0
+        self._end = len(MAGIC)
+        self._frames: list[_Frame] = []
+        self._holds = True
+        inner.write_at(0, memoryview(MAGIC))
+        scratch.hold()
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        view = flat(data)
+        check_fits(self._name, self._name, offset, len(view), self._nbytes)
+        for at in range(0, len(view), BATCH * FRAME_NBYTES):
+            self._write_batch(offset + at, view[at : at + BATCH * FRAME_NBYTES])
+
+    def _write_batch(self, offset: int, view: memoryview) -> None:
+        starts = range(0, len(view), FRAME_NBYTES)
+        with self._lock:
+            first, self._numbered = self._numbered, self._numbered + len(starts)
+        places = [
+            FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
+            for row, at in enumerate(starts)
+        ]
+        frames = []
+        with self._scratch.lease() as scratch:
+            room, together = scratch[: self._room_nbytes], scratch[self._room_nbytes :]
+            stored = self._encode(view, places, room)
+            total = sum(map(len, stored))
+            with self._lock:
+                start, self._end = self._end, self._end + total
+            # At the same offset within a page as in the blob, so that direct I/O can write most of it from here.
+            skew = start % ALIGNMENT
+            at = 0
+            for place, each in zip(places, stored, strict=True):
+                into = together[skew + at : skew + at + len(each)]
+                copy(into, each)
+                frames.append(_Frame(place, start + at, len(each), digest(into)))
+                at += len(each)
+            del stored, each
+            self._inner.write_at(start, together[skew : skew + total])
+        with self._lock:
+            self._frames.extend(frames)
+
+    def _encode(self, data: memoryview, places: list[FramePlace], room: memoryview) -> list[memoryview]:
+        stored = [flat(memoryview(each)) for each in self._chain.encode_all(data, places, room)]
+        for place, each in zip(places, stored, strict=True):
+            if len(each) > MAX_STORED_NBYTES:
+                raise StorageError(
+                    f"{self._name}: the codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
+                    f" {place.offset}, expected at most {MAX_STORED_NBYTES}",
+                    hint="use codecs that do not grow frames so much",
+                    name=self._name,
+                    offset=place.offset,
+                )
+        return stored
+
+    def finish(self, nbytes: int | None = None) -> None:
+        """Write the table, make the blob durable, and report its seal."""
+        end = checked_end(self._name, self._name, nbytes, self._nbytes)
+        frames = sorted(self._frames, key=lambda frame: frame.place.offset)
+        rows = [(f.place.offset, f.place.nbytes, f.stored_start, f.stored_nbytes, f.place.number) for f in frames]
+        start, plain, stored_start, length, number = np.array(rows, np.int64).reshape(-1, 5).T
+        digests = b"".join(frame.digest for frame in frames)
+        table = FrameTable(start, plain, stored_start, length, number, digests)
+        if not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes) or table.plain_nbytes != end:
+            raise StorageError(
+                f"{self._name}: {table.plain_nbytes} bytes were written, expected each of {end} once",
+                name=self._name,
+                errno=errno.EINVAL,
+            )
+        encoded = encode_table(table)
+        self._inner.write_at(self._end, memoryview(encoded))
+        stored = self._end + len(encoded)
+        self._inner.finish(stored)
+        self._release()
+        self._sealed(self._name, Seal(stored, checksum_text(digest(encoded))))
+
+    def abandon(self) -> None:
+        self._release()
+        self._inner.abandon()
+
+    def _release(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._scratch.let_go()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def collecting_damage(store: _Reads, errors: list[DamagedCheckpoint]) -> _Reads:
+    """Return the store so that damaged frames add to `errors` instead of raising; a store without codecs as it is."""
+    view = getattr(store, "collecting_damage", None)
+    return store if view is None else cast("_Reads", view(errors))
+
+
+class DecodingStore:
+    """A store for reading a checkpoint. Can be used by several threads."""
+
+    def __init__(self, inner: _Reads, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
+        """`blobs` are those of the commit record, and `chains` its chains, opened."""
+        self.inner = inner
+        self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
+        self._scratch = ScratchPool(SCRATCH_NBYTES)
+        self._tables: dict[str, FrameTable] = {}
+        self._room_nbytes = _TABLES_NBYTES
+        self._lock = threading.Lock()
+        self._errors: list[DamagedCheckpoint] | None = None
+        self.requests = getattr(inner, "requests", None)
+
+    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
+        """Drop a range from caches; all of a coded blob, because any of its stored bytes may be needed."""
+        drop_cached(self.inner, name, *((0, 0) if name in self._coded else (offset, nbytes)))
+
+    def collecting_damage(self, errors: list[DamagedCheckpoint]) -> DecodingStore:
+        """Return a view that adds errors of damaged frames to a list, and returns zeros for them."""
+        other = DecodingStore(self.inner, (), ())
+        other._coded, other._errors = self._coded, errors
+        return other
+
+    def open(self, name: str) -> BlobReader:
+        """Open a blob, to read its plain bytes."""
+        reader = self.inner.open(name)
+        if name not in self._coded:
+            return reader
+        blob, chain = self._coded[name]
+        try:
+            check_size(reader, blob)
+            table = self._table(reader, blob)
+            return FrameReader(reader, blob, table, chain, self._scratch, self._errors, self.inner)
+        except BaseException:
+            reader.close()
+            raise
+
+    def _table(self, reader: BlobReader, blob: Blob) -> FrameTable:
+        """Return a blob's table; it is read once, unless tables take too much memory."""
+        with self._lock:
+            known = self._tables.get(blob.name)
+        if known is not None:
+            return known
+        table = read_table(reader, blob, self.inner)
+        nbytes = table_nbytes(len(table))
+        with self._lock:
+            if blob.name not in self._tables and nbytes <= self._room_nbytes:
+                self._room_nbytes -= nbytes
+                self._tables[blob.name] = table
+        return table
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        """Read all plain bytes of a small blob."""
+        if name not in self._coded:
+            return self.inner.get(name, limit=limit)
+        return read_whole(self.open(name), name, name, limit)
+
+
+def check_size(reader: BlobReader, entry: Blob) -> None:
+    """Raise if a coded blob does not have the size that the commit record says."""
+    if reader.nbytes != entry.stored_nbytes:
+        raise WrongSize(
+            f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.stored_nbytes}",
+            hint="the file was cut short or changed after the save",
+            file=entry.name,
+        )
 
 
 def read_table(reader: BlobReader, entry: Blob, store: Opens | None = None) -> FrameTable:
     """
-    Read and check the table of a coded blob that is as large as the commit record says.
+    Read and verify the table of a coded blob that has the size in the commit record.
 
-    `store` is where the blob is opened anew, if its table is damaged.
+    If the table is damaged, the blob is opened again in `store` for a second read.
 
     Raises:
         ChecksumMismatch: it is not what was written.
-        MalformedFile: it makes no sense.
+        MalformedFile: it is invalid.
 
     """
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
-        raise MalformedFile(f"{entry.name}: too small to hold a table of frames", file=entry.name, offset=0)
+        raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)
     with closing(SecondRead(entry.name, store, reader)) as again:
 
         def read(offset: int, nbytes: int) -> bytearray:
@@ -90,26 +381,26 @@ def read_table(reader: BlobReader, entry: Blob, store: Opens | None = None) -> F
 
         nbytes = min(_TAIL_NBYTES, stored_nbytes)
         return decode_or_reread(
-            _table_at_end(read, entry, nbytes, stored_nbytes),
-            lambda tail: _decoded_table(tail, entry, stored_nbytes),
-            lambda: _table_at_end(again.read, entry, nbytes, stored_nbytes),
+            _read_tail(read, entry, nbytes, stored_nbytes),
+            lambda tail: _decode_tail(tail, entry, stored_nbytes),
+            lambda: _read_tail(again.read, entry, nbytes, stored_nbytes),
             name=entry.name,
             offset=stored_nbytes - nbytes,
             same=again.same,
         )
 
 
-def _table_at_end(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
-    """Read the end of a blob, so much of it or, if the table is larger, all of that."""
+def _read_tail(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
+    """Read the end of a blob: so many bytes, or the whole table if it is larger."""
     tail = read(stored_nbytes - nbytes, nbytes)
-    with suppress(MalformedFile):  # told by whoever decodes it
+    with suppress(MalformedFile):  # raised again by `_decode_tail`
         wanted = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
         if wanted > nbytes:
             return read(stored_nbytes - wanted, wanted)
     return tail
 
 
-def _decoded_table(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable:
+def _decode_tail(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable:
     nbytes = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
     table = bytes(tail[-nbytes:])
     found = checksum_text(digest(table))
@@ -123,18 +414,8 @@ def _decoded_table(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTab
     return decode_table(table, plain_nbytes=entry.nbytes, stored_nbytes=stored_nbytes, where=entry.name)
 
 
-def check_size(reader: BlobReader, entry: Blob) -> None:
-    """Insist that a coded blob is as large as the commit record says."""
-    if reader.nbytes != entry.stored_nbytes:
-        raise WrongSize(
-            f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.stored_nbytes}",
-            hint="the file was cut short or changed after the save",
-            file=entry.name,
-        )
-
-
 class FrameReader:
-    """A reader of plain bytes over a reader of what is stored. May be used by several threads."""
+    """Reads plain bytes of a coded blob whose size and table are known. Can be used by several threads."""
 
     def __init__(
         self,
@@ -143,51 +424,47 @@ class FrameReader:
         table: FrameTable,
         chain: CodecChain,
         scratch: ScratchPool,
-        noted: list[DamagedCheckpoint] | None = None,
+        errors: list[DamagedCheckpoint] | None = None,
         store: Opens | None = None,
     ) -> None:
         """
-        Read a blob whose size and table are known.
+        Read a blob.
 
         Args:
-            inner: reads what is stored.
+            inner: reads the stored bytes.
             entry: the blob.
             table: its frames.
-            chain: what they went through.
+            chain: its codecs.
             scratch: has buffers of `SCRATCH_NBYTES`.
-            noted: damage is added to it and read as zeros; else it is raised.
-            store: where the blob is opened anew to read once more what is damaged; else `inner` is asked again.
+            errors: collects the errors of damaged frames, which are read as zeros; None: the first error is raised.
+            store: where the blob is opened again for a second read of damaged frames.
 
         """
+        self.chain = chain
         self._inner = inner
-        self._store = store
         self._entry = entry
         self._table = table
         self._scratch = scratch
-        self._noted = noted
+        self._errors = errors
+        self._store = store
         self._holds = True
-        self.chain = chain
-        """What its bytes went through."""
         scratch.hold()
 
     @property
     def nbytes(self) -> int:
-        """How many plain bytes there are."""
+        """Number of plain bytes."""
         return self._entry.nbytes
 
-    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is at hand
-        """Say that they have to be waited for: small reads would decode frames several times."""
+    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
+        """Return False: small reads would decode frames several times."""
         return False
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
         """Fill all of `into` with plain bytes."""
         view = flat(into)
         if offset < 0 or offset + len(view) > self.nbytes:
-            raise WrongSize(
-                f"{self._entry.name}: wanted {len(view)} bytes at offset {offset}, of {self.nbytes}",
-                file=self._entry.name,
-                offset=offset,
-            )
+            got = max(0, self.nbytes - max(offset, 0))
+            raise short_read(self._entry.name, self._entry.name, offset, len(view), got)
         with self._scratch.lease() as scratch:
             for run in runs_of(self._table, offset, offset + len(view)):
                 self._read_run(run, offset, view, scratch)
@@ -196,54 +473,54 @@ class FrameReader:
         table = self._table
         base = int(table.stored_start[run.start])
         nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-        # What stands before the first frame is read and checked with it.
+        # The magic number is read and verified with the first frame.
         lead = len(MAGIC) if base == len(MAGIC) else 0
         most = REQUEST_NBYTES + lead
         stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
         self._inner.read_into(base - lead, stored)
         if lead and stored[:lead] != MAGIC:
-            verdict = self._mend(0, stored[:lead], lambda found: found == MAGIC)
-            if not verdict.fits:
-                self._note(_no_magic(self._entry, same=verdict.same))
+            result = self._reread(0, stored[:lead], lambda found: found == MAGIC)
+            if not result.fits:
+                self._raise_or_collect(_no_magic(self._entry, same=result.same))
         stored = stored[lead:]
         for frame in run:
             at = int(table.stored_start[frame]) - base
             place = frame_place(self._entry, table, frame)
             low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
             into = view[low - offset : high - offset]
+            # A frame that is wanted whole is decoded into place, a part of one through a buffer.
             whole = len(into) == place.nbytes
             plain = into if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
             try:
                 self._decode(frame, stored[at : at + int(table.stored_nbytes[frame])], plain, place)
             except DamagedCheckpoint as error:
-                self._note(error)
+                self._raise_or_collect(error)
                 plain[:] = bytes(len(plain))
             if not whole:
                 copy(into, plain[low - place.offset : high - place.offset])
 
-    def _note(self, error: DamagedCheckpoint) -> None:
-        if self._noted is None:
+    def _raise_or_collect(self, error: DamagedCheckpoint) -> None:
+        if self._errors is None:
             raise error
-        self._noted.append(error)
+        self._errors.append(error)
 
     def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
-        meant = self._table.digest(frame)
-        if digest(data) != meant:
+        expected = self._table.digest(frame)
+        if digest(data) != expected:
             at = int(self._table.stored_start[frame])
-            verdict = self._mend(at, data, _has_digest(meant))
-            if not verdict.fits:
-                raise damaged_frame(self._entry, self._table, frame, same=verdict.same)
+            result = self._reread(at, data, _has_digest(expected))
+            if not result.fits:
+                raise damaged_frame(self._entry, self._table, frame, same=result.same)
         try:
             self.chain.decode(data, into, place)
         except DamagedCheckpoint as error:
             error.details.update(_where(self._entry, self._table, frame))
             raise
 
-    def _mend(self, at: int, stored: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
+    def _reread(self, at: int, stored: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
         return reread(self._entry.name, self._store, self._inner, at, stored, fits)
 
     def close(self) -> None:
-        """Release what it holds."""
         if self._holds:
             self._holds = False
             self._scratch.let_go()
@@ -251,12 +528,12 @@ class FrameReader:
 
 
 def frame_place(entry: Blob, table: FrameTable, frame: int) -> FramePlace:
-    """Return what a frame was written as."""
+    """Return the place that a frame was written with."""
     return FramePlace(entry.name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
 
 
 def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
-    """Go through the frames that hold plain bytes of a range, those together that are fetched together."""
+    """Yield the frames that contain plain bytes of a range, grouped by what is fetched together."""
     if start >= stop:
         return
     first = int(np.searchsorted(table.start, start, "right")) - 1
@@ -272,7 +549,7 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
 
 
 def damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool | None = None) -> ChecksumMismatch:
-    """Describe a frame whose stored bytes were not those that were written, twice; `same`: both reads agree."""
+    """Make the error of a frame whose stored bytes were wrong in two reads; `same`: whether the reads were equal."""
     at, place = int(table.stored_start[frame]), frame_place(entry, table, frame)
     error = ChecksumMismatch(
         f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
@@ -296,350 +573,37 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
 
 def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens | None = None) -> Iterator[int]:
     """
-    Read all that is stored, without decoding it, and go through the frames that are not what was written, also when they
-    are read once more: from `store`, where the blob is opened anew, or by the same reader.
+    Read all stored bytes, without decoding them, and yield the frames that are damaged in two reads.
 
     Raises:
-        ChecksumMismatch: not even what stands before the first frame is.
+        ChecksumMismatch: the magic number before the first frame is damaged.
 
     """
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))
     if magic != MAGIC:
-        verdict = reread(entry.name, store, reader, 0, memoryview(magic), lambda found: found == MAGIC)
-        if not verdict.fits:
-            raise _no_magic(entry, same=verdict.same)
+        result = reread(entry.name, store, reader, 0, memoryview(magic), lambda found: found == MAGIC)
+        if not result.fits:
+            raise _no_magic(entry, same=result.same)
     order = np.argsort(table.stored_start, kind="stable")
     starts = table.stored_start[order].tolist()
     ends = (table.stored_start + table.stored_nbytes)[order].tolist()
     buffer = memoryview(bytearray(MAX_STORED_NBYTES))
     first = 0
     while first < len(starts):
-        # As many as fit: they lie behind each other, without gaps.
+        # As many as fit: frames follow each other without gaps.
         last = max(first + 1, bisect_right(ends, starts[first] + len(buffer)))
         base = starts[first]
         reader.read_into(base, buffer[: ends[last - 1] - base])
         for row in range(first, last):
             frame = int(order[row])
-            stored, meant = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
-            if digest(stored) == meant:
+            stored, expected = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
+            if digest(stored) == expected:
                 continue
-            if not reread(entry.name, store, reader, starts[row], stored, _has_digest(meant)).fits:
+            if not reread(entry.name, store, reader, starts[row], stored, _has_digest(expected)).fits:
                 yield frame
         first = last
 
 
-def _has_digest(meant: bytes) -> Callable[[bytearray], bool]:
-    return lambda found: digest(found) == meant
-
-
-# A coded blob that is being written: plain bytes come in at any offset, frames go out one behind the other.
-#
-# Bytes are cut into frames, which the calling thread encodes; only then is it known how long they are, and where in
-# the
-# blob they go. So what is written last, such as a header, costs nothing, and the store below sees bytes nearly in
-# order.
-
-BATCH = 4
-"""Frames that are encoded and then written at once."""
-_SPARE_FRAMES = 64
-_SMALL_FRAME_NBYTES = 64 << 10
-
-
-class Seal(msgspec.Struct, frozen=True):
-    """What the commit record says of a coded blob, besides what it says of a plain one."""
-
-    stored_nbytes: int
-    table_checksum: str
-
-
-class _Frame(NamedTuple):
-    place: FramePlace
-    stored_start: int
-    stored_nbytes: int
-    digest: bytes
-
-
-def room_for(nbytes: int, chain: CodecChain) -> int:
-    """
-    Return how much room to take for a coded blob.
-
-    Parts that are written may end anywhere, and with each a frame ends: there is room for frames that are much smaller
-    than they need be, which is given back in the end.
-    """
-    frames = -(-nbytes // FRAME_NBYTES)
-    extra = nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
-    overhead = max(0, chain.bound(FRAME_NBYTES) - FRAME_NBYTES, chain.bound(1) - 1)
-    return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
-
-
-class FrameWriter:
-    """A writer of plain bytes over a writer of what is stored. May be used by several threads."""
-
-    def __init__(
-        self,
-        inner: BlobWriter,
-        name: str,
-        nbytes: int,
-        chain: CodecChain,
-        scratch: ScratchPool,
-        sealed: Callable[[str, Seal], None],
-    ) -> None:
-        """
-        Begin a blob.
-
-        Args:
-            inner: a new blob with `room_for` these bytes.
-            name: what it is called, which codecs may bind frames to.
-            nbytes: how many plain bytes there will be.
-            chain: what they go through.
-            scratch: buffers of `scratch_nbytes`.
-            sealed: is told, when the blob is finished, its name and what stands for all of it.
-
-        """
-        self._inner = inner
-        self._name = name
-        self._nbytes = nbytes
-        self._chain = chain
-        self._scratch = scratch
-        self._room_nbytes = _room_nbytes(chain)
-        self._sealed = sealed
-        self._lock = threading.Lock()
-        self._numbered = 0
-        self._end = len(MAGIC)
-        self._frames: list[_Frame] = []
-        self._holds = True
-        inner.write_at(0, memoryview(MAGIC))
-        scratch.hold()
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Encode and write all of `data`."""
-        view = flat(data)
-        if offset < 0 or offset + len(view) > self._nbytes:
-            raise StorageError(
-                f"{self._name}: {len(view)} bytes at offset {offset} do not fit a blob of {self._nbytes}",
-                name=self._name,
-                offset=offset,
-                errno=errno.EINVAL,
-            )
-        for at in range(0, len(view), BATCH * FRAME_NBYTES):
-            self._write_batch(offset + at, view[at : at + BATCH * FRAME_NBYTES])
-
-    def _write_batch(self, offset: int, view: memoryview) -> None:
-        starts = range(0, len(view), FRAME_NBYTES)
-        with self._lock:
-            first, self._numbered = self._numbered, self._numbered + len(starts)
-        places = [
-            FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
-            for row, at in enumerate(starts)
-        ]
-        frames = []
-        with self._scratch.lease() as scratch:
-            room, together = scratch[: self._room_nbytes], scratch[self._room_nbytes :]
-            stored = self._encode(view, places, room)
-            total = sum(map(len, stored))
-            with self._lock:
-                start, self._end = self._end, self._end + total
-            # As far into a page as they will be into the blob's: so a disk takes most of them straight from here.
-            skew = start % ALIGNMENT
-            at = 0
-            for place, each in zip(places, stored, strict=True):
-                into = together[skew + at : skew + at + len(each)]
-                copy(into, each)
-                frames.append(_Frame(place, start + at, len(each), digest(into)))
-                at += len(each)
-            del stored, each
-            self._inner.write_at(start, together[skew : skew + total])
-        with self._lock:
-            self._frames.extend(frames)
-
-    def _encode(self, data: memoryview, places: list[FramePlace], room: memoryview) -> list[memoryview]:
-        stored = [flat(memoryview(each)) for each in self._chain.encode_all(data, places, room)]
-        for place, each in zip(places, stored, strict=True):
-            if len(each) > MAX_STORED_NBYTES:
-                raise StorageError(
-                    f"{self._name}: its codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
-                    f" {place.offset}",
-                    hint="use codecs that make less of it",
-                    name=self._name,
-                    offset=place.offset,
-                )
-        return stored
-
-    def finish(self, nbytes: int | None = None) -> None:
-        """Write the table, make the blob durable, and tell what stands for it."""
-        end = checked_end(self._name, self._name, nbytes, self._nbytes)
-        frames = sorted(self._frames, key=lambda frame: frame.place.offset)
-        rows = [(f.place.offset, f.place.nbytes, f.stored_start, f.stored_nbytes, f.place.number) for f in frames]
-        start, plain, stored_start, length, number = np.array(rows, np.int64).reshape(-1, 5).T
-        digests = b"".join(frame.digest for frame in frames)
-        table = FrameTable(start, plain, stored_start, length, number, digests)
-        if not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes) or table.plain_nbytes != end:
-            raise StorageError(
-                f"{self._name}: {table.plain_nbytes} bytes were written, not each of {end} once",
-                name=self._name,
-                errno=errno.EINVAL,
-            )
-        encoded = encode_table(table)
-        self._inner.write_at(self._end, memoryview(encoded))
-        stored = self._end + len(encoded)
-        self._inner.finish(stored)
-        self._let_go()
-        self._sealed(self._name, Seal(stored, checksum_text(digest(encoded))))
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._let_go()
-        self._inner.abandon()
-
-    def _let_go(self) -> None:
-        if self._holds:
-            self._holds = False
-            self._scratch.let_go()
-
-
-def scratch_nbytes(chain: CodecChain) -> int:
-    """Return how large a buffer of a writer is: room for a batch, what it may become, and where in a page it begins."""
-    return _room_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
-
-
-def _room_nbytes(chain: CodecChain) -> int:
-    # In whole pages, as what comes behind it has to begin with one.
-    return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT
-
-
-_TABLES_NBYTES = 64 << 20
-
-
-class _Writes(Creates, Deletes, Protocol):
-    """What writing needs of a store."""
-
-
-class _Reads(Opens, Gets, Protocol):
-    """What reading needs of a store."""
-
-
-def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
-    """Return the checksum of plain bytes that the commit record shows; of what is secret it tells nothing."""
-    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
-    return checksum_text(digest(data if code is None else code))
-
-
-class EncodingStore:
-    """A store to write to. May be used by several threads."""
-
-    def __init__(self, inner: _Writes, chains: Mapping[str, CodecChain]) -> None:
-        """`chains` says which blobs go through which chain; all others are written as they are."""
-        self._inner = inner
-        self._chains = chains
-        self._scratch = {id(chain): ScratchPool(scratch_nbytes(chain)) for chain in chains.values()}
-        self.seals: dict[str, Seal] = {}
-        """What stands for each coded blob that is finished."""
-
-    def create(self, name: str, nbytes: int) -> BlobWriter:
-        """Begin a blob of so many plain bytes."""
-        chain = self._chains.get(name)
-        if chain is None:
-            return self._inner.create(name, nbytes)
-        writer = create_upto(self._inner, name, room_for(nbytes, chain))
-        try:
-            return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self._keep)
-        except BaseException:
-            writer.abandon()
-            raise
-
-    def _keep(self, name: str, seal: Seal) -> None:
-        self.seals[name] = seal
-
-    def delete(self, name: str) -> None:
-        """Remove a blob."""
-        self._inner.delete(name)
-
-
-def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
-    """
-    Write a whole blob through a chain, durable on return, and return what stands for it.
-
-    `frame_nbytes` is the most plain bytes of a frame, from 64 KiB on: there is no room for the table of smaller ones.
-    """
-    coded = EncodingStore(store, {name: chain})
-    writer = coded.create(name, len(data))
-    try:
-        for at in range(0, len(data), frame_nbytes):
-            writer.write_at(at, memoryview(data)[at : at + frame_nbytes])
-        writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return coded.seals[name]
-
-
-def collecting_damage(store: _Reads, errors: list[DamagedCheckpoint]) -> _Reads:
-    """Return the store so that damaged frames add to `errors` instead of raising; a store without codecs as it is."""
-    view = getattr(store, "collecting_damage", None)
-    return store if view is None else cast("_Reads", view(errors))
-
-
-class DecodingStore:
-    """A store to read a checkpoint from. May be used by several threads."""
-
-    def __init__(self, inner: _Reads, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
-        """`blobs` are those of the commit record, and `chains` its chains, opened."""
-        self.inner = inner
-        self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
-        self._scratch = ScratchPool(SCRATCH_NBYTES)
-        self._tables: dict[str, FrameTable] = {}
-        self._room_nbytes = _TABLES_NBYTES
-        self._lock = threading.Lock()
-        self._noted: list[DamagedCheckpoint] | None = None
-        # Whoever asks how to use this store means the one below.
-        self.requests = getattr(inner, "requests", None)
-
-    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
-        """Drop a range from caches; all of a coded blob, because any of its stored bytes may be needed."""
-        drop_cached(self.inner, name, *((0, 0) if name in self._coded else (offset, nbytes)))
-
-    def collecting_damage(self, noted: list[DamagedCheckpoint]) -> DecodingStore:
-        """Return a view that adds errors of damaged frames to a list, and returns zeros for them."""
-        other = DecodingStore(self.inner, (), ())
-        other._coded, other._noted = self._coded, noted
-        return other
-
-    def open(self, name: str) -> BlobReader:
-        """Open a blob, to read what it was before it went through codecs."""
-        reader = self.inner.open(name)
-        if name not in self._coded:
-            return reader
-        blob, chain = self._coded[name]
-        try:
-            check_size(reader, blob)
-            table = self._table(reader, blob)
-            return FrameReader(reader, blob, table, chain, self._scratch, self._noted, self.inner)
-        except BaseException:
-            reader.close()
-            raise
-
-    def _table(self, reader: BlobReader, blob: Blob) -> FrameTable:
-        """Return a blob's table; it is read once, unless it is large."""
-        with self._lock:
-            known = self._tables.get(blob.name)
-        if known is not None:
-            return known
-        table = read_table(reader, blob, self.inner)
-        nbytes = table_nbytes(len(table))
-        with self._lock:
-            if blob.name not in self._tables and nbytes <= self._room_nbytes:
-                self._room_nbytes -= nbytes
-                self._tables[blob.name] = table
-        return table
-
-    def get(self, name: str, *, limit: int) -> bytes:
-        """Read a whole small blob; of a coded one, what it was before."""
-        if name not in self._coded:
-            return self.inner.get(name, limit=limit)
-        with closing(self.open(name)) as reader:
-            if reader.nbytes > limit:
-                raise MalformedFile(f"{name}: {reader.nbytes} bytes, expected at most {limit}", name=name)
-            data = bytearray(reader.nbytes)
-            reader.read_into(0, memoryview(data))
-            return bytes(data)
+def _has_digest(expected: bytes) -> Callable[[bytearray], bool]:
+    return lambda found: digest(found) == expected

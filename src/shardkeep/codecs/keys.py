@@ -1,9 +1,9 @@
 """
-The user's keys: what wraps the data key of each checkpoint.
+The user's keys, which wrap the data key of each checkpoint.
 
-Every checkpoint is encrypted by a fresh data key of its own. That is stored with the checkpoint, wrapped (encrypted) by
-the user's key, which never touches data. So one key serves any number of checkpoints, may live in a service that does
-not give it away (KMS), and is rotated by wrapping data keys anew, without writing data.
+Every checkpoint is encrypted with a data key of its own. The data key is stored with the checkpoint, wrapped (encrypted)
+by the user's key, which never encrypts data itself. So one key serves any number of checkpoints, can stay inside a key
+management service, and is rotated by wrapping data keys again, without rewriting data.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardkeep.errors import InvalidKey, KeyMissing, WrongKey
 KEY_NBYTES = 32
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_NBYTES}}}")
 _LIKE_KEY = re.compile(r"[0-9A-Za-z+/_-]{40,}=*")
-"""Hex or base64 from which some of a key is missing, or to which something was added. Short names are names."""
+"""A key in hex or base64, perhaps with some characters missing or added. Shorter text is taken for a name."""
 
 
 @runtime_checkable
 class KeySource(Protocol):
-    """Whoever wraps and unwraps data keys: a `KeyRing`, or an object of the user's that asks a service."""
+    """Wraps and unwraps data keys: a `KeyRing`, or a user's object that calls a key management service."""
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
-        """Encrypt a data key; return the id of the key that did it, and the result."""
+        """Encrypt a data key; return the id of the wrapping key, and the result."""
         ...
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
@@ -39,7 +39,7 @@ class KeySource(Protocol):
         Return the data key.
 
         Raises:
-            WrongKey: it was wrapped by a key that is not there.
+            WrongKey: it was wrapped by another key.
 
         """
         ...
@@ -56,8 +56,8 @@ class KeyRing:
         self._keys: dict[str, bytes] = {}
         for key in keys:
             if not isinstance(key, (bytes, bytearray)) or len(key) != KEY_NBYTES:
-                # What was given is not shown: it may be most of a key.
-                raise InvalidKey(f"a key is {KEY_NBYTES} bytes", hint="make one with shardkeep.new_key()")
+                # The value is not shown: it may be most of a key.
+                raise InvalidKey(f"a key must have {KEY_NBYTES} bytes", hint="make one with shardkeep.new_key()")
             self._keys.setdefault(_id_of(bytes(key)), bytes(key))
         if not self._keys:
             raise InvalidKey("no key was given", hint="make one with shardkeep.new_key()")
@@ -65,10 +65,10 @@ class KeyRing:
     @classmethod
     def from_text(cls, text: str, *, named: str = "the text") -> KeyRing:
         """
-        Read keys from text: one a line, in hex or base64; empty lines and those that begin with "#" are passed over.
+        Read keys from text: one per line, in hex or base64; empty lines and lines that begin with "#" are ignored.
 
         Raises:
-            InvalidKey: a line is no key, or there is none; says which line, and not what is in it.
+            InvalidKey: a line is not a key, or there is none. The message has the number of the line, not its text.
 
         """
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
@@ -84,7 +84,7 @@ class KeyRing:
 
         Raises:
             KeyMissing: the file cannot be read.
-            InvalidKey: it holds something else; or there is none, and what was given as its path may be a key.
+            InvalidKey: it does not contain keys; or it does not exist, and the path may be a key itself.
 
         """
         named = f"the key file {os.fspath(path)}"
@@ -93,18 +93,18 @@ class KeyRing:
                 return cls.from_text(file.read(), named=named)
         except OSError as exc:
             if _may_be_key(os.fspath(path)):
-                # Nor is what it comes from shown: that has the path in it.
+                # Without the cause, whose text contains the path.
                 raise InvalidKey(
-                    "there is no such key file; its path is not shown, for it may be a key",
-                    hint="give the path of a key file; of a key, KeyRing.from_text(text)",
+                    "there is no such key file; its path is not shown, because it may be a key",
+                    hint="pass the path of a key file, or KeyRing.from_text(text) for a key",
                 ) from None
             raise KeyMissing(f"{named} cannot be read: {exc.strerror or exc}") from exc
         except UnicodeDecodeError as exc:
-            raise InvalidKey(f"{named} is not text", hint="one key a line, in hex or base64") from exc
+            raise InvalidKey(f"{named} is not text", hint="write one key per line, in hex or base64") from exc
 
     @property
     def ids(self) -> list[str]:
-        """The ids of its keys; the first is the one that wraps."""
+        """The ids of its keys; the first one wraps."""
         return list(self._keys)
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
@@ -117,8 +117,8 @@ class KeyRing:
         key = self._keys.get(key_id)
         if key is None:
             raise WrongKey(
-                f"it is encrypted with the key {key_id}; given were {', '.join(self._keys)}",
-                hint="add the key of this id to the key file, or after the others",
+                f"the checkpoint is encrypted with the key {key_id}; the given keys are {', '.join(self._keys)}",
+                hint="add the key with this id to the key file, after the others",
                 key_id=key_id,
             )
         keywrap = _keywrap()
@@ -126,7 +126,7 @@ class KeyRing:
             data_key: bytes = keywrap.aes_key_unwrap(key, wrapped)
         except (keywrap.InvalidUnwrap, ValueError) as exc:
             raise WrongKey(
-                f"the data key was not wrapped by the key {key_id}, as is recorded, or was changed since",
+                f"the data key was not wrapped by the key {key_id}, as the record says, or was changed since",
                 hint="the commit record was edited or damaged: use another checkpoint",
                 key_id=key_id,
             ) from exc
@@ -138,19 +138,19 @@ class KeyRing:
 
 class CachedKeys:
     """
-    Data keys that were wrapped or unwrapped before, and whoever is asked for the others.
+    A key source with a cache of data keys.
 
-    A service is asked once for each data key and not once for each file; and what is remembered can be handed to a
-    process of this job that cannot ask itself. It is secret: it goes through pipes, never to files or logs.
+    A key management service is asked once per data key, not once per file, and the cache can be passed to a process that
+    cannot ask the service itself. It is secret: it may go through pipes, never to files or logs.
     """
 
     def __init__(self, source: KeySource | None = None, known: Mapping[str, str] | None = None) -> None:
         self._source = source
         self.known = dict(known or {})
-        """Data keys by what they were wrapped as, both in hex."""
+        """Data keys by their wrapped form, both in hex."""
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
-        """Have a data key wrapped."""
+        """Wrap a data key."""
         if self._source is None:
             raise KeyMissing("there is no key to encrypt with")
         key_id, wrapped = self._source.wrap(data_key)
@@ -158,12 +158,12 @@ class CachedKeys:
         return key_id, wrapped
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
-        """Return a data key: the one that is remembered, or what the source says."""
+        """Return a data key, from the cache or the source."""
         found = self.known.get(wrapped.hex())
         if found is not None:
             return bytes.fromhex(found)
         if self._source is None:
-            raise KeyMissing(f"it is encrypted with the key {key_id}, and there is no key")
+            raise KeyMissing(f"the checkpoint is encrypted with the key {key_id}, and no key was given")
         data_key = self._source.unwrap(key_id, wrapped)
         self.known[wrapped.hex()] = data_key.hex()
         return data_key
@@ -173,25 +173,27 @@ class CachedKeys:
 
 
 Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", str, None]
-"""What a user may give: an object that wraps and unwraps, a function that returns key text, or the path of a file."""
+"""What a user may pass: a key source, a function that returns a key or key text, or the path of a key file."""
 
 
 def key_source(keys: Keys) -> KeySource | None:
     """
-    Return what wraps and unwraps data keys, from whatever a user gave.
+    Return the key source for what a user passed.
 
-    A function is called at once; what it returns is a key (32 bytes), or text as in a key file.
+    A function is called at once; it returns a key (32 bytes), or text as in a key file.
 
     Raises:
-        InvalidKey: it is none of these, or leads to no key.
-        KeyMissing: a file cannot be read, or the function gives nothing.
+        InvalidKey: it is none of these, or does not contain a key.
+        KeyMissing: a file cannot be read, or the function returns nothing.
 
     """
     if keys is None or isinstance(keys, KeySource):
         return keys
     if isinstance(keys, str) and _is_key(keys):
-        # Taken for a path, it would be shown in an error.
-        raise InvalidKey("a key was given where the path of a key file belongs", hint="give KeyRing.from_text(text)")
+        # As a path it would be shown in an error.
+        raise InvalidKey(
+            "a key was passed where the path of a key file is expected", hint="pass KeyRing.from_text(text)"
+        )
     if isinstance(keys, (str, os.PathLike)):
         return KeyRing.from_file(keys)
     if callable(keys):
@@ -199,23 +201,23 @@ def key_source(keys: Keys) -> KeySource | None:
         if not isinstance(given, (str, bytes, bytearray)):
             what = "None" if given is None else f"a {type(given).__name__}"
             raise KeyMissing(
-                f"the function that gives keys returned {what}",
-                hint="it returns a key of 32 bytes, or text as in a key file; is what it reads set on this machine?",
+                f"the function for keys returned {what}",
+                hint="it must return a key of 32 bytes, or text as in a key file; is what it reads set on this machine?",
             )
         return KeyRing.from_text(given) if isinstance(given, str) else KeyRing([bytes(given)])
     raise InvalidKey(
-        f"a {type(keys).__name__} is no source of keys",
-        hint="give KeyRing.from_file(path), KeyRing.from_text(text), a function, or an object with wrap and unwrap",
+        f"a {type(keys).__name__} is not a source of keys",
+        hint="pass KeyRing.from_file(path), KeyRing.from_text(text), a function, or an object with wrap and unwrap",
     )
 
 
 def new_key() -> str:
-    """Return a fresh key as a line of a key file: 64 hex digits."""
+    """Return a new key as a line of a key file: 64 hex digits."""
     return secrets.token_hex(KEY_NBYTES)
 
 
 def _id_of(key: bytes) -> str:
-    # A hash of 256 random bits gives nothing away; the prefix keeps it apart from any other use of the key.
+    # A hash of 256 random bits reveals nothing; the prefix separates it from any other use of the key.
     return hashlib.sha256(b"shardkeep key id\0" + key).hexdigest()[:16]
 
 
@@ -223,7 +225,7 @@ def _key_of(line: str, where: str) -> bytes:
     key = bytes.fromhex(line) if _HEX.fullmatch(line) else _from_base64(line)
     if len(key) != KEY_NBYTES:
         raise InvalidKey(
-            f"{where} is no key: {KEY_NBYTES} bytes in hex or base64",
+            f"{where} is not a key: {KEY_NBYTES} bytes in hex or base64",
             hint="make one with shardkeep.new_key()",
         )
     return key
@@ -242,7 +244,7 @@ def _is_key(text: str) -> bool:
 
 
 def _may_be_key(path: str) -> bool:
-    """Say whether what was given as the path of a file may be a key: a file that is there, or could be, is none."""
+    """Return whether a path may be a key: not if the file exists, or its directory does."""
     folder = os.path.dirname(path)
     if os.path.lexists(path) or (os.path.isdir(folder) and folder.strip("/")):  # base64 may begin with "/"
         return False

@@ -1,4 +1,4 @@
-"""Compression of frames with lz4: very fast, and of little use for floating point numbers."""
+"""Compression of frames with lz4: very fast, and of little use for floating-point numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Lz4(CodecConfig, frozen=True):
-    """Compresses with lz4, and stores what does not shrink as it is. Needs the package `lz4`."""
+    """Compresses with lz4; frames that do not shrink are stored raw. Needs the package `lz4`."""
 
     name = "lz4"
 

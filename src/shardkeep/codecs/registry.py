@@ -1,8 +1,8 @@
 """
-Which codecs there are: those that come with shardkeep, those a program registers, and those that packages bring.
+The registry of codecs: those of shardkeep, those that a program registers, and those of installed packages.
 
-A package brings a codec by an entry point of the group `shardkeep.codecs`, whose name is the codec's. It is imported
-when a codec of this name is asked for, and not before.
+A package provides a codec by an entry point of the group `shardkeep.codecs` with the codec's name. It is imported when a
+codec of this name is first needed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class CodecRegistry:
 
     def register(self, cls: type[CodecConfig]) -> type[CodecConfig]:
         """
-        Make a codec known by its name, in place of another one of this name; returns it, so it can decorate.
+        Register a codec by its name, replacing another of this name; returns the class, so that it can decorate.
 
         Raises:
-            InvalidCodec: it is no codec, or its name is one of ours or none.
+            InvalidCodec: the class is not a codec, or its name is missing or one of shardkeep's.
 
         """
         if not (isinstance(cls, type) and issubclass(cls, CodecConfig)):
@@ -46,7 +46,7 @@ class CodecRegistry:
                 f"{cls.__name__} has the name {cls.name!r}", hint="set the class attribute `name`, without a colon"
             )
         if cls.name in _OURS:
-            # What "zstd" means in a checkpoint must not depend on what a program imported.
+            # The meaning of "zstd" in a checkpoint must not depend on what a program has imported.
             raise InvalidCodec(f"{cls.name!r} is a codec of shardkeep", hint="give yours another name")
         with self._lock:
             self._classes[cls.name] = cls
@@ -58,7 +58,7 @@ class CodecRegistry:
 
         Raises:
             UnknownCodec: there is none.
-            InvalidCodec: an entry point of this name leads to something else.
+            InvalidCodec: the entry point of this name is not a codec.
 
         """
         if name in _OURS:
@@ -70,7 +70,7 @@ class CodecRegistry:
         return registered if registered is not None else self._from_packages(name)
 
     def names(self) -> list[str]:
-        """Return every name that `find` knows."""
+        """Return all names of codecs."""
         with self._lock:
             return sorted({*_OURS, *self._classes, *(each.name for each in entry_points(group=GROUP))})
 
@@ -79,13 +79,13 @@ class CodecRegistry:
             cls = entry.load()
             if not (isinstance(cls, type) and issubclass(cls, CodecConfig)) or cls.name != name:
                 raise InvalidCodec(
-                    f"the entry point {name!r} of {GROUP} leads to {entry.value}, which is not a codec of this name",
-                    hint="it has to be a subclass of shardkeep's CodecConfig with this `name`",
+                    f"the entry point {name!r} of {GROUP} is {entry.value}, which is not a codec of this name",
+                    hint="it must be a subclass of shardkeep's CodecConfig with this `name`",
                 )
             return self.register(cls)
         raise UnknownCodec(
-            f"there is no codec named {name!r}; known are {', '.join(self.names())}",
-            hint="install the package that brings it, or call register_codec with its class before",
+            f"there is no codec named {name!r}; the codecs are {', '.join(self.names())}",
+            hint="install the package that provides it, or call register_codec with its class first",
             codec=name,
         )
 
@@ -97,22 +97,22 @@ def known_codecs() -> CodecRegistry:
 
 
 def register_codec(cls: type[CodecConfig]) -> type[CodecConfig]:
-    """Make a codec known to this process, by its `name`. Every process that reads or writes with it has to."""
+    """Register a codec in this process, by its `name`. Every process that reads or writes with it must do so."""
     return known_codecs().register(cls)
 
 
 def codec_config(codec: str | CodecConfig) -> CodecConfig:
     """
-    Return the config that a user means: itself, or the one of a name, which may have an argument ("zstd:3").
+    Return a config, or the config of a name, which may have an argument ("zstd:3").
 
     Raises:
         UnknownCodec: there is no codec of this name.
-        InvalidCodec: it is neither a name nor a config, or its argument makes no sense.
+        InvalidCodec: it is neither a name nor a config, or its argument is invalid.
 
     """
     if isinstance(codec, CodecConfig):
         return codec
     if not isinstance(codec, str):
-        raise InvalidCodec(f"{codec!r} is no codec", hint='give names ("zstd") or configs (Zstd(level=3))')
+        raise InvalidCodec(f"{codec!r} is not a codec", hint='pass names ("zstd") or configs (Zstd(level=3))')
     name, _, argument = codec.partition(":")
     return known_codecs().find(name).from_text(argument)

@@ -1,8 +1,15 @@
 """
-What a stream extension is.
+Stream extensions of torch's storage writers and readers: they transform the bytes of each value on the way to a file.
 
-An extension changes bytes on their way to a file, and gives them back as they were when they are read. It leaves a
-descriptor, "name[@local-domain][/version]", with the data; a reader makes the same extension from it again.
+An extension leaves a descriptor, "name[@local-domain][/version]", with the data; a reader makes the extension from it
+again. `ZStandard` compresses; torch's extension of the same name reads what it writes, and the other way round.
+
+A writer may have several extensions. The first one is nearest to the file, so data passes through the last one first.
+Descriptors are stored in the order in which data passed through the extensions, and readers undo them from the back.
+
+Extensions are written by many authors. Their streams may or may not pass on `flush` and `close`, may return no count or
+a wrong one from `write`, and may have no `readinto`. So between any two of them is an adapter of ours, which closes
+each stream once and all of them in order, and returns to every reader all it asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
-from shardkeep.codecs.zstd import MODULES, Decompressor, Engine, find_engine
+from shardkeep.codecs.zstd import MODULES, zstd_module
 from shardkeep.errors import ExtensionUnavailable, MalformedFile, StorageError, UnknownExtension
 
 if TYPE_CHECKING:
@@ -21,19 +28,23 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+_COPY_NBYTES = 1 << 20
+_WRITE_NBYTES = 4 << 20
+_READ_NBYTES = 128 << 10
+
 
 class Extension(ABC):
-    """Something that changes what is written, and is known to readers by its descriptor."""
+    """Something that changes what is written, and that readers find by its descriptor."""
 
     @staticmethod
     @abstractmethod
     def registry_name() -> str:
-        """Return the part of the descriptor before the version; readers find the class by it."""
+        """Return the part of the descriptor before the version, by which readers find the class."""
 
     @staticmethod
     @abstractmethod
     def from_descriptor(version: str) -> Extension:
-        """Make the extension that wrote a descriptor with this version; "" stands for none."""
+        """Make the extension that wrote a descriptor with this version; "" means none."""
 
     @abstractmethod
     def get_descriptor(self) -> str:
@@ -42,37 +53,25 @@ class Extension(ABC):
 
 class StreamTransformExtension(Extension):
     """
-    An extension that changes a stream of bytes: compression, encryption.
+    An extension that transforms a stream of bytes, for compression or encryption.
 
     Large tensors pass through in pieces; an implementation should hold one piece at a time and not the whole.
     """
 
     @abstractmethod
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """Return a stream that changes what is written to it, and writes the result to `output`."""
+        """Return a stream that transforms what is written to it, and writes the result to `output`."""
 
     @abstractmethod
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        """Return a stream that reads from `input`, and gives what was once written to `transform_to`'s."""
+        """Return a stream that reads from `input`, and returns what was written to the stream of `transform_to`."""
 
 
-# Several extensions on one stream.
-#
-# The first extension of a writer's list is nearest to the file: data passes through the last one first. Their
-# descriptors are stored in the order in which data passed through them, the reverse of the list; so a reader takes
-# them
-# from the back, undoing first what was done last.
-#
-# Extensions are written by many hands. Their streams may or may not pass on `flush` and `close`, may give no count or
-# the wrong one from `write`, and may have no `readinto`. So between any two of them stands a step of ours, which
-# closes
-# each stream once and all of them in order, and gives every reader all it asked for.
-
-_PIECE = 1 << 20
+# -- several extensions on one stream ----------------------------------------------------------------------------------
 
 
 class DescriptorRegistry(Protocol):
-    """What makes extensions from descriptors: ours, or torch's."""
+    """Makes extensions from descriptors: ours, or torch's."""
 
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Any]:
         """Make the extensions that left these descriptors, in their order."""
@@ -83,47 +82,47 @@ def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[b
     """
     Return a stream that writes through all extensions, and the descriptors to store.
 
-    Closing it brings everything to `raw`, flushes it and leaves it open. If it is not closed, or left with an
-    exception as a context manager, what the extensions still hold is dropped: nothing reaches `raw` later on.
+    Closing it brings everything to `raw`, flushes it and leaves it open. If it is not closed, or left with an exception
+    as a context manager, what the extensions still hold is dropped: nothing reaches `raw` later.
     """
-    step = _OutputStep(raw)
+    stream = _OutputAdapter(raw)
     for extension in extensions:
-        step = _OutputStep(extension.transform_to(cast("IO[bytes]", step)), step)
-    return cast("IO[bytes]", step), [extension.get_descriptor() for extension in reversed(extensions)]
+        stream = _OutputAdapter(extension.transform_to(cast("IO[bytes]", stream)), stream)
+    return cast("IO[bytes]", stream), [extension.get_descriptor() for extension in reversed(extensions)]
 
 
 def transformed_input(registry: DescriptorRegistry, descriptors: Sequence[str], raw: IO[bytes]) -> IO[bytes]:
     """
-    Return a stream that gives what was written through the extensions that left these descriptors.
+    Return a stream that returns what was written through the extensions that left these descriptors.
 
     Closing it leaves `raw` open. Without descriptors it is `raw` itself.
 
     Raises:
-        ValueError: a descriptor is not known to the registry.
+        ValueError: the registry does not know a descriptor.
 
     """
     stream = raw
     for extension in reversed(registry.from_descriptor_list(descriptors)):
-        # As in torch, an extension that does not change streams is passed over. Torch's own classes count.
+        # As in torch, an extension that does not transform streams is skipped. Torch's own classes count.
         if hasattr(extension, "transform_from"):
-            stream = extension.transform_from(_InputStep(stream, is_raw=stream is raw))
-    return stream if stream is raw else cast("IO[bytes]", _InputStep(stream))
+            stream = extension.transform_from(_InputAdapter(stream, is_raw=stream is raw))
+    return stream if stream is raw else cast("IO[bytes]", _InputAdapter(stream))
 
 
-class _OutputStep(io.RawIOBase):
-    """What an extension writes to: the stream of the one before it, or the file."""
+class _OutputAdapter(io.RawIOBase):
+    """What an extension writes to: the stream of the extension below it, or the file."""
 
-    def __init__(self, below: IO[bytes], beneath: _OutputStep | None = None) -> None:
+    def __init__(self, below: IO[bytes], beneath: _OutputAdapter | None = None) -> None:
         self._below = below
         self._beneath = beneath
-        """The step under the stream of this one; None over the file."""
+        """The adapter that the stream below writes to; None if that stream is the file."""
         self._closing = False
         self._dropping = False
 
     def writable(self) -> bool:
         return True
 
-    writeable = writable  # spelled so in torch
+    writeable = writable  # torch's spelling
 
     def write(self, b: Buffer, /) -> int:
         if self._closing:
@@ -133,13 +132,13 @@ class _OutputStep(io.RawIOBase):
         if self._dropping:
             return nbytes
         if self._beneath is not None:
-            # Its count is not looked at: some extensions count what they wrote, some nothing.
+            # Ignore its count: some extensions count what they wrote, some return nothing.
             self._below.write(b)
             return nbytes
         while rest:
             count = self._below.write(rest)
             if count == 0:
-                raise StorageError("the file took none of what was written to it", hint="is it in non-blocking mode?")
+                raise StorageError("the file accepted no bytes", hint="is it in non-blocking mode?")
             rest = rest[len(rest) if count is None else count :]
         return nbytes
 
@@ -155,7 +154,7 @@ class _OutputStep(io.RawIOBase):
             return
         try:
             if self._beneath is not None:
-                self._closing = True  # its stream writes to the step beneath, no more to this one
+                self._closing = True  # the stream below writes its rest to the adapter beneath, not to this one
                 self._below.close()
             else:
                 self.flush()
@@ -174,21 +173,21 @@ class _OutputStep(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
-        # A stream that was let go without `close` belongs to a write that failed; its tail must not reach the file.
+        # A stream that was not closed belongs to a write that failed; its rest must not reach the file.
         if not getattr(self, "_closing", True):
             self._drop()
 
     def _drop(self) -> None:
-        step: _OutputStep | None = self
-        while step is not None:
-            step._dropping = True
-            step = step._beneath
+        adapter: _OutputAdapter | None = self
+        while adapter is not None:
+            adapter._dropping = True
+            adapter = adapter._beneath
         with suppress(Exception):
             self.close()
 
 
-class _InputStep(io.RawIOBase):
-    """What an extension reads from, and what is read in the end: gives all that is asked for, if it is there."""
+class _InputAdapter(io.RawIOBase):
+    """What an extension, or the final reader, reads from: returns all that is asked for, if it is there."""
 
     def __init__(self, below: IO[bytes], *, is_raw: bool = False) -> None:
         self._below = below
@@ -199,13 +198,13 @@ class _InputStep(io.RawIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         wanted = -1 if size is None else size
-        first = self._some(_PIECE if wanted < 0 else min(wanted, _PIECE))
+        first = self._some(_COPY_NBYTES if wanted < 0 else min(wanted, _COPY_NBYTES))
         if not first or len(first) == wanted:
             return first
         held = io.BytesIO()
         held.write(first)
         while wanted < 0 or held.tell() < wanted:
-            piece = self._some(_PIECE if wanted < 0 else min(wanted - held.tell(), _PIECE))
+            piece = self._some(_COPY_NBYTES if wanted < 0 else min(wanted - held.tell(), _COPY_NBYTES))
             if not piece:
                 break
             held.write(piece)
@@ -218,7 +217,7 @@ class _InputStep(io.RawIOBase):
         view = memoryview(b).cast("B")
         filled = 0
         while filled < len(view):
-            piece = self._some(min(len(view) - filled, _PIECE))
+            piece = self._some(min(len(view) - filled, _COPY_NBYTES))
             if not piece:
                 break
             view[filled : filled + len(piece)] = piece
@@ -243,49 +242,42 @@ class _InputStep(io.RawIOBase):
             self._below.close()
 
     def __del__(self) -> None:
-        """Close nothing: what is beneath may still be read from."""
+        """Close nothing: the stream below may still be in use."""
 
     def _some(self, most: int) -> bytes:
-        # `read` and not `readinto`: a stream that changes bytes may have inherited one that does not.
+        # `read`, not `readinto`: a stream that transforms bytes may have inherited a `readinto` that does not.
         piece: bytes | None = self._below.read(most) if most else b""
         if piece is None:
-            raise StorageError("a stream gave neither data nor its end", hint="is the file in non-blocking mode?")
+            raise StorageError("a stream returned neither data nor its end", hint="is the file in non-blocking mode?")
         if len(piece) > most:
-            raise StorageError(f"a stream gave {len(piece)} bytes where {most} were asked for")
+            raise StorageError(f"a stream returned {len(piece)} bytes where {most} were asked for")
         return piece
 
 
-# Compression of streams with zstd, readable by torch's extension of the same name, and the other way round.
-#
-# A stream is one frame, as one of the modules that torch uses reads only the first; when reading, any number of
-# frames
-# is taken. A stream that ends inside a frame is an error, not an end.
-
-_WRITE_PIECE = 4 << 20
-_READ_PIECE = 128 << 10
+# -- zstd --------------------------------------------------------------------------------------------------------------
 
 
 class ZStandard(StreamTransformExtension):
     """
-    Compresses what is written. Needs one of several modules that know zstd; see `is_available`.
+    Compresses what is written, as one zstd frame; reads any number of frames.
 
     Raises:
-        ExtensionUnavailable: (a ValueError) none of them is installed.
+        ExtensionUnavailable: (a ValueError) no module of zstd is installed; see `is_available`.
 
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._engine()
+        self._module()
 
     @staticmethod
     def is_available() -> bool:
-        """Say whether a module that knows zstd is installed."""
-        return find_engine() is not None
+        """Return whether a module of zstd is installed."""
+        return zstd_module() is not None
 
     @staticmethod
     def registry_name() -> str:
-        """Return the name that torch's extension has too."""
+        """Return the name, which torch's extension has, too."""
         return "stream.zstd"
 
     @staticmethod
@@ -301,29 +293,29 @@ class ZStandard(StreamTransformExtension):
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
         """Return a stream that compresses to `output`, and closes it when it is closed itself."""
-        return cast("IO[bytes]", _ZstdWriter(self._engine(), output))
+        return cast("IO[bytes]", _ZstdWriter(self._module(), output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        """Return a stream that gives what was compressed to `input`."""
-        return cast("IO[bytes]", _ZstdReader(self._engine(), input))
+        """Return a stream that returns what was compressed to `input`."""
+        return cast("IO[bytes]", _ZstdReader(self._module(), input))
 
     @staticmethod
-    def _engine() -> Engine:
-        # Not kept in the extension, which travels to other processes with its storage writer.
-        engine = find_engine()
-        if engine is None:
+    def _module() -> Any:
+        # Not an attribute: the extension is pickled with its storage writer for other processes.
+        module = zstd_module()
+        if module is None:
             raise ExtensionUnavailable(
                 f"ZStandard cannot be used: there is no module named {' or '.join(map(repr, MODULES))}",
                 hint="pip install backports.zstd (Python 3.14 has compression.zstd)",
             )
-        return engine
+        return module
 
 
 class _ZstdWriter(io.RawIOBase):
-    def __init__(self, engine: Engine, output: IO[bytes]) -> None:
-        self._compressor = engine.compressor()
+    def __init__(self, module: Any, output: IO[bytes]) -> None:
+        self._compressor = module.ZstdCompressor()  # at the default level, as torch's
         self._output = output
-        self._behind = False
+        self._pending = False
         self._ended = False
 
     def writable(self) -> bool:
@@ -333,17 +325,17 @@ class _ZstdWriter(io.RawIOBase):
         if self._ended:
             raise ValueError("write to a closed zstd stream")
         view = memoryview(b).cast("B")
-        for start in range(0, len(view), _WRITE_PIECE):
-            self._behind = True
-            self._pass_on(self._compressor.compress(view[start : start + _WRITE_PIECE]))
+        for start in range(0, len(view), _WRITE_NBYTES):
+            self._pending = True
+            self._pass_on(self._compressor.compress(view[start : start + _WRITE_NBYTES]))
         return len(view)
 
     def flush(self) -> None:
         if self._ended:
             return
-        if self._behind:
-            self._behind = False
-            self._pass_on(self._compressor.end_block())
+        if self._pending:
+            self._pending = False
+            self._pass_on(self._compressor.flush(self._compressor.FLUSH_BLOCK))
         self._output.flush()
 
     def close(self) -> None:
@@ -351,7 +343,7 @@ class _ZstdWriter(io.RawIOBase):
             return
         self._ended = True
         try:
-            self._pass_on(self._compressor.end_frame())
+            self._pass_on(self._compressor.flush(self._compressor.FLUSH_FRAME))
         finally:
             super().close()
             self._output.close()
@@ -362,10 +354,10 @@ class _ZstdWriter(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    def __init__(self, engine: Engine, source: IO[bytes]) -> None:
-        self._engine = engine
+    def __init__(self, module: Any, source: IO[bytes]) -> None:
+        self._module = module
         self._source = source
-        self._frame: Decompressor | None = None
+        self._frame: Any = None
         self._pending = b""
 
     def readable(self) -> bool:
@@ -381,7 +373,7 @@ class _ZstdReader(io.RawIOBase):
         """Return some bytes, or none at the end of the stream."""
         while True:
             if not self._pending and (self._frame is None or self._frame.needs_input):
-                self._pending = self._source.read(_READ_PIECE)
+                self._pending = self._source.read(_READ_NBYTES)
                 if not self._pending:
                     if self._frame is None:
                         return b""
@@ -390,11 +382,11 @@ class _ZstdReader(io.RawIOBase):
                         hint="the file was cut short: use another checkpoint, or another copy of this one",
                     )
             if self._frame is None:
-                self._frame = self._engine.decompressor()
+                self._frame = self._module.ZstdDecompressor()
             try:
-                data = self._frame.decompress(self._pending, most)
-            except self._engine.error as exc:
-                raise MalformedFile(f"a zstd stream is damaged, or is none: {exc}") from exc
+                data: bytes = self._frame.decompress(self._pending, most)
+            except self._module.ZstdError as exc:
+                raise MalformedFile(f"a zstd stream is damaged, or is not zstd: {exc}") from exc
             self._pending = b""
             if self._frame.eof:
                 self._pending, self._frame = self._frame.unused_data, None
@@ -402,27 +394,27 @@ class _ZstdReader(io.RawIOBase):
                 return data
 
 
-# From the descriptors stored with data to the extensions that read it.
+# -- for storage writers and readers -----------------------------------------------------------------------------------
 
 
 class ExtensionRegistry:
-    """The extensions that a reader knows: the ones that come with shardkeep, and those registered."""
+    """The extensions that a reader knows: those of shardkeep, and those that were registered."""
 
     def __init__(self) -> None:
         self.extensions: dict[str, type[Extension]] = {ZStandard.registry_name(): ZStandard}
 
     def register(self, cls: type[Extension]) -> None:
-        """Make an extension known, in place of another one of its name."""
+        """Register an extension, replacing another of its name."""
         self.extensions[cls.registry_name()] = cls
 
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]:
         """
         Make the extensions that left these descriptors, in their order.
 
-        What an extension raises because of a version passes through.
+        An exception that an extension raises because of a version passes through.
 
         Raises:
-            UnknownExtension: (a ValueError) nothing is registered under a name.
+            UnknownExtension: (a ValueError) no extension of this name is registered.
 
         """
         return [self._from_descriptor(descriptor) for descriptor in descriptors]
@@ -433,17 +425,14 @@ class ExtensionRegistry:
         if extension is None:
             raise UnknownExtension(
                 f"Unknown extension {name=}; known are {sorted(self.extensions)}",
-                hint="give the reader a registry (_extension_registry) on which the extension's class was registered",
+                hint="pass the reader a registry (_extension_registry) on which the extension's class is registered",
                 descriptor=descriptor,
             )
         return extension.from_descriptor(version)
 
 
-# The extensions of a storage writer, and of a storage reader, as their attribute `transforms`.
-
-
 class _StorageWriterTransforms:
-    """What a storage writer does to each value's stream. A subclass may choose by the item that is written."""
+    """Transforms the stream of each value that a storage writer writes. A subclass may choose by the item."""
 
     def __init__(self, extensions: Sequence[StreamTransformExtension] | None = None) -> None:
         self.extensions: Sequence[StreamTransformExtension] = () if extensions is None else extensions
@@ -454,7 +443,7 @@ class _StorageWriterTransforms:
 
 
 class _StorageReaderTransforms:
-    """How a storage reader finds what was done to each value's stream, and undoes it."""
+    """Undoes the transformations of each value that a storage reader reads."""
 
     def __init__(self, extension_registry: ExtensionRegistry | None = None) -> None:
         self.extension_registry = ExtensionRegistry() if extension_registry is None else extension_registry
