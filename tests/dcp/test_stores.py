@@ -25,6 +25,7 @@ from shardkeep.layouts.torch_pickle import encode_metadata
 from shardkeep.layouts.torch_publish import Commit, commit_target
 from shardkeep.layouts.torch_values import Metadata
 from shardkeep.storage import file_systems as blob_streams
+from shardkeep.storage.cancel import current_scope
 from shardkeep.storage.file_systems import FsspecFileSystem, StoreFileSystem
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
@@ -210,6 +211,35 @@ def test_files_of_dead_saves_are_swept():
     written = {"__0_3.distcp": Sums(nbytes=5, block_nbytes=1, checksum="")}
     with pytest.raises(WrongSize, match="no bytes where 5 were written"):
         Commit(commit_target(store)).publish(*marker, sums=written, own=[], keep=set(written), began_s=time.time())
+
+
+class NotesBudgets(MemoryStore):
+    """Takes uploads in parts, and keeps the memory budget that each of them is created with."""
+
+    sequential = True
+
+    def __init__(self):
+        super().__init__()
+        self.budgets = set()
+
+    def create(self, name, nbytes):
+        scope = current_scope()
+        self.budgets.add(None if scope is None or scope.budget is None else scope.budget.nbytes)
+        return super().create(name, nbytes)
+
+
+def test_a_save_to_a_store_keeps_to_the_memory_budget(monkeypatch):
+    """
+    `dcp.save` bounds what uploads buffer as `sk.save` does.
+    """
+    monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(96 << 20))
+    state = {str(n): torch.zeros(3 << 20) for n in range(4)}
+    ours, native = NotesBudgets(), NotesBudgets()
+    writer = dcp.FileSystemWriter("memory://x", thread_count=4)
+    writer.fs, writer.path = StoreFileSystem(ours), ours.url
+    quietly(dcp.save, state, storage_writer=writer, no_dist=True)
+    sk.save(state, native)
+    assert ours.budgets == native.budgets != {None}
 
 
 def test_conversions_by_url(root):

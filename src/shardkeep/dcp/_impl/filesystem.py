@@ -45,7 +45,7 @@ from shardkeep.engine.torch_writer import (
     plain_tensor,
     write_stream,
 )
-from shardkeep.engine.workers import FollowUpError, run_workers, window_for
+from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
 from shardkeep.engine.writer import FileJob, write_files
 from shardkeep.errors import (
     BlobNotFound,
@@ -88,6 +88,7 @@ from shardkeep.layouts.torch_values import (
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store, is_name, preferred_requests
+from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.file_systems import (
     FileSystem,
     FileSystemBase,
@@ -273,9 +274,10 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
         return _write_streams(writer, planner, plans)
     synchronize_devices(data for of_file in held for data in of_file if isinstance(data, torch.Tensor))
     laid = [_lay_out(plan, of_file) for plan, of_file in zip(plans, held, strict=True)]
-    threads, window = window_for(preferred_requests(store, options.io_threads), options.host_budget_bytes)
+    budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
     jobs = [job for job, _ in laid]
-    digests = write_files(store, jobs, threads=threads, window_nbytes=window)
+    with CancelScope(budget=budget.room).active():
+        digests = write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
     results: list[WriteResult] = []
     made = [job.name for job in jobs]
     try:
