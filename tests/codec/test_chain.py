@@ -154,7 +154,7 @@ def test_items_one_after_another_in_one_file():
     """
     Each item's stream ends before the next begins, and each is read from its own part of the file.
     """
-    from shardkeep.dcp._impl.filesystem import _create_file_view
+    from shardkeep.dcp._impl.file_reader import _create_file_view
 
     raw, places = Raw(), []
     for data in DATA.values():

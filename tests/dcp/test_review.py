@@ -253,15 +253,13 @@ def test_metadata_that_cannot_be_read_are_not_replaced_by_older_ones(rank_pool, 
 @pytest.mark.parametrize("start", ["memory://{}", "file://{}"])
 def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
     """
-    On any file system that lists its files, a save of all ranks removes ranks' own metadata, their data, and columns.
+    On any file system that lists its files, a save of all ranks removes ranks' own metadata and their data.
     """
     where = start.format(tmp_path)
     dcp.save({"w": torch.ones(2)}, storage_writer=FsspecWriter(where), use_collectives=False)
     writer = FsspecWriter(where)
-    left = [".metadata." + "0" * 32 + ".columns", "__0.metadata." + "1" * 32 + ".columns"]
-    for name in (*left, "notes.txt", "x.columns"):
-        with writer.fs.create_stream(f"{where}/{name}", "wb") as stream:
-            stream.write(b"of others")
+    with writer.fs.create_stream(f"{where}/notes.txt", "wb") as stream:
+        stream.write(b"not ours")
     dcp.save({"w": torch.zeros(2)}, storage_writer=writer)
     into = {"w": torch.ones(2)}
     reader = FsspecReader(where)
@@ -270,4 +268,4 @@ def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
     places = reader.read_metadata().storage_data.values()
     data = {end for place in places for end in (place.relative_path, f"{place.relative_path}.sums")}
     found = {os.path.basename(each) for each in reader.fs.ls(where)}
-    assert found == data | {".metadata", "notes.txt", "x.columns"}
+    assert found == data | {".metadata", "notes.txt"}

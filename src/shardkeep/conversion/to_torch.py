@@ -107,7 +107,7 @@ def write_torch_layout(
 def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list[_Item]]:
     """Return the metadata of the new checkpoint, without locations, and all items to write."""
     view = TorchView(source, to)
-    seen = view.metadata()
+    seen = view.metadata
     entries: dict[str, Any] = {}
     items: list[_Item] = []
     for index, place in seen.storage_data.items():

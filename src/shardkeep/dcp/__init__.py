@@ -46,7 +46,8 @@ from shardkeep.dcp import (
 )
 from shardkeep.dcp._impl.async_ import async_save
 from shardkeep.dcp._impl.driver import load, load_state_dict, save, save_state_dict
-from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter
 from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader

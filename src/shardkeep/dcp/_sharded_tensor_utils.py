@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint._sharded_tensor_utils`."""
 
-from shardkeep.dcp._impl.filesystem import _element_wise_add, _normalize_device_info
+from shardkeep.dcp._impl.optimizer import _element_wise_add, _normalize_device_info
 from shardkeep.dcp._traverse import STATE_DICT_ITEM
 from shardkeep.layouts.torch_values import STATE_DICT_TYPE
 from shardkeep.state.flatten import OBJ_PATH, set_element, traverse_state_dict

@@ -8,8 +8,8 @@ from shardkeep.dcp._impl.convert import main as main
 from shardkeep.dcp._impl.convert import torch_save_to_dcp as torch_save_to_dcp
 from shardkeep.dcp._impl.driver import _load_state_dict as _load_state_dict
 from shardkeep.dcp._impl.driver import _save_state_dict as _save_state_dict
-from shardkeep.dcp._impl.filesystem import FileSystemReader as FileSystemReader
-from shardkeep.dcp._impl.filesystem import FileSystemWriter as FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner as DefaultLoadPlanner
 from shardkeep.dcp._impl.planners import _EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
 from shardkeep.dcp._impl.plans import _create_chunk_list as _create_chunk_list

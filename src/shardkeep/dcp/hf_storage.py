@@ -1,7 +1,7 @@
 """The names of `torch.distributed.checkpoint.hf_storage`."""
 
-from shardkeep.dcp._impl.filesystem import FileSystemReader as FileSystemReader
-from shardkeep.dcp._impl.filesystem import FileSystemWriter as FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
 from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter as HuggingFaceStorageWriter
 from shardkeep.dcp._impl.hf import consolidate_safetensors_files as consolidate_safetensors_files
 from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME as SHARDED_DIR_NAME

@@ -1,14 +1,14 @@
 """
-A native checkpoint as a storage reader shows it: metadata of the protocol, and items read by the engine.
+A checkpoint of any layout, described by torch's metadata classes: for `dcp.load` and for conversion to torch's layout.
 
-Names are those that torch's flattening gives the state that was saved. What it does not go into, such as a list of
-numbers or a tuple of tensors, is an object of its own, made when it is read.
+Keys are those that torch's flattening gives the saved state. Values that torch does not flatten, such as a list of numbers
+or a tuple of tensors, are objects, which are assembled when they are read.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardkeep.engine.fill import fill, plain_target, read_whole
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.engine.sources import open_native
 from shardkeep.errors import MalformedFile
-from shardkeep.format.boxes import Boxes, matrix_of
+from shardkeep.format.boxes import Box, Boxes, matrix_of
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.tree import decode_tree, unflatten
@@ -27,39 +27,32 @@ from shardkeep.layouts import native
 from shardkeep.layouts.torch_values import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
     MetadataIndex,
-    ReadItem,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from shardkeep.options import Options
 from shardkeep.state.flatten import traverse_state_dict
-from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.file_systems import PathLike
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor; stands in `Metadata.storage_data`."""
+    """The location of a chunk, in `Metadata.storage_data`."""
 
     row: int
-    """Of the tensor in the native index."""
+    """The row of its tensor in the index."""
     offsets: tuple[int, ...]
     relative_path: str
-    """The file it is in."""
     offset: int
-    """Where in that file's data."""
 
 
 class StoredObject(NamedTuple):
-    """An object that is put together when it is read; stands in `Metadata.storage_data`."""
+    """An object that is assembled when it is read, in `Metadata.storage_data`."""
 
     value: Any
-    """Itself, with `_Leaf`s in it."""
+    """The object, with a `_Leaf` in place of each stored value."""
 
 
 class _Leaf(NamedTuple):
@@ -69,13 +62,13 @@ class _Leaf(NamedTuple):
 
 
 class TorchView:
-    """An opened checkpoint that has a native index."""
+    """An opened checkpoint, of any layout, described as torch's metadata do."""
 
     def __init__(self, source: Source, path: PathLike) -> None:
         self._source = source
-        self._path = path
         self.rows: dict[str, int] = {}
-        """Row in the index of each tensor, by the name that torch gives it; known after `metadata`."""
+        """The row of each tensor in the index, by the name that torch gives it."""
+        self.metadata = self._describe(path)
 
     @classmethod
     def open(cls, store: ReadableStore, path: PathLike) -> TorchView:
@@ -83,8 +76,7 @@ class TorchView:
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
         return cls(open_native(store, record, Options(), DigestCache()), path)
 
-    def metadata(self) -> Metadata:
-        """Describe the checkpoint in the terms of the protocol."""
+    def _describe(self, checkpoint_id: PathLike) -> Metadata:
         index = self._source.index
         rows = {key: _Leaf(key, row, is_tensor=True) for key, row in index.tensor_rows.items()}
         rows.update({key: _Leaf(key, row, is_tensor=False) for key, row in index.value_rows.items()})
@@ -105,11 +97,11 @@ class TorchView:
                 places[MetadataIndex(key)] = StoredObject(value)
 
         traverse_state_dict(unflatten(decode_tree(index.tree), rows.__getitem__), visit, self._is_tensor)
-        meta = StorageMeta(checkpoint_id=self._path, save_id=self._source.record.save_id)
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=self._source.record.save_id)
         return Metadata(entries, planner_data=paths, storage_data=places, storage_meta=meta)
 
     def _is_tensor(self, value: Any) -> bool:
-        # An array of numpy is an object to torch.
+        # Torch saves a numpy array as an object.
         return isinstance(value, _Leaf) and value.is_tensor and int(self._source.index.tensors.origin[value.row]) == 0
 
     def _tensor(self, key: str, row: int, places: dict[MetadataIndex, Any]) -> TensorStorageMetadata:
@@ -122,47 +114,32 @@ class TorchView:
             box = boxes.box(number, ndim)
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             file, start = int(stored.file[number]), int(stored.start[number])
-            # Of a forged file number reading says so.
+            # A forged file number is reported when the chunk is read.
             name = files[file].name if 0 <= file < len(files) else ""
             index_of = MetadataIndex(key, torch.Size(box.offsets), number)
             places[index_of] = StoredChunk(row, box.offsets, name, start)
         properties = TensorProperties(dtype=to_torch(index.dtype(row)))
         return TensorStorageMetadata(properties, torch.Size(index.shape(row)), chunks)
 
-    def read(self, places: Mapping[Any, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read every item of a plan."""
+    def fill(self, wanted: Sequence[tuple[int, Box, str]], targets: Sequence[torch.Tensor]) -> None:
+        """Fill tensors, given for each the row of the stored tensor, the box of it, and the key for messages."""
         options = Options()
-        chunks: list[tuple[ReadItem, StoredChunk, torch.Tensor]] = []
-        for request in plan.items:
-            place = places[request.storage_index]
-            if request.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(request, self.saved_object(place, options))
-            else:
-                chunks.append((request, place, planner.resolve_tensor(request).detach()))
-        into = [plain_target(target, key=request.storage_index.fqn) for request, _, target in chunks]
+        into = [plain_target(target, key=key) for (_, _, key), target in zip(wanted, targets, strict=True)]
         axes = self._source.index.tensors.shape.shape[1]
-        offsets = [
-            tuple(a + b for a, b in zip(place.offsets, request.storage_offsets, strict=True))
-            for request, place, _ in chunks
-        ]
-        boxes = Boxes(
-            matrix_of(offsets, axes, 0), matrix_of([tuple(request.lengths) for request, _, _ in chunks], axes, 1)
-        )
-        synchronize_devices(into)
         fill(
             self._source,
-            np.array([place.row for _, place, _ in chunks], np.int64),
-            boxes,
+            np.array([row for row, _, _ in wanted], np.int64),
+            Boxes(
+                matrix_of([box.offsets for _, box, _ in wanted], axes, 0),
+                matrix_of([box.sizes for _, box, _ in wanted], axes, 1),
+            ),
             into,
             threads=options.io_threads,
             budget_nbytes=options.host_budget_bytes,
         )
-        synchronize_devices(into)
-        torch.autograd.graph.increment_version(into)
-        for (request, _, target), filled in zip(chunks, into, strict=True):
+        for target, filled in zip(targets, into, strict=True):
             if filled is not target:
                 target.copy_(filled)
-            planner.commit_tensor(request, target)
 
     def saved_object(self, place: StoredObject, options: Options) -> io.BytesIO:
         """Return an object as `torch.save` writes it."""
@@ -190,7 +167,7 @@ class TorchView:
 
 
 def is_native(store: ReadableStore) -> bool:
-    """Say whether a native checkpoint was committed there."""
+    """Return whether the store has a native commit record."""
     try:
         store.open(RECORD_NAME).close()
     except FileNotFoundError:

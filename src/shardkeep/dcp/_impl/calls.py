@@ -25,7 +25,8 @@ from uuid import uuid4
 from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 
-from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter, FsspecReader, FsspecWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter
 from shardkeep.errors import BrokenProtocol, NoStorage
 
 P = ParamSpec("P")

@@ -35,7 +35,8 @@ from shardkeep.conversion.to_file import (
 )
 from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import _save_state_dict
-from shardkeep.dcp._impl.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_plain
 from shardkeep.dcp._impl.plans import (
     _create_chunk_list,

@@ -33,7 +33,8 @@ from shardkeep.dcp._impl.calls import (
     without_ranks,
 )
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
-from shardkeep.dcp._impl.filesystem import FileSystemReader, _FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.file_writer import _FileSystemWriter
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
 from shardkeep.dcp._impl.interop import to_classes_of, to_ours, translator
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner

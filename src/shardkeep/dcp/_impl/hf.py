@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from shardkeep.conversion.pipeline import FileParts, TensorPart
 from shardkeep.conversion.to_hf import model_file, write_model_files
-from shardkeep.dcp._impl.filesystem import CheckpointThere, FileSystemWriter
+from shardkeep.dcp._impl.file_writer import CheckpointThere, FileSystemWriter
 from shardkeep.dcp._impl.hf_files import (
     SHARDED_DIR_NAME,
     FileToWrite,

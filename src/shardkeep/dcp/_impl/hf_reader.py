@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.futures import Future
 
-from shardkeep.dcp._impl.filesystem import FileSystemReader
+from shardkeep.dcp._impl.file_reader import FileSystemReader
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner

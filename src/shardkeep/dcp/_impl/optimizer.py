@@ -16,11 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkeep.dcp._impl.driver import _load_state_dict
-from shardkeep.dcp._impl.filesystem import (
-    _element_wise_add,
-    _element_wise_sub,
-    _normalize_device_info,
-)
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.dcp._impl.plans import (
     _create_read_items,
@@ -276,3 +271,16 @@ class _ReaderWithOffset(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the shard that an index of the stored tensor stands for."""
         return super().lookup_tensor(self.translation.get(index, index))
+
+
+def _element_wise_add(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=False)]
+
+
+def _element_wise_sub(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x - y for x, y in zip(a, b, strict=False)]
+
+
+def _normalize_device_info(device_type: str, device_id: int) -> str:
+    """Return a device as placements write it."""
+    return "cpu" if device_type == "cpu" else f"{device_type}:{device_id}"

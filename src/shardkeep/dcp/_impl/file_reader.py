@@ -1,0 +1,398 @@
+"""
+`FileSystemReader`: loads from torch's layout or the native layout, on any file system or store.
+
+Tensors are read in ranges by several threads, straight into the planner's tensors, and checked where there are digests.
+Metadata are unpickled by the allow-list of `layouts.torch_pickle`; objects go to the planner as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, TypeVar, cast
+
+import torch
+from torch.futures import Future
+
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, _StorageReaderTransforms
+from shardkeep.dcp._impl.interop import to_classes_of_caller
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner
+from shardkeep.engine.fill import ChunkRequest, fill_items
+from shardkeep.engine.sources import latest
+from shardkeep.engine.torch_source import ItemFiles, item_batches, read_items
+from shardkeep.engine.torch_view import TorchView, is_native
+from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError, MalformedFile, StateMismatch
+from shardkeep.format.boxes import Box, Ints
+from shardkeep.format.dtypes import DType, known_to_torch
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts.torch import Sums, metadata_name
+from shardkeep.layouts.torch_metadata import ItemLocation, item_location, sums_of
+from shardkeep.layouts.torch_pickle import read_metadata
+from shardkeep.layouts.torch_values import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    StorageMeta,
+    StorageReader,
+    _StorageInfo,
+    is_tensor_entry,
+)
+from shardkeep.options import Options
+from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.file_systems import (
+    FileSystem,
+    FileSystemBase,
+    FsspecFileSystem,
+    PathLike,
+    StreamStore,
+    file_system_at,
+    file_system_for,
+    is_of_store,
+    store_of,
+)
+
+log = logging.getLogger("shardkeep")
+T = TypeVar("T")
+
+
+# -- items -------------------------------------------------------------------------------------------------------------
+
+
+def fill_targets(requests: Sequence[ReadItem], planner: LoadPlanner, fill: Callable[[Sequence[torch.Tensor]], T]) -> T:
+    """Resolve the target tensors of some requests, fill them, and commit them to the planner."""
+    targets = [_target(request, planner) for request in requests]
+    synchronize_devices(targets)
+    result = fill(targets)
+    synchronize_devices(targets)
+    # The bytes bypass autograd, which must know that what it saved of these tensors is no longer valid.
+    torch.autograd.graph.increment_version(targets)
+    for request, target in zip(requests, targets, strict=True):
+        planner.commit_tensor(request, target)
+    return result
+
+
+def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    target = planner.resolve_tensor(request).detach()
+    if tuple(target.shape) != tuple(request.lengths):
+        raise _WrongTarget(
+            f"req {request.storage_index} mismatch sizes {target.size()} vs {request.lengths}",
+            hint="the planner returned a tensor that does not fit its own plan",
+            key=request.storage_index.fqn,
+        )
+    return target
+
+
+class _WrongTarget(StateMismatch, AssertionError):
+    """A planner returned a tensor of another size than it requested."""
+
+
+class _PlanReader:
+    """
+    Reads the items of a load plan from files of torch's layout.
+
+    A planner that allocates tensors in `resolve_tensor` is asked for a bounded number of bytes at a time. The default planner
+    has its tensors in place and is asked for all of them at once.
+    """
+
+    def __init__(
+        self,
+        store: Store | StreamStore,
+        metadata: Metadata | None,
+        places: Mapping[Any, Any],
+        planner: LoadPlanner,
+        transforms: Any,
+    ) -> None:
+        self._options = Options()
+        self._files = ItemFiles(store, _sums_in(metadata))
+        self._entries = {} if metadata is None else metadata.state_dict_metadata
+        self._chunk_sizes: dict[str, dict[Ints, Ints]] = {}
+        self._places = places
+        self._planner = planner
+        self._transforms = transforms
+
+    def read(self, plan: LoadPlan) -> None:
+        """Read every item of the plan."""
+        wanted = [(request, self._location(request)) for request in plan.items]
+        objects = [each for each in wanted if each[0].type == LoadItemType.BYTE_IO]
+        tensors = [each for each in wanted if each[0].type != LoadItemType.BYTE_IO]
+        for some in item_batches(objects, lambda each: each[1].nbytes):
+            self._read_objects(some)
+        planner = self._planner
+        resolves_in_place = getattr(
+            type(planner), "resolve_tensor", None
+        ) is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner)
+        casts: dict[str, str] = {}
+        for some in [tensors] if resolves_in_place else item_batches(tensors, lambda each: each[1].nbytes):
+            casts |= self._read_tensors(some)
+        if isinstance(planner, DefaultLoadPlanner):
+            return  # it has logged conversions itself
+        for change in sorted(set(casts.values())):
+            key = next(key for key, each in casts.items() if each == change)
+            log.warning("tensors are converted as they are loaded: %s (%r, and perhaps others)", change, key)
+
+    def _location(self, request: ReadItem) -> ItemLocation:
+        info = self._places.get(request.storage_index)
+        if info is None:
+            key = request.storage_index.fqn
+            raise MalformedFile(f"the metadata do not say where {request.storage_index} is", key=key)
+        return item_location(info)
+
+    def _read_objects(self, some: list[tuple[ReadItem, ItemLocation]]) -> None:
+        items = [self._files.item(place, request.storage_index.fqn) for request, place in some]
+        options = self._options
+        raw = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+        for (request, place), data in zip(some, raw, strict=True):
+            stream = io.BytesIO(data)
+            if place.descriptors:
+                stream = io.BytesIO(self._plain_stream(request, place.descriptors, stream).read(-1))
+            self._planner.load_bytes(request, stream)
+
+    def _read_tensors(self, some: list[tuple[ReadItem, ItemLocation]]) -> dict[str, str]:
+        """Read tensors, and return which keys were converted from one dtype to another."""
+        threads = preferred_requests(self._files.store, self._options.io_threads)
+
+        def fill(targets: Sequence[torch.Tensor]) -> dict[str, str]:
+            wanted = []
+            for (request, place), target in zip(some, targets, strict=True):
+                shape, dtype = self._chunk(request)
+                box = Box(tuple(request.storage_offsets), tuple(request.lengths))
+                wanted.append(ChunkRequest(place, request.storage_index.fqn, shape, dtype, box, target, request))
+            budget = self._options.host_budget_bytes
+            return fill_items(self._files, wanted, undo=self._plain_stream, threads=threads, budget_nbytes=budget)[1]
+
+        return fill_targets([request for request, _ in some], self._planner, fill)
+
+    def _plain_stream(self, request: ReadItem, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+        made: IO[bytes] = self._transforms.transform_load_stream(request, descriptors, stream)
+        return made
+
+    def _chunk(self, request: ReadItem) -> tuple[Ints, DType | None]:
+        """Return shape and dtype of the chunk that a request reads from; no dtype if the metadata do not describe it."""
+        index = request.storage_index
+        entry: Any = self._entries.get(index.fqn)
+        if entry is None or not is_tensor_entry(entry):
+            return (), None
+        sizes = self._chunk_sizes.get(index.fqn)
+        if sizes is None:
+            sizes = self._chunk_sizes[index.fqn] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
+        shape = sizes.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
+        dtype = known_to_torch().get(entry.properties.dtype)
+        return ((), None) if shape is None else (shape, dtype)
+
+
+def _sums_in(metadata: Metadata | None) -> dict[str, Sums]:
+    try:
+        return sums_of(getattr(metadata, "shardkeep_sums", None) or {})
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise MalformedFile(f"the checksums of the data files in the metadata are malformed: {exc}") from exc
+
+
+def _read_native(view: TorchView, places: Mapping[Any, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Read every item of a plan from a native checkpoint."""
+    tensors: list[ReadItem] = []
+    for request in plan.items:
+        if request.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(request, view.saved_object(places[request.storage_index], Options()))
+        else:
+            tensors.append(request)
+
+    def fill(targets: Sequence[torch.Tensor]) -> None:
+        wanted = []
+        for request in tensors:
+            chunk = places[request.storage_index]
+            at = tuple(a + b for a, b in zip(chunk.offsets, request.storage_offsets, strict=True))
+            wanted.append((chunk.row, Box(at, tuple(request.lengths)), request.storage_index.fqn))
+        view.fill(wanted, targets)
+
+    fill_targets(tensors, planner, fill)
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+class FileSystemReader(StorageReader):
+    """Reads a checkpoint from a directory or a store."""
+
+    def __init__(self, path: PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
+        """
+        Set where the checkpoint is.
+
+        Args:
+            path: its directory, or its URL: `s3://`, `gs://`, `az://`, `file://`, or any URL that fsspec opens.
+            _extension_registry: the extensions that items may have been written through.
+
+        """
+        super().__init__()
+        self.fs: FileSystemBase
+        self.fs, self.path = file_system_for(path)
+        self.storage_data: dict[Any, Any] = {}
+        self.load_id = str(uuid.uuid4())
+        self.transforms = _StorageReaderTransforms(_extension_registry)
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._metadata: Metadata | None = None
+        self._native: TorchView | None = None
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), sinfo.offset, sinfo.length))
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        self.storage_data = {}
+        if checkpoint_id:
+            self.fs, self.path = file_system_at(self.fs, checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def _store(self) -> Store | StreamStore:
+        return store_of(self.fs, self.path, foreign=True) or StreamStore(self.fs, self.path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        name = metadata_name(kwargs.get("rank"))
+        store = self._store()
+        try:
+            if kwargs.get("rank") is None and not isinstance(store, StreamStore) and latest(store) == RECORD_NAME:
+                raise BlobNotFound(f"{name}: a native checkpoint was saved here since", name=name)
+            metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
+            self._native = None
+        except BlobNotFound:
+            if kwargs.get("rank") is not None or not is_native(store):
+                raise
+            self._native = TorchView.open(store, self.path)
+            metadata = self._native.metadata
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return to_classes_of_caller(metadata)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if metadata.storage_data is None:
+            raise BrokenProtocol(f"the metadata of {self.path} do not say where the items are (storage_data is None)")
+        self.storage_data = metadata.storage_data
+        self._metadata = metadata
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._native is not None:
+            _read_native(self._native, self.storage_data, plan, planner)
+        else:
+            _PlanReader(self._store(), self._metadata, self.storage_data, planner, self.transforms).read(plan)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _get_metadata_path(self, rank: int | None = None) -> PathLike:
+        return self.fs.concat_path(self.path, metadata_name(rank))
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class FsspecReader(FileSystemReader):
+    """Reads a checkpoint from any URL that fsspec opens."""
+
+    def __init__(self, path: PathLike, **kwargs: Any) -> None:
+        """Set where the checkpoint is; `kwargs` are for the file system: credentials, endpoints."""
+        super().__init__(path)
+        self.fs, self.path = open_with_fsspec(path, kwargs)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
+
+
+def open_with_fsspec(path: PathLike, kwargs: dict[str, Any]) -> tuple[FileSystemBase, PathLike]:
+    """
+    Open a URL with fsspec, or with one of our stores if fsspec has no implementation for it.
+
+    With `kwargs`, only fsspec will do: they are meant for it.
+    """
+    fs = FsspecFileSystem()
+    try:
+        return fs, fs.init_path(path, **kwargs)
+    except (ImportError, ValueError, CheckpointError):
+        if kwargs or not is_of_store(path):
+            raise
+    return file_system_for(path)
+
+
+# -- a part of a stream ------------------------------------------------------------------------------------------------
+
+
+class _ReaderView(io.IOBase):
+    """
+    The `len` bytes of a stream from `offset` on, as a stream.
+
+    It shares the position of the stream: two views of one stream are used in turn, each after a `seek`.
+    """
+
+    def __init__(self, base_stream: io.IOBase, offset: int, len: int) -> None:  # noqa: A002 - torch's name
+        super().__init__()
+        self.offset = offset
+        self.len = len
+        self.base_stream = base_stream
+        self.seek(0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Set the position, and return it; both count from the start of the view."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell() if whence == os.SEEK_CUR else 0, os.SEEK_END: self.len}
+        if whence not in start:
+            raise ValueError(f"whence is {whence}, expected one of os.SEEK_SET, os.SEEK_CUR, os.SEEK_END")
+        target = start[whence] + offset
+        if target < 0:
+            raise ValueError(f"cannot seek to {target}, before the start of the view")
+        self.base_stream.seek(self.offset + target)
+        return target
+
+    def tell(self) -> int:
+        """Return the position, from the start of the view."""
+        return self.base_stream.tell() - self.offset
+
+    def readable(self) -> bool:
+        """Return whether the stream can be read."""
+        return self.base_stream.readable()
+
+    def seekable(self) -> bool:
+        """Return whether the stream can seek."""
+        return self.base_stream.seekable()
+
+    def readinto(self, b: Any) -> int:
+        """Fill a buffer up to the end of the view; return how many bytes were read."""
+        left = self._left()
+        if left == 0:
+            return 0
+        room = memoryview(b).cast("B")
+        read: int = self.base_stream.readinto(room[:left])  # type: ignore[attr-defined]  # binary streams have it
+        return read
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read so many bytes, or all that are left in the view."""
+        left = self._left()
+        wanted = left if size is None or size < 0 else min(size, left)
+        data: bytes = self.base_stream.read(wanted)
+        return data
+
+    def _left(self) -> int:
+        return max(0, self.len - self.tell())
+
+
+def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:
+    """Return a part of a stream as a stream."""
+    return _ReaderView(file, offset, length)

@@ -1,0 +1,601 @@
+"""
+`FileSystemWriter`: saves in torch's layout, on any file system or store.
+
+Data files get names that no other file has. The metadata, which name them, are put in place last and in one step; only then
+are the files of the replaced checkpoint removed. A save that fails or dies leaves the old checkpoint intact.
+
+Tensors of a default planner, written unchanged to a local disk or a store, go through the engine's file jobs. Everything
+else is written as a stream, item by item: other file systems, stream extensions, planners that create what they save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import io
+import math
+import os
+import queue
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch.futures import Future
+
+from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
+from shardkeep.dcp._impl.file_reader import open_with_fsspec
+from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
+from shardkeep.dcp._impl.planners import DefaultSavePlanner
+from shardkeep.engine.stagers import BlockingAsyncStager
+from shardkeep.engine.torch_writer import Data, HashingStream, WrittenItem, lay_out, plain_tensor, write_stream
+from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
+from shardkeep.engine.writer import FileJob, write_files
+from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
+from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
+from shardkeep.layouts.torch_publish import Commit, commit_target_for, first_number
+from shardkeep.layouts.torch_values import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    STATE_DICT_TYPE,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    SerializationFormat,
+    StorageMeta,
+    StorageWriter,
+    WriteItem,
+    WriteItemType,
+    WriteResult,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from shardkeep.options import Options
+from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage.base import is_name
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.file_systems import (
+    FileSystem,
+    FileSystemBase,
+    FsspecFileSystem,
+    PathLike,
+    file_system_at,
+    file_system_for,
+    is_of_store,
+    store_of,
+    sync_stream,
+    write_all,
+)
+
+_MOST_PICKLED_NBYTES = 64 << 20
+"""Pickled objects that are held in memory until they are written."""
+
+
+# -- items to files ----------------------------------------------------------------------------------------------------
+
+
+def _item_size(item: WriteItem) -> int:
+    """Return the bytes of an item's tensor; 0 for an object."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[WriteItem]]:
+    """Distribute items over files: objects in turn, then the largest tensor first to the smallest file."""
+    if bins == 1:
+        return [items]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    for number, item in enumerate(objects):
+        buckets[number % bins].append(item)
+    sizes = [(0, number) for number in range(bins)]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    for item in sorted(tensors, key=_item_size, reverse=True):
+        size, number = sizes[0]
+        buckets[number].append(item)
+        heapq.heapreplace(sizes, (size + _item_size(item), number))
+    return buckets
+
+
+class FilePlan(NamedTuple):
+    """A data file to write."""
+
+    path: PathLike
+    name: str
+    items: list[WriteItem]
+    header: bytes | None = None
+    """The header before bare tensors; None if each item is an archive."""
+
+
+def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+    """Write files. If one of them fails, all are removed."""
+    if writer.serialization_format == SerializationFormat.SAFETENSORS:
+        if writer.transforms.extensions:
+            raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
+        plans = [_as_safetensors(plan) for plan in plans]
+    plans = [
+        plan._replace(items=sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)) for plan in plans
+    ]
+    results = _write_laid_out(writer, planner, plans) if _can_be_laid_out(writer, planner, plans) else None
+    return _write_streams(writer, planner, plans) if results is None else results
+
+
+def _as_safetensors(plan: FilePlan) -> FilePlan:
+    if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
+        return plan
+    tensors = aligned_order(list(map(planned_tensor, plan.items)))
+    return plan._replace(items=[tensor.item for tensor in tensors], header=header_of(tensors, {}, where=plan.name))
+
+
+# -- files whose layout is known in advance ----------------------------------------------------------------------------
+
+
+def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> bool:
+    own = type(planner)
+    resolves_in_place = isinstance(planner, DefaultSavePlanner) and all(
+        getattr(own, name) is getattr(DefaultSavePlanner, name) and name not in vars(planner)
+        for name in ("resolve_data", "lookup_object", "transform_object")
+    )
+    in_store = store_of(writer.fs, writer.path) is not None and all(
+        is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
+    )
+    return resolves_in_place and in_store and _writes_unchanged(writer.transforms)
+
+
+def _writes_unchanged(transforms: Any) -> bool:
+    return type(transforms) is _StorageWriterTransforms and not transforms.extensions
+
+
+def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult] | None:
+    """Write files through the engine; None if the objects in them are too large to pickle in advance."""
+    options = Options()
+    store = store_of(writer.fs, writer.path, durable=writer.sync_files)
+    resolved = _resolve_all(planner, plans)
+    if resolved is None or store is None:
+        return None
+    synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
+    laid_out = [_lay_out(plan, of_file) for plan, of_file in zip(plans, resolved, strict=True)]
+    budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
+    jobs = [job for job, _ in laid_out]
+    with CancelScope(budget=budget.room).active():
+        digests = write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
+    results: list[WriteResult] = []
+    written = [job.name for job in jobs]
+    try:
+        for plan, (job, items), of_file, data in zip(plans, laid_out, digests, resolved, strict=True):
+            sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, of_file)
+            written.append(f"{plan.name}{SUMS_SUFFIX}")  # before `put`, which may fail after the file exists
+            store.put(f"{plan.name}{SUMS_SUFFIX}", encoded, replace=True)
+            results += _results(plan, items, list(map(_is_as_planned, plan.items, data)), sums)
+    except BaseException:
+        for name in written:
+            with suppress(CheckpointError):
+                store.delete(name)
+        raise
+    return results
+
+
+def _resolve_all(planner: SavePlanner, plans: list[FilePlan]) -> list[list[Data]] | None:
+    """Return the data of each file; None if pickled objects would take too much memory."""
+    pickled = 0
+    resolved: list[list[Data]] = []
+    for plan in plans:
+        resolved.append([])
+        for item in plan.items:
+            data = _resolve(planner, item)
+            resolved[-1].append(data)
+            pickled += 0 if isinstance(data, torch.Tensor) else data.nbytes
+            if pickled > _MOST_PICKLED_NBYTES:
+                return None
+    return resolved
+
+
+def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[WrittenItem]]:
+    if plan.header is None:
+        return lay_out(plan.name, data)
+    for item, each in zip(plan.items, data, strict=True):
+        _check_as_planned(item, each)
+    job, items = lay_out(plan.name, [memoryview(plan.header), *data], framed=False)
+    return job, items[1:]
+
+
+# -- single items ------------------------------------------------------------------------------------------------------
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> Data:
+    """Return the data of an item: a tensor whose memory can be written as it is, or bytes."""
+    data = planner.resolve_data(item)
+    key = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
+            raise BrokenProtocol(f"{key!r} is planned as bytes, but the planner returned a {type(data).__name__}")
+        return memoryview(data.getvalue())  # a copy, because the planner may reuse the stream
+    if not isinstance(data, torch.Tensor):
+        raise BrokenProtocol(f"{key!r} is planned as a tensor, but the planner returned a {type(data).__name__}")
+    return _plain_or_saved(key, data)
+
+
+def _plain_or_saved(key: str, data: torch.Tensor) -> Data:
+    plain = plain_tensor(key, data)
+    if plain is not None:
+        return plain
+    archive = io.BytesIO()
+    torch.save(data.detach().cpu(), archive)
+    return archive.getbuffer()
+
+
+def _is_as_planned(item: WriteItem, data: Data) -> bool:
+    """Return whether the bytes of a tensor are what its metadata will describe."""
+    planned = item.tensor_data
+    if planned is None or not isinstance(data, torch.Tensor):
+        return False
+    return data.dtype == planned.properties.dtype and tuple(data.shape) == tuple(planned.chunk.sizes)
+
+
+def _check_as_planned(item: WriteItem, data: Data) -> None:
+    if not _is_as_planned(item, data):
+        raise StateError(
+            f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
+            hint="write TORCH_SAVE files, or leave it out",
+            key=item.index.fqn,
+        )
+
+
+def _results(plan: FilePlan, items: list[WrittenItem], as_planned: list[bool], sums: Sums) -> list[WriteResult]:
+    results = [_result(*each, plan.name) for each in zip(plan.items, items, as_planned, strict=True)]
+    if results:
+        results[0].storage_data.keep_sums((sums.nbytes, sums.block_nbytes, sums.checksum))
+    return results
+
+
+def _result(item: WriteItem, written: WrittenItem, as_planned: bool, file: str) -> WriteResult:
+    info = _StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
+    if written.data_start is not None and as_planned:
+        info.keep_data_start(written.data_start)
+    return WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
+
+
+def _write_item(
+    transforms: Any,
+    stream: io.IOBase,
+    data: io.BytesIO | torch.Tensor,
+    write_item: WriteItem,
+    storage_key: str,
+    serialization_format: SerializationFormat,
+) -> WriteResult:
+    """Write one item to a stream; for writers of users, which write their files themselves."""
+    if serialization_format != SerializationFormat.TORCH_SAVE and isinstance(data, torch.Tensor):
+        raise StateError(f"{write_item.index.fqn!r}: a safetensors file is not written item by item")
+    item = data.getbuffer() if isinstance(data, io.BytesIO) else _plain_or_saved(write_item.index.fqn, data)
+    out = HashingStream(cast("IO[bytes]", stream), at=stream.tell())
+
+    def wrap(raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        wrapped, descriptors = transforms.transform_save_stream(write_item, raw)
+        return wrapped, list(descriptors)
+
+    [written] = write_stream(out, [item], wrap)
+    return _result(write_item, written, as_planned=False, file=storage_key)
+
+
+# -- files that are written as streams ---------------------------------------------------------------------------------
+
+
+def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+    results: dict[str, list[WriteResult]] = {}
+    stop = threading.Event()
+
+    def write(plan: FilePlan, _: memoryview) -> bool:
+        results[plan.name] = _write_one_stream(
+            writer.fs, writer.transforms, planner, plan, sync=writer.sync_files, stop=stop
+        )
+        return True
+
+    try:
+        run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0, stop=stop)
+    except BaseException:
+        for plan in plans:
+            for path in (plan.path, f"{os.fspath(plan.path)}{SUMS_SUFFIX}"):
+                with suppress(Exception):  # of any class; the error that is raised matters more
+                    writer.fs.rm_file(path)
+        raise
+    return [result for plan in plans for result in results[plan.name]]
+
+
+def _write_one_stream(
+    fs: FileSystemBase, transforms: Any, planner: SavePlanner, plan: FilePlan, *, sync: bool, stop: threading.Event
+) -> list[WriteResult]:
+    items = iter(plan.items)
+    as_planned: list[bool] = []
+
+    def wrap(out: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        item = next(items)
+        if _writes_unchanged(transforms):
+            return out, []
+        stream, descriptors = transforms.transform_save_stream(item, out)
+        return stream, list(descriptors)
+
+    def resolved() -> Iterator[Data]:
+        for item in plan.items:
+            if stop.is_set():
+                raise FollowUpError("the save was given up")
+            data = _resolve(planner, item)
+            synchronize_devices([data] if isinstance(data, torch.Tensor) else [])
+            as_planned.append(_is_as_planned(item, data))
+            if plan.header is not None:
+                _check_as_planned(item, data)
+            yield data
+
+    with fs.create_stream(plan.path, "wb") as raw:
+        out = HashingStream(raw)  # type: ignore[arg-type]  # opened for writing
+        if plan.header is not None:
+            out.write(plan.header)
+        written = write_stream(out, resolved(), wrap, framed=plan.header is None)
+        sync_stream(raw, sync=sync)
+    sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
+    with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
+        write_all(raw, data, sync=sync)
+    return _results(plan, written, as_planned, sums)
+
+
+# -- writers -----------------------------------------------------------------------------------------------------------
+
+
+class CheckpointThere(CheckpointExists, RuntimeError):
+    """There is a checkpoint, and the writer may not replace it."""
+
+
+def _generate_uuid() -> str:
+    return str(uuid.uuid4())
+
+
+class _FileSystemWriter(StorageWriter):
+    """Writes items into a few files per rank. See `FileSystemWriter` for the arguments."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.fs: FileSystemBase
+        self.fs, self.path = file_system_for(path)
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.save_id = _generate_uuid()
+        self.overwrite = overwrite
+        self.transforms = _StorageWriterTransforms(_extensions)
+        self.serialization_format = serialization_format
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._began_s = time.time()
+        self._written: list[str] = []
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id:
+            self.fs, self.path = file_system_at(self.fs, checkpoint_id)
+        self.save_id = _generate_uuid()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+        self._began_s = time.time()
+        self._written = []  # the files of the previous save must not be discarded with this one
+
+    def _alone_s(self, metadata: Metadata) -> float:
+        """Return how many seconds the coordinator may still work when the other ranks are done."""
+        return 0.0
+
+    def _metadata_exists(self) -> bool:
+        # If each rank writes its own metadata, other ranks may have written theirs in this very save.
+        own = self._get_metadata_path(None if self.use_collectives else self.rank)
+        return self.fs.exists(own) or self.fs.exists(self.fs.concat_path(self.path, RECORD_NAME))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.fs.mkdir(self.path)
+        if self._metadata_exists():
+            if not self.overwrite:
+                raise CheckpointThere(
+                    f"{self.path}: Checkpoint already exists and self.overwrite={self.overwrite}.",
+                    hint="save to another place, or pass overwrite=True",
+                )
+            warnings.warn(f"{self.path} holds a checkpoint, which this save will replace", stacklevel=2)
+        if self.rank is not None and not self.use_collectives:
+            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        buckets = (
+            _split_by_size_and_type(self.thread_count, plan.items)
+            if self.single_file_per_rank
+            else [[item] for item in plan.items]
+        )
+        files: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
+        number = first_number(commit_target_for(self.fs, self.path, sync=self.sync_files))
+        for bucket in filter(None, self._split_formats(buckets)):
+            # An existing file belongs to a checkpoint that must stay intact until this save is committed.
+            while True:
+                name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
+                path = self.fs.concat_path(self.path, name)
+                number += 1
+                if not self.fs.exists(path):
+                    break
+            files.put((path, name, bucket))
+        self._written = [name for _, name, _ in files.queue]
+        return self._write_data(planner, files)
+
+    def _supersede_common(self) -> None:
+        """Remove the metadata of all ranks together, after each rank has written its own."""
+        self._commit().supersede_common()
+
+    def _discard_written(self) -> None:
+        """Remove what this rank wrote, because the save failed on another rank and was not committed."""
+        self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
+
+    def _split_formats(self, buckets: list[list[WriteItem]]) -> list[list[WriteItem]]:
+        """Separate objects from tensors if the tensors go to safetensors files."""
+        if self.serialization_format == SerializationFormat.TORCH_SAVE:
+            return buckets
+        objects = [[item for item in bucket if item.type == WriteItemType.BYTE_IO] for bucket in buckets]
+        tensors = [[item for item in bucket if item.type != WriteItemType.BYTE_IO] for bucket in buckets]
+        return [*objects, *tensors]
+
+    def _write_data(
+        self, planner: SavePlanner, file_queue: queue.Queue[tuple[PathLike, str, list[Any]]]
+    ) -> Future[list[WriteResult]]:
+        """Write files, each given by its path, its name in the checkpoint, and its items."""
+        plans = []
+        while not file_queue.empty():
+            path, name, items = file_queue.get_nowait()
+            plans.append(FilePlan(path, name, items))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(write_plans(self, planner, plans))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        sums: dict[str, Sums] = {}
+        places: dict[Any, Any] = {}
+        for result in (each for of_rank in results for each in of_rank):
+            places[result.index] = result.storage_data
+            if isinstance(result.storage_data, _StorageInfo) and (of_file := result.storage_data.take_sums()):
+                nbytes, block_nbytes, checksum = of_file
+                sums[result.storage_data.relative_path] = Sums(
+                    nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum
+                )
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        set_sums(metadata, sums)
+        self._commit().publish(
+            metadata_name(None if self.use_collectives else self.rank),
+            encode_metadata(metadata),
+            sums=sums,
+            own=self._written,
+            keep=data_files_of(metadata),
+            began_s=self._began_s,
+        )
+
+    def _commit(self) -> Commit:
+        return Commit(commit_target_for(self.fs, self.path, sync=self.sync_files))
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def _get_metadata_path(self, rank: int | None = None) -> PathLike:
+        return self.fs.concat_path(self.path, metadata_name(rank))
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        """Where the checkpoint goes."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
+    """
+    Writes a checkpoint in torch's layout into a directory: a few data files per rank, and `.metadata`.
+
+    Torch can read it. Digests of the data files are stored beside them; our reader checks them.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+    ) -> None:
+        """
+        Set where and how to write.
+
+        Args:
+            path: a directory, or a URL (`s3://`, `gs://`, `az://`, `file://`, or any URL that fsspec opens).
+            single_file_per_rank: one file per rank and thread, instead of one per tensor or object.
+            sync_files: make files durable before the save ends.
+            thread_count: how many files a rank writes at the same time.
+            per_thread_copy_ahead: has no effect: each thread copies one window ahead of its writes.
+            cache_staged_state_dict: keep the memory of staged states for the next save.
+            overwrite: replace an existing checkpoint; otherwise it is an error.
+            _extensions: transform what is written; the first one is nearest to the file.
+            serialization_format: tensors as `torch.save` writes them, or safetensors files.
+
+        """
+        _FileSystemWriter.__init__(
+            self,
+            path=path,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+        )
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Return a copy of the state in host memory."""
+        return super().stage(state_dict)
+
+
+class FsspecWriter(FileSystemWriter):
+    """Writes a checkpoint in torch's layout to any URL that fsspec opens."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        **kwargs: Any,
+    ) -> None:
+        """Set where and how to write, as `FileSystemWriter`; `kwargs` are for the file system: credentials, endpoints."""
+        super().__init__(
+            path,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+        )
+        self.fs, self.path = open_with_fsspec(path, kwargs)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
