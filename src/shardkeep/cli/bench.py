@@ -15,6 +15,7 @@ After it, the state is compared with what was written.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -27,10 +28,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from shardkeep.cli import Command
 from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size, print_json, printable, styled
@@ -38,6 +39,7 @@ from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, Store, local_path, preferred_requests
 from shardkeep.storage.resolve import open_root, open_store
+from shardkeep.storage.system import available_memory
 
 _TORCH = "torch.distributed.checkpoint"
 _SPARE_NBYTES = 256 << 20
@@ -129,21 +131,12 @@ def _check_place(where: str, root: Root, nbytes: int) -> None:
 
 
 def _check_memory(nbytes: int) -> None:
-    memory = _free_memory()
-    if memory is not None and memory < nbytes * 1.2 + 1e9:
+    memory = available_memory()
+    if memory < nbytes * 1.2 + 1e9:
         raise UsageError(
             f"a state of {format_size(nbytes)} does not fit into the {format_size(memory)} of free memory",
             hint="choose a smaller --gb",
         )
-
-
-def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    except OSError:
-        return None
-    return int(found.split()[1]) * 1024 if found else None
 
 
 @contextmanager
@@ -196,14 +189,7 @@ def _results_json(where: str, args: argparse.Namespace, results: list[Result]) -
         "gb": args.gb,
         "rounds": args.rounds,
         "results": [
-            {
-                "name": each.name,
-                "nbytes": each.nbytes,
-                "write_gb_per_s": each.write_gb_per_s,
-                "read_gb_per_s": each.read_gb_per_s,
-                "write_s": each.write_s,
-                "read_s": each.read_s,
-            }
+            {**asdict(each), "write_gb_per_s": each.write_gb_per_s, "read_gb_per_s": each.read_gb_per_s}
             for each in results
         ],
     }
@@ -232,97 +218,86 @@ def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Resu
 
 # -- one contender, in its own process
 
-_PIECE_NBYTES = 64 << 20
+_TENSOR_NBYTES = 64 << 20
 _REQUEST_NBYTES = 8 << 20
-_MOST_FILES = 4
+_MAX_FILES = 4
 
 
-class Contender(Protocol):
-    """Something to measure."""
+class Contender:
+    """Something to measure. One without a state in memory overrides only `write` and `read`."""
+
+    nbytes: int
+    """Bytes that are written: the requested size, rounded down."""
 
     def write(self, path: str) -> None:
         """Write everything, durable on return."""
+        raise NotImplementedError
 
     def read(self, path: str) -> None:
         """Read everything."""
+        raise NotImplementedError
 
     def digest(self) -> int:
         """Return a hash of the state in memory."""
+        return 0
 
     def forget(self) -> None:
         """Clear the state in memory, so that only a read restores it."""
 
 
-class RawDisk:
+class RawDisk(Contender):
     """The disk without a checkpoint library."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        self._files = max(1, min(_MOST_FILES, threads, nbytes // _REQUEST_NBYTES))
-        self._nbytes = max(_REQUEST_NBYTES, nbytes // self._files // _REQUEST_NBYTES * _REQUEST_NBYTES)
-        self._buffers = [mmap.mmap(-1, _REQUEST_NBYTES) for _ in range(self._files)]
+        files = max(1, min(_MAX_FILES, threads, nbytes // _REQUEST_NBYTES))
+        self._file_nbytes = max(_REQUEST_NBYTES, nbytes // files // _REQUEST_NBYTES * _REQUEST_NBYTES)
+        self._buffers = [mmap.mmap(-1, _REQUEST_NBYTES) for _ in range(files)]
         for buffer in self._buffers:
             buffer[:] = os.urandom(_REQUEST_NBYTES)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are written: the requested size, rounded down to whole requests."""
-        return self._nbytes * self._files
+        self.nbytes = self._file_nbytes * files
 
     def write(self, path: str) -> None:
         os.makedirs(path)
-        self._each(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
+        self._transfer(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
 
     def read(self, path: str) -> None:
-        self._each(path, os.O_RDONLY, lambda fd, into, at: os.preadv(fd, [into], at))
+        self._transfer(path, os.O_RDONLY, lambda fd, into, at: os.preadv(fd, [into], at))
 
-    def digest(self) -> int:
-        return 0
-
-    def forget(self) -> None:
-        """There is no state."""
-
-    def _each(self, path: str, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
-        with ThreadPoolExecutor(self._files) as pool:
-            files = [os.path.join(path, f"raw-{i}") for i in range(self._files)]
-            list(pool.map(lambda file, buffer: self._transfer(file, flags, move, buffer), files, self._buffers))
-
-    def _transfer(self, path: str, flags: int, move: Callable[[int, memoryview, int], int], buffer: mmap.mmap) -> None:
-        fd = _open(path, flags)
-        try:
-            for at in range(0, self._nbytes, _REQUEST_NBYTES):
-                done = 0
-                while done < _REQUEST_NBYTES:
-                    moved = move(fd, memoryview(buffer)[done:], at + done)
+    def _transfer(self, path: str, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
+        def transfer(number: int, buffer: mmap.mmap) -> None:
+            fd = _open_direct(os.path.join(path, f"raw-{number}"), flags)
+            try:
+                at = 0
+                while at < self._file_nbytes:
+                    moved = move(fd, memoryview(buffer)[at % _REQUEST_NBYTES :], at)
                     if not moved:
-                        raise OSError(f"{path} ends at {at + done}")
-                    done += moved
-            if flags & os.O_WRONLY:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+                        raise OSError(f"{path}/raw-{number} ends at {at}")
+                    at += moved
+                if flags & os.O_WRONLY:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        with ThreadPoolExecutor(len(self._buffers)) as pool:
+            list(pool.map(transfer, itertools.count(), self._buffers))
 
 
-def _open(path: str, flags: int) -> int:
+def _open_direct(path: str, flags: int) -> int:
     """Open a file, bypassing the page cache if the file system supports it."""
-    direct = getattr(os, "O_DIRECT", 0)
     try:
-        return os.open(path, flags | direct, 0o644)
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
     except OSError:
         return os.open(path, flags, 0o644)
 
 
-class PlainStore:
+class PlainStore(Contender):
     """The store without a checkpoint library."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         self._threads = threads
         self._data = os.urandom(_REQUEST_NBYTES)
         self._names = [f"plain-{i}" for i in range(max(1, nbytes // _REQUEST_NBYTES))]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are written: the requested size, rounded down to whole requests."""
-        return len(self._names) * _REQUEST_NBYTES
+        self.nbytes = len(self._names) * _REQUEST_NBYTES
 
     def write(self, path: str) -> None:
         self._each(path, lambda store, name: store.put(name, self._data, replace=True))
@@ -330,27 +305,23 @@ class PlainStore:
     def read(self, path: str) -> None:
         self._each(path, lambda store, name: store.get(name, limit=_REQUEST_NBYTES))
 
-    def digest(self) -> int:
-        return 0
-
-    def forget(self) -> None:
-        """There is no state."""
-
     def _each(self, path: str, work: Callable[[Store, str], object]) -> None:
         store = open_store(path, direct=False)
         with ThreadPoolExecutor(preferred_requests(store, self._threads)) as pool:
             list(pool.map(lambda name: work(store, name), self._names))
 
 
-class StateContender:
-    """A state to save and load."""
+class StateContender(Contender):
+    """A state that a module saves and loads: shardkeep's, or one with the `save` and `load` of torch's DCP."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, module: str) -> None:
         import numpy as np  # noqa: PLC0415 - the raw contenders do not need torch and numpy
         import torch  # noqa: PLC0415
 
+        self._module: Any = import_module(module)
+        self._native = module == "shardkeep"
         random = np.random.default_rng(0)
-        count = max(1, nbytes // _PIECE_NBYTES)
+        count = max(1, nbytes // _TENSOR_NBYTES)
         size = nbytes // count // 4096 * 1024
         self.state = {
             "model": {
@@ -359,6 +330,15 @@ class StateContender:
             }
         }
         self.nbytes = 4 * size * count
+
+    def write(self, path: str) -> None:
+        self._call(self._module.save, path)
+
+    def read(self, path: str) -> None:
+        self._call(self._module.load, path)
+
+    def _call(self, function: Callable[..., object], path: str) -> None:
+        function(self.state, path) if self._native else function(self.state, checkpoint_id=path, no_dist=True)
 
     def digest(self) -> int:
         import xxhash  # noqa: PLC0415
@@ -371,34 +351,6 @@ class StateContender:
     def forget(self) -> None:
         for tensor in self.state["model"].values():
             tensor.zero_()
-
-
-class ShardkeepContender(StateContender):
-    """shardkeep's own save and load."""
-
-    def write(self, path: str) -> None:
-        import shardkeep  # noqa: PLC0415
-
-        shardkeep.save(self.state, path)
-
-    def read(self, path: str) -> None:
-        import shardkeep  # noqa: PLC0415
-
-        shardkeep.load(self.state, path)
-
-
-class DcpContender(StateContender):
-    """A module with torch's `save` and `load`."""
-
-    def __init__(self, nbytes: int, name: str) -> None:
-        super().__init__(nbytes)
-        self._module: Any = import_module(name)
-
-    def write(self, path: str) -> None:
-        self._module.save(self.state, checkpoint_id=path, no_dist=True)
-
-    def read(self, path: str) -> None:
-        self._module.load(self.state, checkpoint_id=path, no_dist=True)
 
 
 def drop_cached(path: str) -> None:
@@ -436,10 +388,9 @@ def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float],
     return written, read
 
 
-def _contender(name: str, nbytes: int, threads: int) -> RawDisk | PlainStore | ShardkeepContender | DcpContender:
-    if name in {"raw", "plain"}:
-        return (RawDisk if name == "raw" else PlainStore)(nbytes, threads)
-    return ShardkeepContender(nbytes) if name == "shardkeep" else DcpContender(nbytes, name)
+def _contender(name: str, nbytes: int, threads: int) -> Contender:
+    raw = {"raw": RawDisk, "plain": PlainStore}.get(name)
+    return raw(nbytes, threads) if raw else StateContender(nbytes, name)
 
 
 def main(argv: list[str]) -> int:
