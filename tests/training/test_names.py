@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from shardkeep.errors import CheckpointError
 from shardkeep.state.names import (
     canonical_key,
-    canonical_names,
     get_fqns,
     live_state,
     names_of_parameters,
@@ -61,10 +60,10 @@ def test_wrappers_are_no_part_of_names():
     model = wrapped()
 
     assert [canonical_key(model, key) for key in model.state_dict()] == PLAIN
-    assert {canonical_names(model, name) for name, _ in model.named_parameters()} == {
+    assert {frozenset(get_fqns(model, name)) for name, _ in model.named_parameters()} == {
         frozenset({name}) for name, _ in Tied().named_parameters()
     }
-    assert [canonical_names(model, name) for name in PLAIN] == [frozenset({name}) for name in PLAIN]
+    assert [get_fqns(model, name) for name in PLAIN] == [{name} for name in PLAIN]
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -101,9 +100,9 @@ def test_hidden_children_are_no_part_of_names():
     """A module that says which child hides its attributes has the names without that child."""
     model = nn.Sequential(Hiding())
 
-    assert canonical_names(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
-    assert canonical_names(model, "0.inner.weight") == {"0.weight"}
-    assert canonical_names(model, "0.inner.weight", fqn_modifiers="_others") == {"0.inner.weight"}
+    assert get_fqns(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
+    assert get_fqns(model, "0.inner.weight") == {"0.weight"}
+    assert get_fqns(model, "0.inner.weight", dsd_fqn_modifiers="_others") == {"0.inner.weight"}
     assert list(parameter_names(model).values()) == [("0.own",), ("0.weight",), ("0.bias",)]
 
 
@@ -113,7 +112,7 @@ def test_names_that_lead_nowhere_are_refused():
 
     for name, part in [("blocks.7.weight", "'7'"), ("head.weigh", "'weigh'")]:
         with pytest.raises(AttributeError, match=part) as caught:
-            canonical_names(model, name)
+            get_fqns(model, name)
         assert isinstance(caught.value, CheckpointError)
     assert canonical_key(model, "_orig_mod.blocks.made.up") == "blocks.made.up"
-    assert canonical_names(model, "head._extra_state") == {"head._extra_state"}
+    assert get_fqns(model, "head._extra_state") == {"head._extra_state"}

@@ -24,7 +24,7 @@ from shardkeep.dcp.state_dict import (
     set_state_dict,
 )
 from shardkeep.errors import CheckpointError
-from shardkeep.state.names import canonical_names, parameter_names
+from shardkeep.state.names import get_fqns, parameter_names
 from tests.support.rank_pool import RankPool
 from tests.training.samples import DIM, Block, Net, adamw, differences, plain, quietly, train
 from tests.training.wrappers import WRAPPERS, forget_meshes
@@ -316,7 +316,7 @@ def compiled_inside_fsdp1() -> list[str]:
         found += differences(plain(states[1]), plain(states[0]))
         found += [key for key in (*states[0][0], *states[0][1]["state"]) if "_orig_mod" in key]
     flat = next(name for name, _ in model.named_parameters())
-    found += [] if len(canonical_names(model, flat)) == 10 else [f"{flat}: {canonical_names(model, flat)}"]
+    found += [] if len(get_fqns(model, flat)) == 10 else [f"{flat}: {get_fqns(model, flat)}"]
     return found
 
 

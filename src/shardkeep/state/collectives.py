@@ -71,15 +71,9 @@ def gather_state_dict(
     Return the state dict with each DTensor and ShardedTensor as one full tensor.
 
     All ranks that hold parts of a tensor must call this, with trees of the same order; this is checked before anything
-    is gathered. Gathered values are detached; other tensors are in the result as they are.
-
-    Args:
-        state_dict: the tree; never changed.
-        pg: gathers ShardedTensors, by default each over its own group. DTensors use their mesh.
-        device: where ShardedTensors are gathered; by default the device their metadata name.
-        cpu_offload: move each full tensor to the CPU as soon as it is gathered.
-        ranks_only: ranks that get the result; the others take part and get an empty dict. Empty for all ranks.
-        type_check: refuse values that are neither tensors nor of a plain type; else copy them deeply.
+    is gathered. Gathered values are detached; other tensors are in the result as they are. The arguments are those of
+    `iterate_state_dict`. ShardedTensors are gathered over `pg`, by default each over its own group, and on `device`, by
+    default the one in their metadata; DTensors over their mesh.
 
     Raises:
         UnexpectedValue: a value of another type, and `type_check` is on.
@@ -111,12 +105,8 @@ def all_gather_sharded_tensor(
     Return the full tensor, on every rank of the group.
 
     Shards may have any sizes, order and dimensions, and a rank may hold several or none; torch assumes equal rows in the
-    order of ranks.
-
-    Args:
-        sharded_tensor: its metadata locate every rank's shards.
-        pg: the group; by default that of the tensor.
-        device: where to gather; by default the device of the first shard, if the group supports it.
+    order of ranks. By default the group is the tensor's own, and the device that of the first shard if the group supports
+    it.
 
     Raises:
         InvalidShards: this rank's shards differ from the metadata.
@@ -434,12 +424,8 @@ def broadcast_tensors(
     """
     Put some of the first rank's tensors into the local state dict of every rank, in place, as `broadcast_state_dict`.
 
-    Args:
-        full_state_dict: tensors on the first rank of the group, a `_TensorInfo` for each on the others.
-        local_state_dict: what to fill; keys that it lacks, or has None for, are skipped.
-        keys: which tensors, the same on all ranks.
-        device: where full tensors, and those that replace meta tensors, are made.
-        pg: the ranks that take part; all by default.
+    `full_state_dict` has tensors on the first rank of the group, and a `_TensorInfo` for each on the others. `keys` must be
+    the same on all ranks; those that `local_state_dict` lacks, or has None for, are skipped.
 
     Raises:
         StateMismatch: a key is missing, or its size or dtype differs between ranks; the same error on all.
@@ -501,13 +487,8 @@ def distribute_state_dict(
     A DTensor is replaced by a new one, of the full tensor's dtype, that holds its own part; another tensor by the full
     one on `device`. Tensors for which `local_state_dict` has nothing are left out; 0-dim tensors (on the CPU) and
     values of other types are always added, as in torch. Dicts, lists and tuples inside are handled in the same way.
-    Nothing is communicated; torch scatters from one rank what every rank has already.
-
-    Args:
-        full_state_dict: the same values on all ranks; never changed.
-        local_state_dict: what to fill; changed only if all of it can be.
-        device: where full tensors are put; new DTensors are on the device of their mesh.
-        pg: not used.
+    Nothing is communicated; torch scatters from one rank what every rank has already. New DTensors are on the device of
+    their mesh. `local_state_dict` is changed only if all of it can be filled; `pg` is not used.
 
     Raises:
         StateMismatch: a tensor has another shape than its destination.
@@ -785,17 +766,10 @@ def broadcast_batches(
     sender: int = 0,
 ) -> None:
     """
-    Fill the destinations of all ranks with the tensors of one.
+    Fill the destinations of all ranks with the tensors of one, the `sender`, counted within the group.
 
-    Args:
-        specs: the tensors, the same on all ranks.
-        sources: their values on the rank that sends; None on the others.
-        destinations: where they go on this rank.
-        device: where the buffer is; the group must be able to send from there.
-        pg: the group; None for all ranks, or for a single process.
-        batch_bytes: the size of the largest batch, the same on all ranks.
-        sender: the rank that sends, counted within the group.
-
+    `specs` and `batch_bytes`, the size of the buffer, must be the same on all ranks; `sources` are the values on the
+    sender, and None on the others. The group must be able to send from `device`, where the buffer is.
     """
     batches = list(_batches(specs, batch_bytes))
     length = max((_end(specs, runs[-1]) for runs in batches), default=0)

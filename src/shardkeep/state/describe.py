@@ -1,7 +1,7 @@
 """
-A state as columns: which tensors it has, which boxes of them this rank holds, and which memory those are.
+A state as columns: its tensors, the boxes of them that this rank holds, and the memory of each box.
 
-Saving sends the columns to rank 0; loading compares them with the index. Nothing is copied and no rank is spoken to.
+Saving sends the columns to rank 0; loading compares them with the index. Nothing is copied or communicated.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shardkeep.state.objects import is_tensor_or_object
 
 @dataclass(frozen=True)
 class Description:
-    """What one rank's state holds."""
+    """The contents of one rank's state."""
 
     tree: Node
     values: dict[str, Any]
     """Leaves that are not tensors."""
     leaves: dict[str, Any]
-    """Leaves that are, as the state has them."""
+    """Tensor leaves, as they are in the state."""
     keys: list[str]
     dtype: npt.NDArray[np.uint8]
     ndim: npt.NDArray[np.uint8]
     shape: IntArray
     origin: npt.NDArray[np.uint8]
     alias: IntArray
-    """For each tensor, the position of the first one that is the same memory."""
+    """For each tensor, the position of the first one with the same memory."""
     row_tensor: IntArray
     boxes: Boxes
     pieces: list[torch.Tensor]
@@ -60,10 +60,9 @@ def describe(
     selected: Callable[[str], bool] | None = None,
 ) -> Description:
     """
-    Describe a state that is to be saved, or (`filling`) one that is to be loaded into.
+    Describe a state to save, or, if `filling`, a state to load into.
 
-    `in_place_of` has, by flat name, what stands for objects in the state. Leaves that are not `selected` stand in the
-    tree alone, and are not looked at.
+    `in_place_of` has, by flat name, the plain states of objects. Leaves that are not `selected` are only in the tree.
     """
     flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
@@ -77,7 +76,7 @@ def describe(
 def describe_leaves(
     tensors: dict[str, Any], *, tree: Node = None, values: dict[str, Any] | None = None, filling: bool = False
 ) -> Description:
-    """Describe tensor leaves alone."""
+    """Describe tensor leaves."""
     leaves = list(tensors.values())
     found = [
         describe_ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
@@ -130,8 +129,8 @@ def _rows(
 
 
 def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int, TensorLeaf]) -> IntArray:
-    """Return, for each tensor, the position of the first one that is the same memory."""
-    # Most tensors begin where no other does, and are not compared with any.
+    """Return, for each tensor, the position of the first one with the same memory."""
+    # Most tensors begin at an address of their own, and need no comparison.
     starts = Counter([each[2] for at, each in enumerate(found) if at not in closer])
     often = {start for start, times in starts.items() if times > 1}
     often.update([piece.tensor.data_ptr() for leaf in closer.values() for piece in leaf.pieces])
@@ -149,16 +148,16 @@ def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int
 
 def file_groups(description: Description) -> list[str]:
     """
-    Name the group of files each tensor belongs to: the top-level container it is in.
+    Return the group of files of each tensor: the name of its top-level container, or "state" at the top level.
 
-    So model and optimizer go to separate files, and either can be dropped. Tensors at the top level are "state".
+    So model and optimizer go to separate files, and either can be dropped.
     """
     tree = description.tree
     if not isinstance(tree, Container):
         return ["state"] * len(description.keys)
     tops = [(part_name(tree.kind, part), node) for part, node in tree.children]
     groups: dict[str, str] = {}
-    if any("." in name for name, _ in tops):  # then the first part of a key need not be all of the container's name
+    if any("." in name for name, _ in tops):  # then the first part of a key may not be the whole name of its container
         for name, node in tops:
             if isinstance(node, Container):
                 groups.update((f"{name}.{key}", name) for key in leaf_keys(node))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardkeep.errors import BadOptions, BadState, CheckpointError, KeyCollision
-from shardkeep.state import fsdp1
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.leaves import is_dtensor
 from shardkeep.state.names import (
@@ -135,7 +134,7 @@ def checked_options(
         submodule_prefixes=_prefixes(model, submodules, modifiers),
         handle_model=not optim_only,
         handle_optim=len(optims) > 0,
-        fsdp_context=fsdp1.state_dict_context(
+        fsdp_context=_fsdp1_context(
             model,
             full=options.full_state_dict,
             cpu_offload=options.cpu_offload,
@@ -436,3 +435,71 @@ def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torc
     if accelerator is None or "cpu" in kinds or accelerator.type not in kinds:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+# FSDP1 flattens parameters, so only its own methods can return and take their state. It is imported only if a module of
+# its class exists.
+
+
+def _fsdp1_context(
+    model: nn.Module, *, full: bool, cpu_offload: bool, broadcast: bool
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that sets the form in which FSDP1 returns and takes state dicts."""
+    from torch.distributed.fsdp import (  # noqa: PLC0415 - slow, and needed only here
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
+
+    # On the CPU there is nothing to offload, and if asked to, FSDP1 returns memory that it frees at once.
+    offload = cpu_offload and any(parameter.device.type != "cpu" for parameter in model.parameters())
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+            # Only the name of this method is deprecated.
+            entered = FullyShardedDataParallel.state_dict_type(
+                model,
+                StateDictType.FULL_STATE_DICT if full else StateDictType.SHARDED_STATE_DICT,
+                FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+                if full
+                else ShardedStateDictConfig(offload_to_cpu=offload),
+                FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=cpu_offload or broadcast)
+                if full
+                else ShardedOptimStateDictConfig(offload_to_cpu=offload),
+            )
+            with entered:
+                yield
+
+    return context
+
+
+def fsdp1_optimizer_state(model: nn.Module, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by FSDP1's names of the original parameters; empty on ranks that get no state."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow, and needed only here
+
+    group = _process_group(model)
+    return FullyShardedDataParallel.optim_state_dict(model, optimizer, packed, group=group)
+
+
+def fsdp1_state_to_load(model: nn.Module, optimizer: Optimizer, named: dict[str, Any]) -> dict[str, Any]:
+    """Convert state by FSDP1's names of the original parameters to what the optimizer can load."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow, and needed only here
+
+    group = _process_group(model)
+    return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, named, group=group)
+
+
+def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group over which the outermost wrapper shards; None, all ranks, if it also replicates."""
+    from torch.distributed.fsdp import ShardingStrategy  # noqa: PLC0415 - slow, and needed only here
+
+    outermost = cast("Any", fsdp_modules(model)[0])
+    if outermost.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        return None
+    group = outermost.process_group
+    return None if isinstance(group, tuple) else group

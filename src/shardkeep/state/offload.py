@@ -143,12 +143,8 @@ def offload_state_dict_to_cpu(
     """
     Return the state dict with its tensors on the CPU; tensors that are there already are not copied.
 
-    DTensors and ShardedTensors keep their kind, with their local parts moved. The values are valid on return.
-
-    Args:
-        state_dict: the tree.
-        ranks_only: ranks that get the result; the others get an empty dict. Empty for all ranks.
-        type_check: refuse values that are neither tensors nor of a plain type; else copy them deeply.
+    DTensors and ShardedTensors keep their kind, with their local parts moved. The values are valid on return. For
+    `ranks_only` and `type_check` see `iterate_state_dict`.
 
     Raises:
         UnexpectedValue: a value of another type, and `type_check` is on.
@@ -175,14 +171,9 @@ def copy_state_dict(
     """
     Copy all tensors into those of a companion, and return a tree of the companion's tensors.
 
-    Other values in the result are those of `state_dict`. The whole companion is checked before the first copy.
-
-    Args:
-        state_dict: the tree to copy from.
-        copy_state_dict: the companion; only the values of its tensors change.
-        non_blocking: return while copies are still queued on the accelerator's current stream, which the caller must
-            synchronise. Otherwise all copies are queued together and waited for once.
-        type_check: refuse values that are neither tensors nor of a plain type; else copy them deeply.
+    Other values in the result are those of `state_dict`. The whole companion is checked before the first copy. With
+    `non_blocking`, this returns while copies are still queued on the accelerator's current stream, which the caller must
+    synchronise; otherwise all copies are queued together and waited for once.
 
     Raises:
         CompanionMismatch: keys, lengths, kinds, sizes or dtypes differ; names the path. torch casts and broadcasts.

@@ -143,14 +143,10 @@ def common_hyper(
     refuse: Callable[[str, str, list[str]], None] | None,
 ) -> Mapping[str, Any] | None:
     """
-    Return the hyper-parameters that the parameters of one group were saved with; None if none of them was saved.
+    Return the hyper-parameters with which the parameters of one group were saved; None if none of them was saved.
 
-    Args:
-        names: The parameters of the group.
-        groups: The saved hyper-parameters by parameter, one mapping for all parameters of a saved group.
-        refuse: Called with the first parameter, another one and the keys in which their hyper-parameters differ; None
-            takes those of the first parameter.
-
+    `groups` has them by parameter, one mapping for all parameters of a saved group. If they differ, `refuse` is called
+    with the first parameter, another one and the keys; without it, those of the first parameter are returned.
     """
     first: tuple[str, Mapping[str, Any]] | None = None
     for name in names:

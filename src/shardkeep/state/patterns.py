@@ -1,7 +1,7 @@
 """
-Names of leaves: which are wanted, what they are called elsewhere, and what a user may have meant.
+Patterns for names of leaves: `include`, `exclude`, `rename`, and suggestions for names that were not found.
 
-Pure functions of strings.
+Pure functions of strings; this module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MOST_PREFIXES = 4
 
 
 def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable[[str], bool] | None:
-    """Return patterns in a form that can be gone through again; refuse what is none."""
+    """Return patterns in a form that can be iterated repeatedly; raise if they are no patterns."""
     if patterns is None or (callable(patterns) and not isinstance(patterns, type)):
         return patterns
     several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
     found = tuple(patterns) if several else (patterns,)
     if not all(isinstance(pattern, str) for pattern in found):
         raise StateError(
-            f"{argument}={patterns!r} does not say which names are meant",
+            f"{argument}={patterns!r} is not a pattern for names",
             hint="give a name, a dotted prefix, a glob, several of them, or a callable",
         )
     return found
@@ -46,9 +46,9 @@ def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable
 
 def matcher(patterns: Patterns) -> Callable[[str], bool]:
     """
-    Make a test for names.
+    Return a predicate for names.
 
-    A pattern is a name, a dotted prefix of names, or a glob; any of several may match. A callable is taken as it is.
+    A pattern is a name, a dotted prefix of names, or a glob; any of several may match. A callable is used as it is.
     """
     if patterns is None:
         return lambda _: True
@@ -61,7 +61,7 @@ def matcher(patterns: Patterns) -> Callable[[str], bool]:
 
 
 def selector(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
-    """Make the test that `include` and `exclude` say together."""
+    """Return the predicate for `include` and `exclude` together."""
     wanted = matcher(include)
     if exclude is None:
         return wanted
@@ -71,13 +71,13 @@ def selector(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
 
 def renamer(rename: Renames) -> Callable[[str], str | None]:
     """
-    Make the function from a name in the checkpoint to its name in the state; None drops it.
+    Return the function from a name in the checkpoint to its name in the state; None drops the name.
 
-    A mapping of strings replaces whole names and dotted prefixes (the longest that fits); regular expressions (a
-    mapping from compiled ones, one pair, or pairs in order) are substituted wherever they match; a callable is taken as it is.
+    A mapping of strings replaces whole names and dotted prefixes (the longest that fits); regular expressions (a mapping
+    from compiled ones, one pair, or pairs in order) are substituted wherever they match; a callable is used as it is.
 
     Raises:
-        StateError: it is none of these; from the function, what it gives for a name is no name.
+        StateError: `rename` is none of these; from the function: a replacement fails.
 
     """
     if rename is None:
@@ -119,7 +119,7 @@ def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
             and (isinstance(pair[1], str) or callable(pair[1]))
         ):
             raise StateError(
-                f"rename={rename!r} does not say which names become which",
+                f"rename={rename!r} is no renaming",
                 hint="give a mapping of names, pairs of regular expression and replacement, or a callable",
             )
     return pairs
@@ -140,20 +140,20 @@ def _prefixes(table: dict[str, str]) -> Callable[[str], str]:
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without the parts that module wrappers put in."""
+    """Return a name without the parts that module wrappers add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts)
 
 
 def closest(name: str, present: Collection[str]) -> str | None:
-    """Return the name most like another one, if any is."""
+    """Return the present name most similar to `name`, if any is similar."""
     if len(present) > _MOST_SEARCHED:
         return None
     return next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.75)), None)
 
 
 def prefixes_of(names: Iterable[str]) -> set[str]:
-    """Return names and all their dotted prefixes: what a pattern without wildcards can match."""
+    """Return names and all their dotted prefixes, which are what a pattern without wildcards can match."""
     found: set[str] = set()
     for name in names:
         prefix = name
@@ -164,9 +164,7 @@ def prefixes_of(names: Iterable[str]) -> set[str]:
 
 
 def suggestions(missing: Sequence[str], present: Collection[str]) -> tuple[dict[str, str], str]:
-    """
-    For names that were not found, guess which present ones were meant; and say what to do where it is clear.
-    """
+    """Guess which present names were meant by those not found; also return a hint if one rename explains them."""
     by_core: dict[str, str] = {}
     for name in present:
         by_core.setdefault(unwrapped(name), name)
@@ -177,7 +175,7 @@ def suggestions(missing: Sequence[str], present: Collection[str]) -> tuple[dict[
 
 
 def _rename_hint(wrapped: dict[str, str]) -> str:
-    """Say which rename leads from names in the checkpoint to those in the state that differ by wrappers."""
+    """Return a hint with the rename between names that differ by wrappers only."""
     theirs = sorted({part for name in wrapped.values() for part in name.split(".")} & set(WRAPPERS))
     ours = sorted({part for name in wrapped for part in name.split(".")} & set(WRAPPERS))
     if theirs and not ours:
@@ -189,11 +187,11 @@ def _rename_hint(wrapped: dict[str, str]) -> str:
     rename = _prefixes(table)
     if len(table) <= _MOST_PREFIXES and all(rename(other) == name for name, other in wrapped.items()):
         return f"the state's keys carry {_dotted(ours)}: pass rename={table!r}"
-    return f"the state's keys carry {_dotted(ours)}: pass a callable as rename that puts them in"
+    return f"the state's keys carry {_dotted(ours)}: pass a callable as rename that adds them"
 
 
 def _differing_prefixes(old: str, new: str) -> tuple[str, str]:
-    """Return what is left of two names when the parts they end in alike are taken away; at least one part."""
+    """Return two names without the parts in which both end; at least one part of each."""
     a, b = old.split("."), new.split(".")
     while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
         a.pop()

@@ -1,8 +1,8 @@
 """
 Where this rank's part of a DTensor lies in the whole tensor.
 
-A mesh and placements come in, pairs of boxes come out: one in the whole tensor, one in the local tensor. Everything is
-worked out from numbers, on runs of indices; nothing is communicated and no index is listed one by one.
+For a mesh and placements it computes pairs of boxes: one in the whole tensor, one in the local tensor. It works on runs
+of indices, and nothing is communicated.
 
 A sharding is a sequence of cuts. Each cut splits what the cuts before it left of one tensor dimension over one mesh
 dimension, the way `torch.chunk` does: ceil-sized chunks, the last ones short or empty.
@@ -31,9 +31,9 @@ class Cut(NamedTuple):
     tensor_dim: int
     split_factor: int = 1
     """
-    Above 1 the dimension is first chunked into so many parts, and the rank has its chunk of every part. This is how
-    torch writes that cuts further right have been made before this one (FSDP over tensor parallelism), and how a
-    view that flattens a sharded dimension comes out.
+    Above 1, the dimension is first split into that many parts, and the rank has its chunk of every part. torch uses it
+    for cuts that were made after cuts further right (FSDP over tensor parallelism), and for views that flatten a
+    sharded dimension.
     """
 
 
@@ -51,7 +51,7 @@ def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[
     runs = [[(0, n)] if n else [] for n in shape]
     for mesh_dim, tensor_dim, split_factor in cuts:
         axis = runs[tensor_dim]
-        if split_factor == 1 and len(axis) == 1:  # as most are; the rest of the loop says the same of any other
+        if split_factor == 1 and len(axis) == 1:  # the usual case; the rest of the loop is the general one
             offset, size = axis[0]
             start, stop = _chunk(size, mesh_shape[mesh_dim], coordinate[mesh_dim])
             runs[tensor_dim] = [(offset + start, stop - start)] if start < stop else []
@@ -74,7 +74,7 @@ def _chunk(size: int, count: int, index: int) -> Run:
 
 
 def _extend(kept: list[Run], axis: list[Run], start: int, stop: int) -> None:
-    """Append elements `start..stop` of the sequence `axis` stands for, joining runs that touch."""
+    """Append elements `start..stop` of the indices in `axis`, joining runs that touch."""
     position = 0
     for offset, length in axis:
         lo, hi = max(start - position, 0), min(stop - position, length)
@@ -92,8 +92,8 @@ def _lengths(runs: list[list[Run]]) -> Ints:
 
 
 def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
-    """Pair the product of the runs with where its parts lie, one after another, in the local tensor."""
-    if all(len(axis) == 1 for axis in runs):  # one box, as most are; the rest says the same of any number
+    """Pair each box of the product of the runs with its box in the local tensor, where they follow one another."""
+    if all(len(axis) == 1 for axis in runs):  # one box, the usual case; the rest handles any number
         sizes = tuple([axis[0][1] for axis in runs])
         return [(Box(tuple([axis[0][0] for axis in runs]), sizes), whole(sizes))]
     placed: list[list[Run]] = []
@@ -108,8 +108,8 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
     Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh.
 
     Raises:
-        UnsupportedLeaf: a placement under which no rank holds final values.
-        InvalidShards: the local tensor is not of the shape its placements give.
+        UnsupportedLeaf: under one of the placements no rank holds final values.
+        InvalidShards: the local tensor does not have the shape that its placements imply.
 
     """
     coordinate = spec.mesh.get_coordinate()
@@ -122,7 +122,7 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
         expected = _lengths(runs)
         if expected == local:
             return _pair(runs)
-        if 0 in local and 0 in expected:  # FSDP narrows a dimension of its own where there are no elements anyway
+        if 0 in local and 0 in expected:  # FSDP may narrow another dimension of an empty tensor
             return []
     raise InvalidShards(
         f"{key!r}: the local tensor is {local}, but {spec.placements} of {shape} over a mesh of {mesh_shape} is "
@@ -134,11 +134,11 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
 
 def possible_cuts(key: str, spec: DTensorSpec, mesh_shape: Ints) -> list[list[Cut]]:
     """
-    Return the cuts a DTensor's placements may stand for, the likelier first.
+    Return the cuts that a DTensor's placements may mean, the likelier first.
 
-    There are two readings of strided placements. FSDP cuts what tensor parallelism left, writes strided placements,
-    and torch's redistribute undoes exactly that; `distribute_tensor` applies the same placements left to right. They
-    differ only in uneven sizes, and then in the shape of some local tensor, by which the caller can tell.
+    Strided placements have two meanings. FSDP cuts what tensor parallelism left and writes strided placements, which
+    torch's redistribute undoes; `distribute_tensor` applies the same placements left to right. The two differ only for
+    uneven sizes, and then in the shape of some local tensor, by which the caller distinguishes them.
     """
     ndim = len(spec.shape)
     cuts = [_read_cut(key, i, placement, ndim) for i, placement in enumerate(spec.placements)]
@@ -172,10 +172,10 @@ def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
 
 def _undo_strides(cuts: list[Cut], mesh_shape: Ints) -> list[Cut] | None:
     """
-    Return the plain cuts, in order of execution, that strided ones stand for; None if there are none.
+    Return the plain cuts, in order of execution, that strided ones mean; None if there are none.
 
-    A split factor is the number of parts that existed before the cut was made: the product of the mesh sizes of cuts
-    of the same dimension, made earlier but written further right.
+    A split factor is the number of parts before the cut: the product of the mesh sizes of cuts of the same dimension
+    that were made earlier but are written further right.
     """
     order: dict[int, list[Cut]] = {}
     for mesh_dim, tensor_dim, split_factor in reversed(cuts):

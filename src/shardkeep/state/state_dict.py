@@ -5,6 +5,10 @@ Reading never changes an optimizer, its parameters, gradients or learning rates,
 never makes a step: only if the form of the state cannot be derived from the state itself (its dtype or layout is not the
 parameter's) does an optimizer without state make a dry step. State dicts that are passed in are never changed; an
 optimizer's may be nested, flat, or as `Optimizer.state_dict()` returns it.
+
+All ranks that hold a part of the model must call these functions. `optimizers` are one or several, and no parameter may be
+in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, tensors that are set are whole, and with
+`broadcast_from_rank0` only rank 0 needs to pass them. `submodules` is deprecated.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from torch.optim import Optimizer
 
 from shardkeep.errors import BadOptions, BadState, MissingKey, UnsupportedValue
 from shardkeep.format.pickles import collector_paused
-from shardkeep.state import fsdp1
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.flatten import leaves_of, map_leaves, value_at
 from shardkeep.state.leaves import TreePath, is_dtensor
@@ -36,6 +39,8 @@ from shardkeep.state.modules import (
     check_states,
     checked_options,
     from_rank0,
+    fsdp1_optimizer_state,
+    fsdp1_state_to_load,
     gathered_or_offloaded,
     model_state,
     own_method,
@@ -54,12 +59,7 @@ def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """
-    Return the state of a model by canonical names, whatever wrappers are around it or its parts.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        submodules: Deprecated: return only what is in these.
-        options: See `StateDictOptions`.
+    Return the state of a model, or of its `submodules`, by canonical names, whatever wrappers are around its parts.
 
     Raises:
         BadState: (RuntimeError) there is no state.
@@ -76,13 +76,7 @@ def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> _IncompatibleKeys:
     """
-    Load state by canonical names into a model; return missing and unexpected names.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        model_state_dict: What `get_model_state_dict` returned, here or under other wrappers. With `full_state_dict` its
-            tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
-        options: See `StateDictOptions`.
+    Load what `get_model_state_dict` returned, here or under other wrappers; return missing and unexpected names.
 
     Raises:
         BadState: (RuntimeError) it is empty, or lacks a key.
@@ -107,13 +101,7 @@ def get_optimizer_state_dict(
     Return the state of optimizers by the canonical names of the model's parameters.
 
     An optimizer that has made no step is read with the state that a step with zero gradients makes, and stays as it is.
-    Containers in the result are new; tensors are the optimizer's own if the options allow it.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several; no parameter may be in two of them.
-        submodules: Deprecated, and without effect on optimizer state.
-        options: See `StateDictOptions`.
+    Containers in the result are new; tensors are the optimizer's own if the options allow it. `submodules` has no effect.
 
     Raises:
         BadState: (RuntimeError) an optimizer holds parameters that are not in the model.
@@ -135,18 +123,11 @@ def set_optimizer_state_dict(
     options: StateDictOptions | None = None,
 ) -> None:
     """
-    Set the state of optimizers by the canonical names of the model's parameters.
+    Load what `get_optimizer_state_dict` returned, here or under other wrappers.
 
-    Optimizers need not have made a step. Values keep the type in which the optimizer has them. As with
-    `Optimizer.load_state_dict`, tensors that fit as they are become the optimizer's own without a copy: pass a copy to
-    keep them, or to give them to two optimizers.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, which take what belongs to their parameters and ignore the rest.
-        optim_state_dict: What `get_optimizer_state_dict` returned, here or under other wrappers. With `full_state_dict`
-            its tensors are whole, and with `broadcast_from_rank0` only rank 0 needs to pass it.
-        options: See `StateDictOptions`.
+    Optimizers need not have made a step; they take what belongs to their parameters and ignore the rest. Values keep the
+    type in which the optimizer has them. As with `Optimizer.load_state_dict`, tensors that fit as they are become the
+    optimizer's own without a copy: pass a copy to keep them, or to give them to two optimizers.
 
     Raises:
         BadState: (RuntimeError) it is empty, or has no state for a parameter that needs some.
@@ -168,12 +149,6 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     Return the state of a model and that of its optimizers, both by canonical names.
-
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, or none.
-        submodules: Deprecated: return only the model's state that is in these.
-        options: See `StateDictOptions`.
 
     Raises:
         BadState: (RuntimeError) there is no state, or an optimizer holds parameters that are not in the model.
@@ -197,14 +172,9 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
     """
-    Load state into a model and its optimizers; return the model's missing and unexpected names.
+    Load what `get_state_dict` returned; return the model's missing and unexpected names.
 
-    Args:
-        model: The model; all ranks that hold a part of it must call this.
-        optimizers: One or several, which take what belongs to their parameters.
-        model_state_dict: As for `set_model_state_dict`; empty to load optimizers alone.
-        optim_state_dict: As for `set_optimizer_state_dict`.
-        options: See `StateDictOptions`.
+    An empty `model_state_dict` loads the optimizers alone.
 
     Raises:
         BadState: (RuntimeError) one of them is empty or lacks something.
@@ -315,7 +285,7 @@ def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
 def _named_by_fsdp1(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
     packed = own_method(optimizer, "state_dict")()
     with info.fsdp_context():
-        named = fsdp1.fsdp1_optimizer_state(model, optimizer, packed)
+        named = fsdp1_optimizer_state(model, optimizer, packed)
     if not named:
         return {}
 
@@ -756,15 +726,9 @@ def _local_trees(
     """
     Return state trees with each full tensor cut to this rank's part.
 
-    State of the parameter's own shape is laid out like the parameter; other state as the optimizer does it.
-
-    Args:
-        trees: By number of the parameter, with a `RemoteTensor` for tensors that only rank 0 has.
-        full: By name, the state of all parameters that this rank has; other ranks may need it.
-        entries: The optimizer's parameters.
-        layout: The layout of the optimizer's state.
-        info: The options.
-
+    State of the parameter's own shape is laid out like the parameter; other state as the optimizer does it. `trees` are
+    by number of the parameter, with a `RemoteTensor` for tensors that only rank 0 has. `full` is the state, by name, that
+    this rank has of any parameters; other ranks may need it.
     """
     labels: dict[tuple[int, TreePath], str] = {}
     local: dict[str, Any] = {}
@@ -831,5 +795,5 @@ def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, in
         ],
     }
     with info.fsdp_context():
-        converted = fsdp1.fsdp1_state_to_load(model, plan.optimizer, packed)
+        converted = fsdp1_state_to_load(model, plan.optimizer, packed)
     own_method(plan.optimizer, "load_state_dict")(state_dict=converted)
