@@ -19,14 +19,14 @@ import shardkeep as sk
 from shardkeep.errors import NotPromoted, SaveCancelled, StorageError
 from shardkeep.events import Event, PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
-from shardkeep.manage.replicate.copy import CopyLimits, copy_files
+from shardkeep.manage.replicate.copy import copy_files
 from shardkeep.manage.retention import KeepAll
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, until
 from tests.manage.test_tiers import committed
 
-LIMITS = CopyLimits(threads=2, budget_nbytes=4 << 20)
+OPTIONS = sk.Options(io_threads=2, host_budget_bytes=8 << 20)
 
 
 def groups(step: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def groups(step: int) -> dict[str, Any]:
 
 def copied(source: Any, target: Any, names: Any = None, wanted: Any = lambda: True) -> Any:
     record = read_record(source)
-    return copy_files(source, target, record, list(names or record.names), LIMITS, wanted)
+    return copy_files(source, target, record, list(names or record.names), OPTIONS, wanted)
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])

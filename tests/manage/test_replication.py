@@ -20,7 +20,7 @@ from shardkeep.errors import NotPromoted, StorageError
 from shardkeep.events import PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
 from shardkeep.manage.replicate.coordinator import ReplicationCoordinator
-from shardkeep.manage.replicate.copy import CopyLimits, copy_files
+from shardkeep.manage.replicate.copy import copy_files
 from shardkeep.storage.base import verifies_uploads
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
@@ -89,8 +89,8 @@ def test_windows_are_bounded_and_each_gives_way() -> None:
             return writer
 
     target = Noting()
-    limits = CopyLimits(threads=4, budget_nbytes=2 * MIN_WINDOW_NBYTES)
-    done = copy_files(source, target, record, list(record.names), limits, lambda: True, lambda: asked.append(1))
+    options = sk.Options(io_threads=4, host_budget_bytes=4 * MIN_WINDOW_NBYTES)
+    done = copy_files(source, target, record, list(record.names), options, lambda: True, lambda: asked.append(1))
     assert sum(sizes) == done.nbytes == record.stored_nbytes
     assert max(sizes) <= MIN_WINDOW_NBYTES
     assert len(asked) == 2 * len(sizes)
@@ -151,13 +151,13 @@ def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
     """What was written is read back: the file and the place in it are named, and the next copy replaces it."""
     source, target = MemoryStore(), MemoryStore()
     sk.save({"w": {"w": torch.arange(60_000)}, "name": "x"}, source, codecs=codecs)
-    record, limits = read_record(source), CopyLimits(threads=2, budget_nbytes=4 << 20)
+    record, options = read_record(source), sk.Options(io_threads=2, host_budget_bytes=8 << 20)
     with pytest.raises(StorageError, match=rf"{start}.* was written, and is not read back") as caught:
-        copy_files(source, flipping(target, start), record, list(record.names), limits, lambda: True)
+        copy_files(source, flipping(target, start), record, list(record.names), options, lambda: True)
     assert caught.value.details["name"].startswith(start)
     assert caught.value.details["offset"] >= 0
     del target.create  # type: ignore[method-assign]
-    again = copy_files(source, target, record, list(record.names), limits, lambda: True)
+    again = copy_files(source, target, record, list(record.names), options, lambda: True)
     assert again.files == 1
     assert again.nbytes == record.at_rest[caught.value.details["name"]]
 

@@ -95,6 +95,10 @@ class PendingTasks:
             del self._tasks[number]
         return failed
 
+    def running(self) -> bool:
+        """Return whether a task has not ended; may be called by any thread."""
+        return any(not task.done() for task in list(self._tasks.values()))
+
     def before(self, number: int) -> list[int]:
         """Return the numbers of tasks that were begun before one."""
         return [each for each in self._tasks if each < number]

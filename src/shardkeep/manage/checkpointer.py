@@ -35,7 +35,6 @@ from shardkeep.format.record import checked_step
 from shardkeep.manage.catalog import Catalog, Entry, Tiers, newest_first, newest_saves, require_readable, restore_order
 from shardkeep.manage.decisions import Decision, RankContext
 from shardkeep.manage.replicate.coordinator import ReplicationTerms
-from shardkeep.manage.replicate.copy import CopyLimits
 from shardkeep.manage.restore import Restored, candidates, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
 from shardkeep.manage.saves import PINNED, Saved, Saves
@@ -203,7 +202,7 @@ class Checkpointer:
             clock,
             policy=policy,
             terms=None if promote_to is None else terms,
-            limits=CopyLimits(threads=options.io_threads, budget_nbytes=options.host_budget_bytes // 2),
+            options=options,
             retries=retries,
             takeover=takeover,
             max_in_flight=max_in_flight,

@@ -34,11 +34,11 @@ from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.replicate.coordinator import ReplicationTerms
-from shardkeep.manage.replicate.copy import CopyLimits, Throttle
 from shardkeep.manage.replicate.replicator import Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.schedule import Clock
+from shardkeep.options import Options
 from shardkeep.saving import run_save, start_save
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
@@ -128,7 +128,7 @@ class Saves:
         *,
         policy: Policy,
         terms: ReplicationTerms | None,
-        limits: CopyLimits,
+        options: Options,
         retries: int,
         takeover: bool,
         max_in_flight: int,
@@ -166,7 +166,8 @@ class Saves:
         self._pruner = Pruner(tiers.near, policy, self._lease, self._locks, clock.now, spared=self._unreplicated)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
-        self._throttle = Throttle(clock.sleep)
+        self._in_call = False
+        """Whether this rank is inside the call of a save."""
         self.replicator: Replicator | None = None
         if terms is not None:
             self.replicator = Replicator(
@@ -178,9 +179,9 @@ class Saves:
                 near_pruner=self._pruner,
                 near_locks=self._locks,
                 terms=terms,
-                limits=limits,
+                options=options,
                 retries=retries,
-                throttle=self._throttle,
+                is_saving=lambda: self._in_call or self._pending.running(),
             )
         self._timeline: Timeline | None = None
         """Where this job saves; None until `begin`, and again after a restore."""
@@ -326,11 +327,11 @@ class Saves:
         other_failure: EarlierSaveFailed | None = None
         saved: Saved
         try:
-            with self._throttle.in_call():
-                if self._how_asynchronous is not None:
-                    saved = start_save(state, request, **self._how_asynchronous)
-                else:
-                    saved = run_save(state, request)
+            self._in_call = True
+            if self._how_asynchronous is not None:
+                saved = start_save(state, request, **self._how_asynchronous)
+            else:
+                saved = run_save(state, request)
         except EarlierSaveFailed as error:  # of a save outside this Checkpointer
             other_failure, saved = error, error.response
         except BaseException:
@@ -340,10 +341,11 @@ class Saves:
             if first:
                 self._locks.release(name)
             raise
+        finally:
+            self._in_call = False
         self._last = step, saved
         if isinstance(saved, SaveHandle):
             self._pending.add(saved)
-            self._throttle.until_end_of(saved)
         if first:
             self._pruner.after_save(name, lambda: _succeeded(saved, step, timeline))
         if self.replicator is not None:

@@ -11,7 +11,6 @@ service has verified a checksum of the upload.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +22,15 @@ import numpy as np
 import xxhash
 
 from shardkeep.codecs.coded_store import read_table
-from shardkeep.engine.queue import SaveHandle, lower_priority
+from shardkeep.engine.queue import lower_priority
 from shardkeep.engine.reader import open_checked, open_sized, read_sidecar
-from shardkeep.engine.report import SaveReport
 from shardkeep.engine.workers import FollowUpError, run_workers, window_for
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 from shardkeep.format.data_file import count_blocks
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
+from shardkeep.options import Options
 from shardkeep.storage.base import BlobReader, BlobWriter, Store, preferred_requests, verifies_uploads
 from shardkeep.storage.reread import SecondRead, reread, warn_reread_ok
 
@@ -43,48 +42,19 @@ _PAUSES = 10
 _DAMAGED_HINT = "the file was damaged after the save: use another copy, or another checkpoint"
 
 
-class Throttle:
+def throttle(is_saving: Callable[[], bool], sleep: Callable[[float], object]) -> None:
     """
-    Keeps copies out of the way: of training by a low thread priority, of a save by pauses while one is under way.
+    Lower the priority of this thread, and wait a moment while a save is under way; called before each window.
 
-    A copy is slowed down, not stopped: where saves follow each other without a break, it would never end otherwise, and
-    the near root would grow. Saves are begun by one thread; any thread may call `pause`.
+    A copy is slowed down, not stopped: if saves follow each other without a break, it would never end otherwise, and the
+    near root would grow. Only threads that copy may call this, and only after another thread has used the stores: a library
+    that starts threads for the whole process at its first request gives them the priority of the requesting thread.
     """
-
-    def __init__(self, sleep: Callable[[float], object]) -> None:
-        self._sleep = sleep
-        self._in_call = False
-        self._saves: list[SaveHandle[SaveReport]] = []
-
-    @contextlib.contextmanager
-    def in_call(self) -> Iterator[None]:
-        """Count as saving inside."""
-        self._in_call = True
-        try:
-            yield
-        finally:
-            self._in_call = False
-
-    def until_end_of(self, handle: SaveHandle[SaveReport]) -> None:
-        """Count as saving until this save ends."""
-        self._saves = [*(each for each in self._saves if not each.done()), handle]
-
-    def is_saving(self) -> bool:
-        """Return whether a save is under way."""
-        return self._in_call or any(not each.done() for each in self._saves)
-
-    def pause(self) -> None:
-        """
-        Lower the priority of this thread, and wait a moment while a save is under way.
-
-        Call it only in threads that copy, and after another thread has used the stores: a library that starts threads
-        for the whole process at its first request starts them with the priority of the requesting thread.
-        """
-        lower_priority(NICENESS)
-        for _ in range(_PAUSES):
-            if not self.is_saving():
-                return
-            self._sleep(_PAUSE_S)
+    lower_priority(NICENESS)
+    for _ in range(_PAUSES):
+        if not is_saving():
+            return
+        sleep(_PAUSE_S)
 
 
 # -- what the bytes must be ---------------------------------------------------------------------------------------
@@ -190,15 +160,6 @@ def _digest_in(text: str) -> bytes:
 # -- copying ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyLimits:
-    """How much of the machine copying uses."""
-
-    threads: int
-    """Where the stores have no preference."""
-    budget_nbytes: int
-
-
 class Copied(NamedTuple):
     """What was copied, and not found in the target."""
 
@@ -211,7 +172,7 @@ def copy_files(
     target: Store,
     record: Record,
     names: Sequence[str],
-    limits: CopyLimits,
+    options: Options,
     wanted: Callable[[], bool],
     pause: Callable[[], None] = lambda: None,
 ) -> Copied:
@@ -219,7 +180,8 @@ def copy_files(
     Copy files of a checkpoint, and make them durable; those that are in the target already are only checked.
 
     On return all of them are sound in the target: they were read back there, or the service has verified them. `wanted`
-    (whether to go on) and `pause` (which may wait) are called before each window, by the thread that copies it.
+    (whether to go on) and `pause` (which may wait) are called before each window, by the thread that copies it. Copying uses
+    half of the memory budget.
 
     Raises:
         DamagedCheckpoint: the source is not what was saved.
@@ -230,7 +192,7 @@ def copy_files(
 
     def damaged_in(store: Store, files: Sequence[ExpectedDigests]) -> dict[str, DamagedCheckpoint]:
         check = _Pass(store, None, wanted, pause)
-        check.run(files, limits)
+        check.run(files, options)
         return check.damaged
 
     there = {info.name: info.nbytes for info in target.list()}
@@ -240,7 +202,7 @@ def copy_files(
     for name in set(names).difference(sound).intersection(there):
         target.delete(name)
     rest = [file for file in files if file.name not in sound]
-    _Pass(source, target, wanted, pause).run(rest, limits)
+    _Pass(source, target, wanted, pause).run(rest, options)
     if not verifies_uploads(target):
         for name, why in damaged_in(target, rest).items():
             raise StorageError(
@@ -279,13 +241,13 @@ class _Pass:
         self._open: dict[str, _OpenFile] = {}
         self._failed = False
 
-    def run(self, files: Sequence[ExpectedDigests], limits: CopyLimits) -> None:
+    def run(self, files: Sequence[ExpectedDigests], options: Options) -> None:
         """Go through all files."""
         if not files:
             return
         stores = [self._source] if self._target is None else [self._source, self._target]
-        threads = max(preferred_requests(each, limits.threads) for each in stores)
-        threads, window_nbytes = window_for(threads, limits.budget_nbytes)
+        threads = max(preferred_requests(each, options.io_threads) for each in stores)
+        threads, window_nbytes = window_for(threads, options.host_budget_bytes // 2)
         try:
             run_workers(self._tasks(files, window_nbytes), self._move, threads=threads, buffer_nbytes=window_nbytes)
         finally:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakMethod
@@ -36,8 +38,9 @@ from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.replicate.coordinator import Chosen, ReplicationCoordinator, ReplicationOrder, ReplicationTerms
-from shardkeep.manage.replicate.copy import CopyLimits, Throttle, copy_files
+from shardkeep.manage.replicate.copy import copy_files, throttle
 from shardkeep.manage.schedule import Clock
+from shardkeep.options import Options
 from shardkeep.storage.base import Root
 from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
@@ -81,9 +84,9 @@ class Replicator:
         near_pruner: Pruner,
         near_locks: CheckpointLocks,
         terms: ReplicationTerms,
-        limits: CopyLimits,
+        options: Options,
         retries: int,
-        throttle: Throttle,
+        is_saving: Callable[[], bool],
     ) -> None:
         """`root` is the far root without retries, and `lease` its lease."""
         self._running_round = 0
@@ -97,8 +100,8 @@ class Replicator:
         self._catalogs = tiers.near, far
         self._urls = tiers.urls
         self._ranks = ranks
-        self._limits = limits
-        self._throttle = throttle
+        self._options = options
+        self._pause = partial(throttle, is_saving, clock.sleep)
         self._near_pruner = near_pruner
         self._world: World | None = None
         """The ranks, once `begin` was called."""
@@ -304,7 +307,7 @@ class Replicator:
         mine = share_files(record.at_rest, world.size)[world.rank]
         began_s = phases.now()
         try:
-            copied = copy_files(near, far, record, mine, self._limits, self._is_wanted, self._throttle.pause)
+            copied = copy_files(near, far, record, mine, self._options, self._is_wanted, self._pause)
         except DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
             phases.add("copy", began_s, phases.now())
             damage = f"{type(error).__name__}: {error.message}"
