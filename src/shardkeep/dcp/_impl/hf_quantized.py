@@ -1,8 +1,10 @@
 """
-The storage reader for quantized Hugging Face models: what it fills gets plain numbers.
+The storage reader for quantized Hugging Face models: tensors are dequantized while they are read.
 
-A request is read and dequantized strip by strip, on several threads, which hold a few strips each. Requests may begin
-inside a block, and quantized tensors may be stored in shards.
+There are two forms: 8-bit weights with one scale for each square block, and 4-bit values (MXFP4) with one exponent for
+each group. Numbers are bit for bit those of torch's reader. A request is cut into strips, which several threads read
+and dequantize, so memory is a few strips and the scales. Requests may begin inside a block, and quantized tensors may be
+stored in shards.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -24,9 +27,8 @@ from shardkeep.dcp._impl.hf_reader import (
     storage_place,
     target_tensor,
 )
-from shardkeep.engine.fill import ChunkRequest, fill_items
+from shardkeep.engine.fill import fill_items
 from shardkeep.engine.safetensors_source import CatalogEntry, read_weight_map
-from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Ints, intersect, relative, slices, whole
@@ -35,88 +37,15 @@ from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch_values import ChunkStorageMetadata, LoadPlanner, Metadata, MetadataIndex, ReadItem
 from shardkeep.options import Options
 
-# From quantized numbers to plain ones, any part of a tensor at a time, bit for bit as torch's reader makes them.
-#
-# Two forms: 8-bit weights with one scale for each square block, and 4-bit values (MXFP4) with one exponent for each
-# group.
-
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the sixteen codes of a 4-bit float (E2M1) stand for."""
+"""The values of the sixteen codes of a 4-bit float (E2M1)."""
 _EXPONENT_BIAS = 127
-
-
-def block_ranges(box: Box, block_size: int) -> Box:
-    """Return the box of scales that a box of weights needs."""
-    first = tuple(start // block_size for start in box.offsets)
-    last = tuple(-(-(start + n) // block_size) for start, n in zip(box.offsets, box.sizes, strict=True))
-    return Box(first, tuple(b - a for a, b in zip(first, last, strict=True)))
-
-
-def scale_blocks(
-    weight: torch.Tensor, scales: torch.Tensor, box: Box, block_size: int, to: torch.dtype
-) -> torch.Tensor:
-    """
-    Multiply a part of a matrix by the scales of its blocks, in float32.
-
-    Args:
-        weight: the part.
-        scales: of the blocks that `block_ranges` says.
-        box: where the part lies in its matrix; it may begin and end inside blocks.
-        block_size: rows and columns of a block.
-        to: the dtype of the result.
-
-    """
-    rows, columns = (
-        torch.arange(start, start + n, device=weight.device) // block_size - start // block_size
-        for start, n in zip(box.offsets, box.sizes, strict=True)
-    )
-    found = weight.to(torch.float32, copy=True)
-    found *= scales.to(torch.float32)[rows][:, columns]
-    return found.to(to)
-
-
-def groups_of(box: Box, group_values: int) -> tuple[int, int]:
-    """Return the groups that hold a box of values: the first one, and the one after the last."""
-    start, count = box.offsets[-1], box.sizes[-1]
-    return start // group_values, -(-(start + count) // group_values)
-
-
-def expand_groups(blocks: torch.Tensor, scales: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """
-    Turn groups of 4-bit values into numbers; two to a byte, the low half first.
-
-    Args:
-        blocks: bytes, of shape [..., groups, bytes].
-        scales: exponents with a bias of 127, of shape [..., groups].
-        to: the dtype of the result, of shape [..., groups * bytes * 2].
-
-    """
-    table = torch.tensor(FP4_VALUES, dtype=to, device=blocks.device)
-    found = torch.empty(*blocks.shape, 2, dtype=to, device=blocks.device)
-    found[..., 0] = table[(blocks & 0x0F).to(torch.int64)]
-    found[..., 1] = table[(blocks >> 4).to(torch.int64)]
-    found = found.flatten(-2)
-    torch.ldexp(found, (scales.to(torch.int32) - _EXPONENT_BIAS).unsqueeze(-1), out=found)
-    return found.flatten(-2)
-
-
-def strips(sizes: Ints, most: int) -> Iterator[Box]:
-    """Cut a box of these sizes into ones of at most `most` elements, in row-major order."""
-    if not math.prod(sizes):
-        return
-    steps: list[int] = []
-    for size in reversed(sizes):
-        steps.insert(0, max(1, min(size, most // math.prod(steps))))
-    for start in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
-        yield Box(start, tuple(min(step, size - at) for at, size, step in zip(start, sizes, steps, strict=True)))
-
-
 _SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"
 _SCALES_SUFFIX, _BLOCKS_SUFFIX = "_scales", "_blocks"
-_STRIP_ELEMENTS = 256 << 10
-"""Of these a thread holds the numbers in a few dtypes: some MiB."""
-_STRIPS_A_THREAD = 4
-"""Of so many the stored form and the scales are in memory."""
+_STRIP_ELEMENTS = 512 << 10
+"""A thread holds this many numbers in a few dtypes: some MiB."""
+_MOST_SCALES = 4
+"""Tensors whose scales are kept for the next strips."""
 _HOOKS = (
     "_process_read_request",
     "_read_files_from_queue",
@@ -125,23 +54,14 @@ _HOOKS = (
     "_dequantize_tensor",
     "_dequantize_tensor_mxfp4",
 )
-"""Methods that a subclass may override; then whole requests go through them, as in torch."""
-
-
-class _Strip(NamedTuple):
-    """A box of a quantized tensor, and what its numbers are made of."""
-
-    key: str
-    box: Box
-    stored: torch.Tensor
-    scales: torch.Tensor
+"""Torch's methods that a subclass may override; whole requests then go through them, as in torch."""
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     """
     Reads quantized tensors as plain numbers, and all others as they are.
 
-    Quantized are weights with `NAME.weight_scale_inv` beside `NAME.weight` (one scale for each block of
+    Quantized tensors are weights with `NAME.weight_scale_inv` beside `NAME.weight` (one scale for each block of
     `block_size` rows and columns), and `NAME_blocks` with `NAME_scales` (MXFP4).
     """
 
@@ -168,15 +88,18 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         self._weight_scale_mapping: dict[str, str] = {}
         self._weight_map: dict[str, str] = {}
         self._tensor_full_shapes: dict[str, torch.Size] = {}
+        self._scales: dict[str, torch.Tensor] = {}
+        self._scales_lock = threading.Lock()
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> Metadata:
-        """Describe what the directory holds: quantized tensors with the sizes and the dtype they will have."""
+        """Describe the tensors of the directory: quantized ones with the size and dtype they are read as."""
         metadata = super().read_metadata()
         # Made on access until here; below they are changed.
         metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
         metadata.storage_data = dict(metadata.storage_data)
+        self._scales = {}
         self._load_quantization_metadata()
         for key, entry in metadata.state_dict_metadata.items():
             stored = self._catalog[key]
@@ -191,7 +114,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return metadata
 
     def _describe_expanded(self, key: str, stored: CatalogEntry, metadata: Metadata) -> None:
-        """Give the metadata of packed groups the sizes of what they hold; torch leaves the chunks as they are."""
+        """Give the metadata of packed groups the sizes of the values in them; torch leaves the chunks as they are."""
         entry: Any = metadata.state_dict_metadata[key]
         values = 2 * stored.shape[-1]
         entry.size = _expanded(key, stored.shape)
@@ -208,7 +131,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             )
 
     def _load_quantization_metadata(self) -> None:
-        """Find out which tensors are quantized, from the index file or, where there is none, from the files."""
+        """Find the quantized tensors by the names in the index file or, without one, in the files."""
         folder = list_model(storage_place(self))
         if folder.index is not None:
             self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens))
@@ -217,7 +140,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             self._build_weight_scale_mapping(homes)
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
-        """Keep the file of each tensor, and pair those that are quantized with their scales."""
+        """Keep the file of each tensor, and pair quantized tensors with their scales."""
         self._weight_map = weight_map
         self._weight_scale_mapping = {}
         for scale, weight in ((_SCALE_SUFFIX, _WEIGHT_SUFFIX), (_SCALES_SUFFIX, _BLOCKS_SUFFIX)):
@@ -238,67 +161,30 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             self._read_one_by_one(items, planner)
             return
         quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]
-        chosen = set(map(id, quantized))
         for key in dict.fromkeys(req.storage_index.fqn for req in quantized):
-            self._check(key)
+            self._check(key)  # before anything is filled
+        chosen = set(map(id, quantized))
         self.read_plain([req for req in items if id(req) not in chosen], planner)
-        files = self.open_files()
+
+        def work(task: tuple[ReadItem, torch.Tensor], _: memoryview) -> bool:
+            strip, into = task
+            into.copy_(self._read_quantized_tensor_with_block_alignment(strip, None))
+            return True
+
         for batch in in_batches(quantized, planner):
             targets = [target_tensor(req, planner) for req in batch]
-            self._fill(batch, targets, files)
+            cut = (
+                (_strip_of(req, strip), target[slices(strip)])
+                for req, target in zip(batch, targets, strict=True)
+                for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
+            )
+            run_workers(cut, work, threads=self._threads(), buffer_nbytes=0)
             for req, target in zip(batch, targets, strict=True):
                 planner.commit_tensor(req, target)
 
-    def _fill(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], files: ItemFiles) -> None:
-        """Read what requests ask for and dequantize it: a few strips for each thread, then the next ones."""
-        threads = self._threads()
-        cut = (
-            (req.storage_index.fqn, _box_of(req, strip), target[slices(strip)])
-            for req, target in zip(items, targets, strict=True)
-            for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
-        )
-
-        def work(task: tuple[_Strip, torch.Tensor], _: memoryview) -> bool:
-            strip, into = task
-            into.copy_(self._numbers(strip))
-            return False  # no disk was waited for
-
-        while group := list(itertools.islice(cut, _STRIPS_A_THREAD * threads)):
-            reads: list[ChunkRequest] = []
-            tasks = [(self._strip(key, box, files, reads), into) for key, box, into in group]
-            fill_items(files, reads, threads=threads, budget_nbytes=Options().host_budget_bytes)
-            run_workers(tasks, work, threads=min(threads, len(tasks)), buffer_nbytes=0)
-
-    def _strip(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRequest]) -> _Strip:
-        """Make room for what a box of a checked tensor is made of, and add to the reads that fill it."""
-        stored, scales, _ = self._sources(key, box)
-        return _Strip(
-            key,
-            box,
-            self._room(key, stored, files, reads),
-            self._room(self._weight_scale_mapping[key], scales, files, reads),
-        )
-
-    def _sources(self, key: str, box: Box) -> tuple[Box, Box, int]:
-        """Return the boxes of stored elements and of scales that a box of numbers needs, and where it begins there."""
-        if not key.endswith(_BLOCKS_SUFFIX):
-            return box, block_ranges(box, self.block_size), 0
-        width = self._catalog[key].shape[-1]
-        first, last = groups_of(box, 2 * width)
-        scales = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
-        return Box((*scales.offsets, 0), (*scales.sizes, width)), scales, box.offsets[-1] - first * 2 * width
-
-    def _numbers(self, strip: _Strip) -> torch.Tensor:
-        """Return the numbers of a strip that was read."""
-        key, box, stored, scales = strip
-        if not key.endswith(_BLOCKS_SUFFIX):
-            return scale_blocks(stored, scales, box, self.block_size, self.target_dtype)
-        at = self._sources(key, box)[2]
-        return expand_groups(stored, scales, self.target_dtype)[..., at : at + box.sizes[-1]]
-
     def _check(self, key: str) -> None:
         """Make sure that there are scales for all of a quantized tensor."""
-        if key not in self._catalog:  # metadata that another reader read
+        if key not in self._catalog:  # the metadata were read by another reader
             self.read_metadata()
         scale_key = self._weight_scale_mapping[key]
         for name in (key, scale_key):
@@ -319,21 +205,32 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 key=scale_key,
             )
 
-    def _room(self, key: str, box: Box, files: ItemFiles, reads: list[ChunkRequest]) -> torch.Tensor:
-        """Return a tensor for a box as it is stored, and add to the reads that fill it, from whichever files have it."""
+    def _read_box(self, key: str, box: Box) -> torch.Tensor:
+        """Read a box as it is stored, from all files that hold parts of it."""
         stored = self._catalog[key]
         found = torch.empty(box.sizes, dtype=to_torch(stored.dtype), device="cpu")
-        for chunk in stored.chunks:
-            common = intersect(chunk.box, box)
-            if common is not None:
-                into = found[slices(relative(common, box))]
-                reads.append(chunk_request(key, stored.dtype, chunk, relative(common, chunk.box), into))
+        requests = [
+            chunk_request(key, stored.dtype, chunk, relative(common, chunk.box), found[slices(relative(common, box))])
+            for chunk in stored.chunks
+            if (common := intersect(chunk.box, box)) is not None
+        ]
+        fill_items(self.open_files(), requests, threads=1, budget_nbytes=Options().host_budget_bytes)
         return found
 
-    # -- for readers that extend this one: whole requests, in torch's steps ---------------------------------------------
+    def _read_scales(self, key: str) -> torch.Tensor:
+        """Read all scales of a quantized tensor; those of the last few tensors are kept."""
+        name = self._weight_scale_mapping[key]
+        with self._scales_lock:
+            if name not in self._scales:
+                if len(self._scales) >= _MOST_SCALES:
+                    del self._scales[next(iter(self._scales))]
+                self._scales[name] = self._read_box(name, whole(self._catalog[name].shape))
+            return self._scales[name]
+
+    # -- torch's steps -------------------------------------------------------------------------------------------------
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        """Read one item; `f` is its open file, which what is quantized may need more than."""
+        """Read one request; `f` is its open file, which may not hold all that a quantized tensor needs."""
         if not self._is_tensor_quantized(req.storage_index.fqn):
             super()._process_read_request(f, req, planner)
             return
@@ -346,27 +243,29 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         req: ReadItem,
         safetensor_file: Any,
     ) -> torch.Tensor:
-        """Return the numbers that a request asks for; the file it is in need not have all of them."""
+        """Return the numbers of a request; other files than its own may be read for them."""
         key = req.storage_index.fqn
         self._check(key)
         req = dataclasses.replace(req, storage_offsets=torch.Size(_begin_of(req)))
         box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-        shape, scale_key = self._catalog[key].shape, self._weight_scale_mapping[key]
-        files, reads = self.open_files(), list[ChunkRequest]()
-        stored, some, at = self._sources(key, box)
-        weight = self._room(key, stored, files, reads)
-        scales = self._room(scale_key, whole(self._catalog[scale_key].shape), files, reads)
-        fill_items(files, reads, threads=1, budget_nbytes=Options().host_budget_bytes)
+        scales = self._read_scales(key)
+        shape = self._catalog[key].shape
         if not key.endswith(_BLOCKS_SUFFIX):
-            return self._dequantize_tensor(weight, scales, torch.Size(shape), self._get_slice_to_block_mapping(req))
-        return self._dequantize_tensor_mxfp4(weight, scales, req, some.offsets[-1], at)
+            mapping = self._get_slice_to_block_mapping(req)
+            return self._dequantize_tensor(self._read_box(key, box), scales, torch.Size(shape), mapping)
+        values = 2 * shape[-1]
+        first, last = box.offsets[-1] // values, -(-(box.offsets[-1] + box.sizes[-1]) // values)
+        groups = Box((*box.offsets[:-1], first, 0), (*box.sizes[:-1], last - first, shape[-1]))
+        begin = box.offsets[-1] - first * values
+        return self._dequantize_tensor_mxfp4(self._read_box(key, groups), scales, req, first, begin)
 
     def _get_slice_to_block_mapping(self, req: ReadItem) -> tuple[tuple[int, int], tuple[int, int], slice, slice]:
         """Return the blocks that a request touches, from the first to after the last, and its rows and columns."""
-        box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-        blocks = block_ranges(box, self.block_size)
-        rows, columns = ((at, at + n) for at, n in zip(blocks.offsets, blocks.sizes, strict=True))
-        row_slice, column_slice = slices(box)
+        starts, counts = tuple(req.storage_offsets), tuple(req.lengths)
+        rows, columns = (
+            (at // self.block_size, -(-(at + n) // self.block_size)) for at, n in zip(starts, counts, strict=True)
+        )
+        row_slice, column_slice = slices(Box(starts, counts))
         return rows, columns, row_slice, column_slice
 
     def _dequantize_tensor(
@@ -376,11 +275,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         full_tensor_shape: torch.Size,
         slice_info: tuple[tuple[int, int], tuple[int, int], slice, slice],
     ) -> torch.Tensor:
-        """Return the numbers of a part of a matrix, given all of its scales."""
-        rows, columns, row_slice, column_slice = slice_info
-        box = Box((row_slice.start, column_slice.start), tuple(weight.shape))
-        scales = scale_inv[rows[0] : rows[1], columns[0] : columns[1]]
-        return scale_blocks(weight, scales, box, self.block_size, self.target_dtype)
+        """Multiply a part of a matrix by the scales of its blocks, in float32, given all scales."""
+        rows, columns = (
+            torch.arange(part.start, part.start + n, device=weight.device) // self.block_size
+            for part, n in zip(slice_info[2:], weight.shape, strict=True)
+        )
+        found = weight.to(torch.float32, copy=True)
+        found *= scale_inv.to(torch.float32)[rows][:, columns]
+        return found.to(self.target_dtype)
 
     def _dequantize_tensor_mxfp4(
         self,
@@ -397,21 +299,49 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return values[..., offset_in_first_group : offset_in_first_group + req.lengths[-1]]
 
 
-def _expanded(key: str, shape: tuple[int, ...]) -> torch.Size:
+def expand_groups(blocks: torch.Tensor, scales: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    """
+    Return the numbers of groups of 4-bit values, two to a byte, the low half first.
+
+    `blocks` are bytes of shape [..., groups, bytes], `scales` exponents with a bias of 127 of shape [..., groups], and
+    the result has the shape [..., groups * bytes * 2].
+    """
+    table = torch.tensor(FP4_VALUES, dtype=to, device=blocks.device)
+    found = torch.empty(*blocks.shape, 2, dtype=to, device=blocks.device)
+    found[..., 0] = table[(blocks & 0x0F).to(torch.int64)]
+    found[..., 1] = table[(blocks >> 4).to(torch.int64)]
+    found = found.flatten(-2)
+    torch.ldexp(found, (scales.to(torch.int32) - _EXPONENT_BIAS).unsqueeze(-1), out=found)
+    return found.flatten(-2)
+
+
+def strips(sizes: Ints, most: int) -> Iterator[Box]:
+    """Cut a box of these sizes into boxes of at most `most` elements, in row-major order."""
+    if not math.prod(sizes):
+        return
+    steps: list[int] = []
+    for size in reversed(sizes):
+        steps.insert(0, max(1, min(size, most // math.prod(steps))))
+    for start in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
+        yield Box(start, tuple(min(step, size - at) for at, size, step in zip(start, sizes, steps, strict=True)))
+
+
+def _strip_of(req: ReadItem, strip: Box) -> ReadItem:
+    """Return the request for a strip of what another request wants."""
+    offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
+    return dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
+
+
+def _begin_of(req: ReadItem) -> Ints:
+    """Return where a request begins in the whole tensor, of which the stored chunk may be a shard."""
+    chunk = tuple(req.storage_index.offset or ())
+    if len(chunk) != len(req.storage_offsets):
+        chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups has one axis more
+    return tuple(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))
+
+
+def _expanded(key: str, shape: Ints) -> torch.Size:
     if len(shape) < 2:
         raise MalformedFile(f"{key!r} has shape {list(shape)}, and not one of groups of bytes", key=key)
     *lead, groups, width = shape
     return torch.Size([*lead, groups * width * 2])
-
-
-def _box_of(req: ReadItem, strip: Box) -> Box:
-    """Return a strip of a request as a box of the whole tensor."""
-    return Box(tuple(a + b for a, b in zip(_begin_of(req), strip.offsets, strict=True)), strip.sizes)
-
-
-def _begin_of(req: ReadItem) -> tuple[int, ...]:
-    """Return where a request begins in the whole tensor; the stored chunk may be a shard."""
-    chunk = tuple(req.storage_index.offset or ())
-    if len(chunk) != len(req.storage_offsets):
-        chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups, which has an axis more
-    return tuple(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))
