@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -96,6 +96,16 @@ class FileParts:
     """Those that are not empty, one for each source of the job."""
 
 
+class Written(NamedTuple):
+    """What a conversion wrote."""
+
+    files: list[str]
+    nbytes: int
+    """Of the data files together, as they lie in the store."""
+    infinite: set[int]
+    """Rows in the source's index of tensors with finite numbers that became infinite when they were converted."""
+
+
 def file_parts(
     name: str,
     parts: Sequence[Part],
@@ -133,8 +143,8 @@ class PartReader:
         self._source = source
         self._budget_nbytes = budget_nbytes
         self._lock = threading.Lock()
-        self.infinite: set[str] = set()
-        """Keys of tensors with finite numbers that became infinite when they were converted to a smaller type."""
+        self.infinite: set[int] = set()
+        """Rows of tensors with finite numbers that became infinite when they were converted to a smaller type."""
 
     def fill(self, wanted: Sequence[tuple[TensorPart, int, int, memoryview]]) -> None:
         """Fill memory with bytes of parts; each range must be of whole elements."""
@@ -162,7 +172,7 @@ class PartReader:
 
     def _look_at(self, part: TensorPart, first: int, flat: torch.Tensor) -> None:
         """Note a tensor if finite numbers of it became infinite; what is infinite now is read again as it is stored."""
-        if part.key in self.infinite or not bool(torch.isinf(flat).any()):
+        if part.row in self.infinite or not bool(torch.isinf(flat).any()):
             return
         stored = to_torch(self._source.index.dtype(part.row))
         for at in range(0, flat.numel(), _LOOKED_AT):
@@ -174,7 +184,7 @@ class PartReader:
             self._read(part, first + at, before)
             if bool((infinite & torch.isfinite(before)).any()):
                 with self._lock:
-                    self.infinite.add(part.key)
+                    self.infinite.add(part.row)
                 return
 
     def _read(self, part: TensorPart, first: int, into: torch.Tensor) -> None:
@@ -263,18 +273,18 @@ def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> No
 
 def write_parts(
     store: WritableStore, files: Sequence[FileParts], source: Source, options: Options, progress: Progress | None = None
-) -> tuple[list[bytes], set[str]]:
+) -> tuple[list[bytes], set[int]]:
     """
     Write files of parts of a checkpoint, durable on return; if anything fails, all of them are removed.
 
     Returns:
-        The digests of each file's blocks, and keys of tensors whose finite numbers are infinite after the conversion.
+        The digests of each file's blocks, and rows of tensors with finite numbers that became infinite.
 
     """
     threads, window = limits(options, store, source.store)
-    gathering = PartReader(source, budget_nbytes=2 * window)
-    digests = write_filled(store, files, gathering.fill, threads=threads, window_nbytes=window, progress=progress)
-    return digests, gathering.infinite
+    reader = PartReader(source, budget_nbytes=2 * window)
+    digests = write_filled(store, files, reader.fill, threads=threads, window_nbytes=window, progress=progress)
+    return digests, reader.infinite
 
 
 def verify_written(

@@ -41,6 +41,7 @@ from shardkeep.conversion.pipeline import (
     PartReader,
     Progress,
     Wanted,
+    Written,
     file_parts,
     limits,
     verify_written,
@@ -76,13 +77,10 @@ from shardkeep.storage.system import host_identity, process_start, storage_error
 
 
 def write_torch_file(
-    to: str, picked: Selection, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
-) -> tuple[int, set[str]]:
+    to: str, chosen: Selection, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
+) -> Written:
     """
-    Write the file; it replaces what is at `to` once it is complete, if `overwrite` was given.
-
-    Returns:
-        Its size, and keys of tensors with finite numbers that became infinite when they were converted.
+    Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values.
 
     Raises:
         CheckpointExists: something is there.
@@ -91,11 +89,11 @@ def write_torch_file(
     path = destination(to, make_directory=True)
     if file_exists(path) and not overwrite:
         raise _taken(to)
-    layout, names = _layout(picked, source, options)
-    gathering = PartReader(source, budget_nbytes=2 * limits(options, source.store)[1])
+    layout, names = _layout(chosen, source, options)
+    reader = PartReader(source, budget_nbytes=2 * limits(options, source.store)[1])
 
     def fill(ranges: list[StorageRange]) -> None:
-        gathering.fill([(picked.tensors[names[each.storage]], each.start, each.stop, each.into) for each in ranges])
+        reader.fill([(chosen.tensors[names[each.storage]], each.start, each.stop, each.into) for each in ranges])
 
     try:
         write_archive(
@@ -112,22 +110,22 @@ def write_torch_file(
         if exc.errno == errno.EEXIST:
             raise _taken(to) from exc
         raise
-    return layout.nbytes, gathering.infinite
+    return Written([os.path.basename(path)], layout.nbytes, reader.infinite)
 
 
-def _layout(picked: Selection, source: Source, options: Options) -> tuple[ArchiveLayout, list[str]]:
+def _layout(chosen: Selection, source: Source, options: Options) -> tuple[ArchiveLayout, list[str]]:
     """Return where everything goes, and the name of the tensor of each storage."""
-    stand_ins = {name: TensorPlaceholder(name, part.box.sizes, part.dtype) for name, part in picked.tensors.items()}
+    stand_ins = {name: TensorPlaceholder(name, part.box.sizes, part.dtype) for name, part in chosen.tensors.items()}
     state: dict[str, Any] = {}
-    for name in picked.names:
-        if name in picked.values:
-            state[name] = _value(source.index, picked.values[name], options)
+    for name in chosen.names:
+        if name in chosen.values:
+            state[name] = _value(source.index, chosen.values[name], options)
         else:
             # The same stand-in for names that are tied: torch.load gives one tensor under both.
-            state[name] = stand_ins[picked.ties.get(name, name)]
+            state[name] = stand_ins[chosen.ties.get(name, name)]
     pickled = pickle_state(state)
     names = [each.key for each in pickled.storages if isinstance(each, TensorPlaceholder)]
-    return ArchiveLayout(pickled.data, [picked.tensors[name].nbytes for name in names]), names
+    return ArchiveLayout(pickled.data, [chosen.tensors[name].nbytes for name in names]), names
 
 
 def _value(index: Index, key: str, options: Options) -> Any:

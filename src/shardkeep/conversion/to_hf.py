@@ -1,9 +1,12 @@
 """
-Safetensors files and their index, as Hugging Face has them, written from an opened checkpoint.
+Writes a checkpoint as safetensors files with an index, as Hugging Face has them.
 
-Files are written beside what is there, read back and compared, and only then are the model of the place, the index file
-last. What was there before is there until then; if anything fails, nothing is changed. In a store, which cannot rename,
-the files of each export have names of their own, also if there is only one file: the index file tells readers.
+Files are written beside an existing model, read back, compared, and then published in its place (see
+`layouts.safetensors_publish`); if anything fails, the place is unchanged. A store cannot rename, so the files of each
+export have names of their own there, even a single one, and the index file names them.
+
+`write_model` writes tensors alone. `write_safetensors` also keeps what safetensors cannot hold (nesting, plain values,
+ties, step and meta) in the header of the first file: nothing is lost, and other tools see the tensors.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardkeep.conversion.pipeline import (
     FileParts,
     Progress,
     TensorPart,
+    Written,
     file_parts,
     verify_written,
     write_parts,
@@ -30,8 +34,11 @@ from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.tree import decode_tree, leaf_keys
 from shardkeep.layouts.safetensors import (
+    CUSTOM_METADATA_KEY,
+    FILE_COUNT_KEY,
     FORMAT_KEY,
     FORMAT_VALUE,
+    SAVE_ID_KEY,
     SINGLE_NAME,
     STATE_KEY,
     HeaderState,
@@ -58,92 +65,7 @@ from shardkeep.storage.local import PathStore
 from shardkeep.storage.resolve import open_store
 from shardkeep.storage.system import storage_errors
 
-# What a model needs besides its weights: configuration, tokenizer, code, copied from one place to another.
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-"""What else a model's place may hold that is weights, or speaks of them."""
-_MOST_COPIED_NBYTES = 1 << 30
-
-
-class CompanionFiles:
-    """Files to copy. They are read first, so that nothing is missing in the end."""
-
-    def __init__(self, store: Store, config: str | None, *, overwrite: bool) -> None:
-        found = {} if config is None else _read_all(config)
-        there = {name: data for name in found if (data := _read(store, name)) is not None}
-        self._new = {name: data for name, data in found.items() if name not in there}
-        self._changed = {name: data for name, data in found.items() if name in there and there[name] != data}
-        self._added: list[str] = []
-        if self._changed and not overwrite:
-            raise CheckpointExists(
-                f"{store.url}/{next(iter(self._changed))} is already there, and another one in {config}",
-                hint="pass overwrite=True (--overwrite) to replace it",
-            )
-
-    def add(self, store: Store) -> None:
-        """Write what is not there: before the weights get their names, so that the model is complete."""
-        for name, data in self._new.items():
-            self._added.append(name)
-            store.put(name, data)
-
-    def replace(self, store: Store) -> None:
-        """Replace what belonged to the model that was there, which is gone now."""
-        for name, data in self._changed.items():
-            store.put(name, data, replace=True)
-        self._added = []
-
-    def take_back(self, store: Store) -> None:
-        """Remove what was added to a place that has not become a model."""
-        for name in self._added:
-            with suppress(CheckpointError):
-                store.delete(name)
-
-
-def _read_all(config: str) -> dict[str, bytes]:
-    """Read all files of a place but weights."""
-    place = open_store(config, direct=False)
-    if local_path(place) is not None and not os.path.isdir(place.url):
-        raise StateError(f"config={config!r} is no directory", hint="give the directory that has config.json in it")
-    found: dict[str, bytes] = {}
-    for name in _names(place):
-        if is_name(name) and not name.startswith(".") and not name.endswith(_WEIGHTS):
-            data = _read(place, name)
-            found |= {} if data is None else {name: data}
-    if "config.json" not in found:
-        raise StateError(f"{config}: there is no config.json", hint="give the place that has it")
-    return found
-
-
-def _names(place: Store) -> list[str]:
-    if local_path(place) is None:
-        return [info.name for info in place.list()]
-    # Through links, as in a Hugging Face cache.
-    return [name for name in sorted(os.listdir(place.url)) if os.path.isfile(os.path.join(place.url, name))]
-
-
-def _read(place: Store, name: str) -> bytes | None:
-    """Read a file; None where there is none."""
-    try:
-        if local_path(place) is not None:
-            return PathStore(direct=False).get(os.path.join(place.url, name), limit=_MOST_COPIED_NBYTES)
-        return place.get(name, limit=_MOST_COPIED_NBYTES)
-    except BlobNotFound:
-        return None
-
-
 _MODEL = re.compile(r"model(-\d+-of-\d+(-[0-9a-f]{8})?)?\.safetensors")
-
-
-@dataclass(frozen=True)
-class WrittenModel:
-    """What was written."""
-
-    files: list[str]
-    """Names, in order."""
-    nbytes: int
-    """Of the files together."""
-    infinite: set[str]
-    """Keys of tensors of which finite numbers became infinite when they were converted."""
 
 
 def write_model(
@@ -153,27 +75,27 @@ def write_model(
     *,
     max_shard_bytes: float,
     metadata: Mapping[str, str],
-    config: str | None,
+    config: str | None = None,
     overwrite: bool,
     options: Options,
     progress: Progress | None,
     replaces_others: bool = False,
-) -> WrittenModel:
+) -> Written:
     """
-    Make a place hold these tensors, in this order, in files of at most `max_shard_bytes` where tensors allow it.
+    Make these tensors the model of a place, in files of at most `max_shard_bytes` unless a tensor is larger.
 
-    `metadata` stand in the header of the first file; what is in the place `config` but weights is copied. With
-    `replaces_others` the caller takes away checkpoints of other layouts that are there.
+    `metadata` goes into the header of the first file, and all files of the place `config` except weights are copied.
+    With `replaces_others` the caller removes checkpoints of other layouts.
 
     Raises:
         CheckpointExists: a model is there, and `overwrite` was not given; or a checkpoint of another layout is.
 
     """
-    check_target(store, overwrite=overwrite, replaces_others=replaces_others)
+    _check_target(store, overwrite=overwrite, replaces_others=replaces_others)
     groups = _groups(tensors, max_shard_bytes)
     single = len(groups) == 1 and can_rename(store)
     names = [SINGLE_NAME] if single else [file_name(at + 1, len(groups)) for at in range(len(groups))]
-    beside = CompanionFiles(store, config, overwrite=overwrite)
+    companions = CompanionFiles(store, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
     files = [
         model_file(name, {key: tensors[key] for key in group}, metadata if name == names[0] else {})
@@ -181,37 +103,36 @@ def write_model(
     ]
     is_new = local_path(store) is not None and not os.path.isdir(store.url)
     folder = prepare_directory(store)
-    removes = _replaced(folder, overwrite=overwrite)  # once more: what was under way a moment ago may be a model now
+    removes = _replaced(folder, overwrite=overwrite)  # again: a save that was under way may be published by now
     called = begin_save(store, save_id, folder)
-    complete = False
+    unpublished = True
     try:
         infinite = write_model_files(store, called, files, source, options, progress)
-        beside.add(store)
-        total = sum(part.nbytes for part in tensors.values())
+        companions.add(store)
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        complete = True
+        unpublished = False
         publish_model(
             store,
             called,
             names,
             weights=None if single else weights,
-            total_nbytes=total,
+            total_nbytes=sum(part.nbytes for part in tensors.values()),
             replaces_saves=False,
             removes=removes,
         )
     except BaseException:
-        if discard_save(store, save_id, unpublished=not complete):
-            beside.take_back(store)
+        if discard_save(store, save_id, unpublished=unpublished):
+            companions.take_back(store)
             if is_new:
-                with suppress(OSError):  # not empty: somebody else's
+                with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)
         raise
-    beside.replace(store)
-    return WrittenModel(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
+    companions.replace(store)
+    return Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
 
 
-def check_target(store: Store, *, overwrite: bool, replaces_others: bool = False) -> None:
-    """Refuse a place that a new model cannot go to."""
+def _check_target(store: Store, *, overwrite: bool, replaces_others: bool) -> None:
+    """Refuse a place that a new model must not be written to."""
     to = store.url
     if is_single_file(store):
         raise CheckpointExists(f"{to} is a file", hint="give a directory")
@@ -229,7 +150,7 @@ def check_target(store: Store, *, overwrite: bool, replaces_others: bool = False
 
 
 def _replaced(folder: ModelDirectory, *, overwrite: bool) -> list[str]:
-    """Return the safetensors files of a place that a new model takes the place of."""
+    """Return the safetensors files of a place that a new model replaces."""
     there = model_files(folder)
     if (there or folder.index) and not overwrite:
         raise CheckpointExists(
@@ -240,7 +161,7 @@ def _replaced(folder: ModelDirectory, *, overwrite: bool) -> list[str]:
 
 
 def names_in(store: Store) -> list[str]:
-    """Name all that is in a place, also links; a directory that does not exist has nothing."""
+    """Name all files of a place, links included; a directory that does not exist has none."""
     if local_path(store) is None:
         return [info.name for info in store.list()]
     try:
@@ -251,13 +172,13 @@ def names_in(store: Store) -> list[str]:
 
 
 def model_files(folder: ModelDirectory) -> list[str]:
-    """Name the files of a place that are a model's: those that the index file names, and those called like one."""
+    """Name the files of a model: those that the index file names, and those that are named like one."""
     named = set(read_weight_map(folder.index, folder.opens).values()) if folder.index else set()
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
 
 
 def _groups(tensors: Mapping[str, TensorPart], most_nbytes: float) -> list[list[str]]:
-    """Divide tensors into files, in order; one that is larger than a file may be has one to itself."""
+    """Divide tensors into files, in order; a tensor that is larger than a file may be has a file of its own."""
     if not most_nbytes > 0:
         raise StateError(f"max_shard_bytes={most_nbytes}", hint="give a number of bytes above 0")
     groups: list[list[str]] = [[]]
@@ -286,12 +207,11 @@ def write_model_files(
     source: Source,
     options: Options,
     progress: Progress | None = None,
-) -> set[str]:
+) -> set[int]:
     """
-    Write files under the names that `names` gives them before they are published, and read them back.
+    Write files under the names they have before they are published, and read them back.
 
-    Returns:
-        Keys of tensors with finite numbers that became infinite when they were converted.
+    Returns what `write_parts` does: the rows of tensors with finite numbers that became infinite.
 
     Raises:
         ChecksumMismatch: a file does not hold what was written.
@@ -303,11 +223,13 @@ def write_model_files(
     return infinite
 
 
-# A checkpoint of any layout written anew as safetensors files: tensors under their flat names, and all else in a
-# header.
-#
-# What safetensors cannot hold stands in the metadata of the first file (`layout.safetensors_state`): nesting, plain
-# values, ties, step and meta. So nothing is lost on the way there and back, and other tools see the tensors alone.
+def tie_metadata(ties: Mapping[str, str]) -> dict[str, str]:
+    """Say in a header which names are tied, as the safetensors library does, except under names with a meaning."""
+    reserved = {FORMAT_KEY, CUSTOM_METADATA_KEY, SAVE_ID_KEY, FILE_COUNT_KEY, STATE_KEY}
+    return {name: owner for name, owner in ties.items() if name not in reserved}
+
+
+# -- all of a checkpoint -----------------------------------------------------------------------------------------------
 
 
 def write_safetensors(
@@ -318,49 +240,43 @@ def write_safetensors(
     overwrite: bool,
     options: Options,
     progress: Progress | None,
-) -> int:
+) -> Written:
     """
-    Write all of a checkpoint into a place, and return the bytes of its files.
+    Write all of a checkpoint into a place.
 
     Raises:
         UnsupportedLeaf: a tensor is of a dtype that safetensors does not have.
         CheckpointExists: a checkpoint is there, and `overwrite` was not given.
 
     """
-    tensors = _tensors(source)
-    kept = encode_header_state(_state(source))
     written = write_model(
         store,
-        tensors,
+        _tensors(source),
         source,
         max_shard_bytes=max_shard_bytes,
-        metadata={STATE_KEY: kept},
-        config=None,
+        metadata={STATE_KEY: encode_header_state(_state(source))},
         overwrite=overwrite,
         options=options,
         progress=progress,
         replaces_others=True,
     )
     _check_opens(store, source, options)
-    return written.nbytes
+    return written
 
 
 def _check_opens(store: Store, source: Source, options: Options) -> None:
-    """Insist that the place, with all that lies in it, is opened as what was converted."""
+    """Make sure that the place, with all other files in it, opens as the checkpoint that was converted."""
     found = find_safetensors(store)
-    meant = source.index
-    if found is not None:
-        index = found.open(options).index
-        if (index.tree, set(index.tensor_rows), set(index.value_rows)) == (
-            meant.tree,
-            set(meant.tensor_rows),
-            set(meant.value_rows),
-        ):
-            return
-    raise CheckpointError(
-        f"{store.url}: the files were written, but other files there keep them from being opened as one checkpoint",
-        hint="convert into an empty place",
-    )
+    index, meant = None if found is None else found.open(options).index, source.index
+    if index is None or (index.tree, set(index.tensor_rows), set(index.value_rows)) != (
+        meant.tree,
+        set(meant.tensor_rows),
+        set(meant.value_rows),
+    ):
+        raise CheckpointError(
+            f"{store.url}: the files were written, but other files there keep them from being opened as one checkpoint",
+            hint="convert into an empty place",
+        )
 
 
 def _tensors(source: Source) -> dict[str, TensorPart]:
@@ -396,3 +312,70 @@ def _state(source: Source) -> HeaderState:
         numpy=[key for key, row in rows.items() if int(index.tensors.origin[row]) == 1],
         ties={key: names[alias[row]] for key, row in rows.items() if alias[row] != row},
     )
+
+
+# -- configuration, tokenizer, code ------------------------------------------------------------------------------------
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Suffixes of weights, and of files that describe them."""
+_MOST_COPIED_NBYTES = 1 << 30
+
+
+class CompanionFiles:
+    """Files to copy beside a model. They are read first, so that none is missing in the end."""
+
+    def __init__(self, store: Store, config: str | None, *, overwrite: bool) -> None:
+        found = {} if config is None else _read_all(config)
+        there = {name: data for name in found if (data := _read(store, name)) is not None}
+        self._new = {name: data for name, data in found.items() if name not in there}
+        self._changed = {name: data for name, data in found.items() if name in there and there[name] != data}
+        self._added: list[str] = []
+        if self._changed and not overwrite:
+            raise CheckpointExists(
+                f"{store.url}/{next(iter(self._changed))} is already there, and another one in {config}",
+                hint="pass overwrite=True (--overwrite) to replace it",
+            )
+
+    def add(self, store: Store) -> None:
+        """Write new files, before the weights are published: then the model is complete."""
+        for name, data in self._new.items():
+            self._added.append(name)
+            store.put(name, data)
+
+    def replace(self, store: Store) -> None:
+        """Replace files of the old model, after it was replaced."""
+        for name, data in self._changed.items():
+            store.put(name, data, replace=True)
+        self._added = []
+
+    def take_back(self, store: Store) -> None:
+        """Remove new files if the model was not published."""
+        for name in self._added:
+            with suppress(CheckpointError):
+                store.delete(name)
+
+
+def _read_all(config: str) -> dict[str, bytes]:
+    """Read all files of a place except weights."""
+    place = open_store(config, direct=False)
+    if local_path(place) is not None and not os.path.isdir(place.url):
+        raise StateError(f"config={config!r} is no directory", hint="give the directory that has config.json in it")
+    found: dict[str, bytes] = {}
+    for name in names_in(place):  # links included, as in a Hugging Face cache
+        is_file = local_path(place) is None or os.path.isfile(os.path.join(place.url, name))
+        if is_file and is_name(name) and not name.startswith(".") and not name.endswith(_WEIGHTS):
+            data = _read(place, name)
+            found |= {} if data is None else {name: data}
+    if "config.json" not in found:
+        raise StateError(f"{config}: there is no config.json", hint="give the place that has it")
+    return found
+
+
+def _read(place: Store, name: str) -> bytes | None:
+    """Read a file; None if it does not exist."""
+    try:
+        if local_path(place) is not None:
+            return PathStore(direct=False).get(os.path.join(place.url, name), limit=_MOST_COPIED_NBYTES)
+        return place.get(name, limit=_MOST_COPIED_NBYTES)
+    except BlobNotFound:
+        return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from shardkeep.conversion.pipeline import (
     FileParts,
     Progress,
     TensorPart,
+    Written,
     file_parts,
     verify_written,
     write_parts,
@@ -56,16 +56,6 @@ class Contents:
         return cls(source.index, range(len(source.index.keys)))
 
 
-class WrittenNative(NamedTuple):
-    """What was written."""
-
-    files: list[str]
-    nbytes: int
-    """Of the data files, as they lie in the store."""
-    infinite: set[str]
-    """Names of tensors of which finite numbers became infinite when they were converted."""
-
-
 def write_native(
     store: Store,
     source: Source,
@@ -75,7 +65,7 @@ def write_native(
     codecs: Codecs,
     options: Options,
     progress: Progress | None,
-) -> WrittenNative:
+) -> Written:
     """
     Write a checkpoint, with the step and meta of the source.
 
@@ -105,7 +95,7 @@ def write_native(
     open_native(store, native.read_record(store), options)
     coordinator.tidy()
     at_rest = [each for entry in entries for each in entry.at_rest]
-    return WrittenNative([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
+    return Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
 def _filled(index: Index) -> list[int]:

@@ -20,6 +20,7 @@ from shardkeep.conversion.pipeline import (
     Part,
     Progress,
     TensorPart,
+    Written,
     file_parts,
     verify_written,
     write_parts,
@@ -60,9 +61,9 @@ class _Item(NamedTuple):
 
 def write_torch_layout(
     store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
-) -> int:
+) -> Written:
     """
-    Write all of a checkpoint into a place, and return the bytes of its data files.
+    Write all of a checkpoint into a place.
 
     Raises:
         CheckpointExists: a checkpoint is there, and `overwrite` was not given.
@@ -101,7 +102,7 @@ def write_torch_layout(
     Commit(commit_target(store)).publish(
         METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s
     )
-    return sum(each.nbytes for each in sums.values())
+    return Written(list(sums), sum(each.nbytes for each in sums.values()), set())
 
 
 def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list[_Item]]:

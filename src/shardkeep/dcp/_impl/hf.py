@@ -1,8 +1,9 @@
 """
-The storage writer for Hugging Face models: safetensors files, whole or one set a rank, and their index.
+Writes Hugging Face models under torch's names: the storage writer, and the consolidation of shards into whole tensors.
 
-All files of a save are written beside what is there, by all ranks, and take its place when the last one is durable: until
-then an older model is as it was.
+All ranks write their files beside an existing model, which stays as it is until the new files are durable and published
+(`layouts.safetensors_publish`). Consolidation opens the shards as a checkpoint and writes them through the conversion
+pipeline, which reads the new files back before they are published.
 """
 
 from __future__ import annotations
@@ -73,29 +74,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# From the shards of a checkpoint to a Hugging Face model: whole tensors, files as a mapping says, and an index of
-# them.
-#
-# All headers are read and checked first, so that nothing is written for shards that are not one whole checkpoint. New
-# files are written beside what is there and take its place when all of them are durable, the index file last.
-
 logger = logging.getLogger("shardkeep")
 
 SLOWEST_BYTES_PER_S = 50 << 20
-"""A rank that writes this fast is waited for, however much it has to write."""
-
-
+"""A rank that writes at least this fast does not time out, however much it has to write."""
 _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
-"""What only this makes."""
+"""Files of consolidated models in stores."""
 
 
 class BadMapping(StateError, ValueError, KeyError):
     """A mapping from tensors to files that does not fit the tensors."""
 
 
+# -- consolidation -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _Job:
-    """What is to be made."""
+class _Consolidation:
+    """A model to make of shards."""
 
     source: Source
     """The shards, opened."""
@@ -116,17 +112,18 @@ def consolidate_safetensors_files(
     num_threads: int = 1,
 ) -> None:
     """
-    Make whole tensors of sharded ones: files `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.
+    Write whole tensors from shards, as `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.
 
     Args:
-        input_dir: holds the shards, as `HuggingFaceStorageWriter` of ours or torch's writes them: a path or a URL.
-        output_dir: where the model goes: a path or a URL. One that is there stays as it is until the new one is complete.
+        input_dir: holds the shards that a `HuggingFaceStorageWriter`, shardkeep's or torch's, wrote: a path or a URL.
+        output_dir: where the model goes: a path or a URL. A model there is replaced once the new one is complete.
         fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; None for one file.
         num_threads: how many threads to use at least.
 
     Raises:
         MalformedFile: (a ValueError) the shards are not one whole checkpoint; nothing was written.
-        BadMapping: (a ValueError) the mapping names tensors that there are not; nothing was written.
+        BadMapping: (a ValueError) the mapping names tensors that do not exist; nothing was written.
+        ChecksumMismatch: a new file does not hold what was written to it; nothing was published.
 
     """
     begun = time.monotonic()
@@ -156,24 +153,24 @@ def consolidate_safetensors_files_on_every_rank(
     process_group: ProcessGroup | None = None,
 ) -> None:
     """
-    Do the same on all ranks, each of which makes some of the files. Returns when all of them are there.
+    Consolidate shards on all ranks, each of which writes some of the files. Returns when the model is published.
 
     Args:
-        input_dir: holds the shards; all ranks see the same ones.
+        input_dir: holds the shards, which all ranks see.
         output_dir: where the model goes.
         fqn_to_index_mapping: the number of the file that each tensor goes to; the same on all ranks.
         num_threads: how many threads each rank uses at least.
         process_group: the ranks that take part; all of them by default.
 
     Raises:
-        CheckpointError: some rank failed; the same on all ranks. What was in `output_dir` is still there.
+        CheckpointError: a rank failed; raised on all ranks. What was in `output_dir` is still there.
 
     """
     world = current_world(process_group, timeout_s=Options().timeout_s)
     if world.solo:
         consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
         return
-    jobs: list[_Job] = []
+    jobs: list[_Consolidation] = []
 
     def plan() -> bytes:
         jobs.append(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
@@ -203,16 +200,13 @@ def consolidate_safetensors_files_on_every_rank(
             meeting.agree("write", write, complete)
     except CheckpointError:
         if world.rank == 0:
-            # Ranks that did not fail leave their files: only here is it known that nobody will publish them.
+            # Ranks that did not fail leave their files. Only here is it certain that they will not be published.
             with suppress(CheckpointError):
                 prepare_directory(job.output)
         raise
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Job:
+def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Consolidation:
     output, shards = _place(output_dir), _place(input_dir)
     folder = list_model(shards)
     if not folder.files:
@@ -220,13 +214,13 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
     options = _options(num_threads)
     headers = read_headers(folder.files.values(), threads=options.io_threads, opens=folder.opens)
     if same_place(shards, output):
-        # What an earlier call made of earlier shards.
+        # Leave out what an earlier call made of earlier shards.
         headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
     for file in headers:
         if not _is_shard(file):
             raise MalformedFile(
                 f"{file.path}: no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds",
-                hint="only what a distributed checkpoint wrote can be consolidated; move other files elsewhere",
+                hint="only shards of a distributed checkpoint can be consolidated; move other files elsewhere",
                 file=file.path,
             )
     return _plan_of(open_shards(folder, headers, options), output, mapping, options)
@@ -245,7 +239,7 @@ def _is_shard(file: SafetensorsFile) -> bool:
     return bool(file.metadata.get(CUSTOM_METADATA_KEY))
 
 
-def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, options: Options) -> _Job:
+def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, options: Options) -> _Consolidation:
     rows = source.index.tensor_rows
     numbers = dict.fromkeys(rows, 1) if mapping is None else mapping
     check_mapping(numbers)
@@ -263,7 +257,7 @@ def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, o
         part = TensorPart(key, rows[key], whole(source.index.shape(rows[key])), source.index.dtype(rows[key]))
         groups.setdefault(number, {})[key] = part
     names = {number: _gen_file_name(number, last) for number in sorted(groups)}
-    return _Job(
+    return _Consolidation(
         source,
         output,
         {number: model_file(name, groups[number], {}) for number, name in names.items()},
@@ -284,7 +278,7 @@ def check_mapping(mapping: Mapping[str, int]) -> None:
             )
 
 
-def _make(job: _Job) -> None:
+def _make(job: _Consolidation) -> None:
     save_id = str(uuid.uuid4())
     names = begin_save(job.output, save_id, prepare_directory(job.output))
     try:
@@ -296,12 +290,12 @@ def _make(job: _Job) -> None:
         raise
 
 
-def _write(job: _Job, numbers: Sequence[int], names: SaveNames) -> None:
+def _write(job: _Consolidation, numbers: Sequence[int], names: SaveNames) -> None:
     """Write some of the files, and read them back."""
     write_model_files(job.output, names, [job.files[number] for number in numbers], job.source, job.options)
 
 
-def _publish(job: _Job, names: SaveNames) -> None:
+def _publish(job: _Consolidation, names: SaveNames) -> None:
     files = [file.job.name for file in job.files.values()]
     # A store cannot rename: the files that the new ones replace have other names, and are removed.
     there = () if names.renames else list_model(job.output).files
@@ -317,16 +311,15 @@ def _publish(job: _Job, names: SaveNames) -> None:
     )
 
 
-# Which file of a Hugging Face checkpoint each item of a save goes to.
-#
-# In come the plans of all ranks, out go names of files and what each holds. Names are torch's. Where torch's would
-# make
-# ranks overwrite each other, or a second shard of a tensor replace the first, there are more files.
+# -- which file each item goes to --------------------------------------------------------------------------------------
+
+# Names are torch's. There are more files where torch's names would make ranks overwrite each other, or would let a
+# second shard of a tensor replace the first.
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the names of a rank's files are made of."""
+    """The numbers in the names of a rank's files."""
 
     mapping: Mapping[str, int] | None
     """The number of each tensor's file; None where all go to file 1."""
@@ -335,9 +328,9 @@ class Numbers:
     shard: int | None = None
     """Of this rank; None where files are not cut by rank."""
     ranks: int = 0
-    """A rank's further shards of one tensor are in shards of numbers that are larger by this, each time."""
+    """Added to `shard` for each further shard of one tensor that this rank has."""
     instead: Mapping[int, int] = field(default_factory=dict)
-    """Other numbers for this rank's files, where other ranks have tensors for the same ones."""
+    """Other numbers for this rank's files, where other ranks have tensors for the same files."""
 
 
 def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
@@ -362,7 +355,7 @@ def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict
 
 
 Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
-"""Gives the items of each file, as `split` does; a writer that extends ours may have another."""
+"""Returns the items of each file, as `split` does; a subclass of the writer may override it."""
 
 
 def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) -> list[FileToWrite]:
@@ -435,7 +428,7 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, b
 
 
 def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None, by: Split) -> list[int]:
-    """Return the files that a rank may write to: all, where it only sent word that its plan has not changed."""
+    """Return the files that a rank may write to: all, if it only reported that its plan has not changed."""
     if not plan.usable:
         return sorted(set(mapping.values())) if mapping is not None else [1]
     return sorted(by(mapping, plan.items)) if plan.items else []
@@ -443,7 +436,7 @@ def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None, by: Split) ->
 
 def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:
     """
-    Make sure that a mapping names no tensor that nobody saves, before anything is written for it.
+    Make sure that every tensor of a mapping is saved, before anything is written.
 
     Raises:
         BadMapping: it does.
@@ -469,11 +462,14 @@ _OURS = "shardkeep"
 """Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
 
 
+# -- the writer --------------------------------------------------------------------------------------------------------
+
+
 class HuggingFaceStorageWriter(FileSystemWriter):
     """
     Writes tensors as a Hugging Face model.
 
-    Objects that are no tensors have no place in such a model and are refused.
+    Such a model holds only tensors; other objects are refused.
     """
 
     def __init__(
@@ -493,8 +489,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; one file by default.
             thread_count: how many threads to write with, at least.
             save_distributed: every rank writes its own shards; otherwise tensors must be whole.
-            enable_consolidation: make whole tensors of the shards, in `path`; the shards go to `path/sharded`.
-            thread_count_consolidation: how many threads to do that with, at least.
+            enable_consolidation: consolidate the shards into `path`; the shards go to `path/sharded`.
+            thread_count_consolidation: how many threads consolidate, at least.
 
         """
         super().__init__(path=path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
@@ -557,7 +553,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 check_complete(plans, mapping)
         else:
             numbered = number_whole(plans, mapping, self._split_by_storage_plan)
-        # Unknown where a rank only sent word that its plan has not changed.
+        # Unknown if a rank only reported that its plan has not changed.
         count = None
         self._keys_known = all(plan.usable for plan in plans)
         if self._keys_known:
@@ -584,7 +580,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         return new_plans
 
     def _check_place(self, folder: ModelDirectory, keys: set[str]) -> None:
-        """Refuse to put shards beside a model that they do not replace: readers take it for the one, or for both."""
+        """Refuse shards beside a model that they do not replace: readers would see that model, or both."""
         if not self.save_distributed:
             return
         named = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
@@ -620,7 +616,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         said: dict[str, Any] = plan.storage_data or {}
         decided = said.get(_OURS)
         if decided is None:
-            # A plan that somebody else made, as torch's `prepare_global_plan` does: there is nobody to wait for.
+            # Another `prepare_global_plan`, such as torch's, made the plan: publish at once.
             mapping = said.get("fqn_to_index_mapping")
             numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
             decided = {"save_id": self.save_id, "marks": False, "files": None, "numbers": numbers}
@@ -656,22 +652,22 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def _alone_s(self, metadata: Metadata) -> float:
         if self.save_distributed and not self.enable_consolidation:
             return 0.0
-        # All of it is written, or written once more, by one rank.
+        # One rank writes all of it: whole tensors, or the consolidated ones.
         tensors: list[Any] = [entry for entry in metadata.state_dict_metadata.values() if is_tensor_entry(entry)]
         total = sum(torch.Size(entry.size).numel() * entry.properties.dtype.itemsize for entry in tensors)
         return float(total / SLOWEST_BYTES_PER_S)
 
     def _discard_written(self) -> None:
-        """Remove what all ranks wrote last, unless it is being published; for a save that will not be."""
+        """Remove the files of all ranks of a save that failed, unless they are being published."""
         if self._new_save is not None:
             discard_save(storage_place(self), self._new_save, last=self._alone)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put the files of all ranks into place, with an index where tensors are whole, and drop those of older saves."""
+        """Publish the files of all ranks, with an index if tensors are whole, and remove those of older saves."""
         written = [result for each in results for result in each]
         store = storage_place(self)
         weights, total = None, 0
-        if not self.save_distributed:  # otherwise tensors are in several files, and no index can say where each one is
+        if not self.save_distributed:  # an index names one file for each tensor
             weights = {result.index.fqn: result.storage_data.relative_path for result in written}
             total = sum(result.storage_data.length for result in written)
         files = list(dict.fromkeys(result.storage_data.relative_path for result in written))
@@ -708,4 +704,4 @@ def _keys_in(folder: ModelDirectory, name: str) -> Iterable[str]:
     try:
         return read_header(folder.files[name], folder.opens).tensors
     except CheckpointError:
-        return ()  # readers will name it
+        return ()  # readers report it
