@@ -1,7 +1,7 @@
 """
 Look at a checkpoint: one process, no process group, no template.
 
-`open` reads the commit record and the index. A tensor is read when it is sliced, and then only the blocks its slice
+`open` reads the commit record and the index. A tensor is read when it is sliced, and then only the blocks that the slice
 touches.
 """
 
@@ -46,23 +46,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What `Checkpoint.verify` read, all of it sound."""
+    """What `Checkpoint.verify` read without finding damage."""
 
     files: int
     bytes_read: int
     seconds: float
     without_digests: int = 0
-    """Of the files, those that nobody took digests of: of safetensors files of others, only headers and sizes are
-    checked; of torch's, the checksums in their archives."""
+    """Number of files without digests. Of safetensors files of other programs only headers and sizes are verified; of
+    files that torch wrote, the checksums in their archives."""
     undecoded: int = 0
-    """Of the files, those for which there was no key: what is stored of them is what was written, as far as digests tell
-    that nobody signed."""
+    """Number of files without a key: their stored bytes match their digests, which are not signed."""
 
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
     """
-    Open a checkpoint to look at it or read parts of it: a native one, one of torch's, or a directory of safetensors
-    files (or one such file) as Hugging Face has them.
+    Open a checkpoint to look at it or to read parts of it: a native one, one of torch's layout, or a directory of
+    safetensors files (or a single file) as Hugging Face writes them.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -84,7 +83,7 @@ def verify_stored(
     where: str | os.PathLike[str] | Store, *, deep: bool = True, options: Options | None = None
 ) -> VerifyReport:
     """
-    Check what is stored of an encrypted native checkpoint whose key is not at hand.
+    Verify the stored bytes of an encrypted native checkpoint without its key.
 
     Args:
         where: a path, or a store.
@@ -122,7 +121,7 @@ def _raise_if_any(store: Store, problems: list[str]) -> None:
 
 class Checkpoint(Mapping[str, Any]):
     """
-    A committed checkpoint, as a mapping from flat names to tensors (not read yet) and plain values.
+    A committed checkpoint: a mapping from flat names to tensors, which are read when sliced, and plain values.
     """
 
     def __init__(self, store: Store, options: Options) -> None:
@@ -131,7 +130,7 @@ class Checkpoint(Mapping[str, Any]):
         found = find(store)
         try:
             self.source: Source = found.open(options, DigestCache())
-            """What it is read from: for tools that look at files and offsets."""
+            """What it is read from, for tools that look at files and offsets."""
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
                 raise explain_missing(store, found.record.index.name) from exc
@@ -141,7 +140,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The user's own words in the commit record."""
+        """The `meta` given to `save`."""
         return self.record.meta
 
     @property
@@ -163,11 +162,11 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Return a tensor, not read yet, or a plain value."""
+        """Return a tensor, which is read when sliced, or a plain value."""
         return self.get_item(key, allow_pickle=False)
 
     def get_item(self, key: str, *, allow_pickle: bool) -> Any:
-        """Return an item, unpickling it if need be and allowed."""
+        """Return an item; unpickle it if it is a pickle and that is allowed."""
         raw = _raw(key)
         if raw is None:
             raise KeyError(key)
@@ -188,13 +187,13 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def read(self, row: int, picks: tuple[AxisSlice, ...]) -> torch.Tensor:
-        """Read the picked part of a tensor; `StoredTensor` is the friendlier way."""
+        """Read a part of a tensor; slicing a `StoredTensor` is easier."""
         from shardkeep.engine.fill import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
         return read_picks(self.source, row, picks, self._options)
 
     def to_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """Read everything into the nesting it was saved from; tied tensors come back tied."""
+        """Read everything into the nested dict that was saved; tied tensors come back tied."""
         self._check_sorted()
         tree = self._tree()
         leaves = {
@@ -226,7 +225,7 @@ class Checkpoint(Mapping[str, Any]):
         return np.unique(np.asarray(self.index.tensors.alias, np.int64))
 
     def _tree(self) -> Node:
-        """Return the skeleton, whose leaves are all that is stored, each once."""
+        """Return the skeleton, whose leaves must be exactly the stored keys."""
         tree = decode_tree(self.index.tree)
         names = list(leaf_keys(tree))
         if len(names) != len(self) or len(set(names)) != len(names) or set(names) != set(self):
@@ -235,11 +234,11 @@ class Checkpoint(Mapping[str, Any]):
 
     def verify(self) -> VerifyReport:
         """
-        Read every byte of every file and check it, the commit record and the index once more.
+        Read and verify every byte of every file, and read the commit record and the index again.
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
-            StorageError: the store failed, which says nothing about what it holds.
+            StorageError: the store failed; that says nothing about what is stored.
 
         """
         began = time.perf_counter()
@@ -264,7 +263,7 @@ class Checkpoint(Mapping[str, Any]):
             except DamagedCheckpoint as exc:
                 yield exc
             except (PickleRefused, UnsupportedLeaf):
-                pass  # sound, only not to be rebuilt here
+                pass  # intact, but not to be rebuilt here
         for number in range(len(self.record.files)):
             try:
                 yield from self._damage_of_file(number)
@@ -272,7 +271,7 @@ class Checkpoint(Mapping[str, Any]):
                 yield exc
 
     def _check_unchanged(self) -> None:
-        """Insist that the store still has the record and the index that were opened."""
+        """Check that the store still has the record and the index that were opened."""
         found = find(self._store)
         if found.record.save_id != self.record.save_id:
             raise explain_missing(self._store, self.record.index.name)
@@ -308,7 +307,7 @@ class Checkpoint(Mapping[str, Any]):
 
 class StoredTensor:
     """
-    A tensor of a checkpoint, not read yet. Slicing reads what the slice needs.
+    A tensor of a checkpoint. Slicing reads only what the slice needs.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:
@@ -339,12 +338,12 @@ class StoredTensor:
 
     @property
     def is_numpy(self) -> bool:
-        """True where a numpy array was saved."""
+        """Whether a numpy array was saved."""
         return int(self._checkpoint.index.tensors.origin[self.row]) == 1
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes it is stored as."""
+        """The boxes that it is stored as."""
         rows = self._checkpoint.index.chunk_rows(self.row)
         boxes = self._checkpoint.index.chunks.boxes
         return [boxes.box(row, self.ndim) for row in range(rows.start, rows.stop)]
@@ -355,7 +354,7 @@ class StoredTensor:
         return self.shape[0]
 
     def __getitem__(self, item: IndexItem | tuple[IndexItem, ...]) -> torch.Tensor:
-        """Read a part of it, as a tensor of its own."""
+        """Read a part into a new tensor."""
         return self._checkpoint.read(self.row, parse_index(self.key, self.shape, item))
 
     def tensor(self) -> torch.Tensor:
@@ -363,7 +362,7 @@ class StoredTensor:
         return self[...]
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Read all of it as a numpy array; for element types that numpy has."""
+        """Read all of it as a numpy array, for element types that numpy has."""
         return _to_array(self.key, self.stored_dtype, self.tensor())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -376,7 +375,7 @@ class StoredTensor:
 
 
 def _raw(key: object) -> bytes | None:
-    """Return a key as the index has it; None for what can be no key of it."""
+    """Return a key as the index stores it; None for what cannot be a key."""
     try:
         return key.encode() if isinstance(key, str) else None
     except UnicodeEncodeError:

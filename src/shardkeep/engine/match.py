@@ -1,8 +1,8 @@
 """
-Does a checkpoint fit a state? What is missing, what is left over, and what differs; on one rank, then on all.
+Match a state with a checkpoint: what is missing, unexpected or different, on one rank and then on all.
 
-Nothing is read or changed here. A key is missing if some rank's state has it and the checkpoint has not; it is
-unexpected if the checkpoint has it and no rank's state asked for it.
+Nothing is read or changed here. A key is missing if a rank's state has it and the checkpoint does not; it is unexpected if
+the checkpoint has it and no rank's state does.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _MOST_LISTED = 50
 
 
 class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found; travels to rank 0."""
+    """What one rank found; sent to rank 0."""
 
     missing: list[str]
     mismatched: list[str]
     unused: list[tuple[str, str]]
-    """Argument and pattern, of those that match no name in this rank's state or in the checkpoint."""
+    """Argument and pattern of patterns that match no name in this rank's state or in the checkpoint."""
     other_kinds: list[str] = []
-    """Plain values that would change their kind."""
+    """Plain values whose kind would change."""
     consumed: bytes
     """A bit for each tensor, then each value, of the checkpoint."""
 
 
 class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks found; travels to every rank."""
+    """What all ranks found; sent to every rank."""
 
     missing: list[str]
     unexpected: list[str]
@@ -62,10 +62,10 @@ class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Match:
-    """How a rank's state meets the checkpoint."""
+    """How a rank's state and the checkpoint fit."""
 
     tensors: dict[str, int]
-    """Row in the index of every tensor to be filled, by its key in the state."""
+    """Row in the index of every tensor to fill, by its key in the state."""
     values: dict[str, int]
     cast: dict[str, str]
     findings: RankFindings
@@ -81,14 +81,14 @@ class LoadFilter:
     cast: bool | Patterns = False
 
     def checked(self) -> LoadFilter:
-        """Refuse arguments that make no sense, and make those that can be gone through once last."""
+        """Return the filter with valid arguments, iterators turned into tuples; raise for arguments that make no sense."""
         renamer(self.rename)
         cast = self.cast if isinstance(self.cast, bool) else checked_patterns("cast", self.cast)
         include, exclude = checked_patterns("include", self.include), checked_patterns("exclude", self.exclude)
         return LoadFilter(include, exclude, self.rename, False if cast is None else cast)
 
     def unused(self, names: list[str]) -> list[tuple[str, str]]:
-        """Return the patterns that match none of these names, each with the argument it stands in."""
+        """Return the patterns that match none of these names, each with the argument it was given in."""
         given = (("include", self.include), ("exclude", self.exclude), ("cast", self.cast))
         return [
             (argument, pattern)
@@ -121,15 +121,15 @@ class LoadFilter:
         return renamed[0], renamed[1]
 
     def renamed(self, name: str) -> str | None:
-        """Return what a name of the checkpoint is in the state; None where it is dropped."""
+        """Return the state's name for a name of the checkpoint; None if it is dropped."""
         return name if self.rename is None else renamer(self.rename)(name)
 
     def selects(self) -> Callable[[str], bool]:
-        """Make the test for names that are to be loaded."""
+        """Return the test for names to load."""
         return selector(self.include, self.exclude)
 
     def casts(self) -> Callable[[str], bool]:
-        """Make the test for names whose dtype may change."""
+        """Return the test for names whose dtype may change."""
         if isinstance(self.cast, bool):
             return lambda _: bool(self.cast)
         return matcher(self.cast)
@@ -205,7 +205,7 @@ def _compare_tensors(
 def _compare_ties(
     index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
 ) -> None:
-    """One memory cannot be filled from two different tensors."""
+    """Report keys that share memory in the state but not in the checkpoint: it cannot be filled from two tensors."""
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
     first: dict[int, int] = {}
     for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
@@ -218,12 +218,12 @@ def _compare_ties(
 
 
 def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
-    """Say so where a plain value is to be replaced by one of another kind; None goes with any."""
+    """Describe a plain value that would be replaced by one of another kind; None fits any kind."""
     if mine is None or mine is UNFILLED or stored is None or _kind(mine) == _kind(stored):
         return []
     if any(isinstance(value, (enum.Enum, EnumRef)) for value in (mine, stored)):
-        return []  # a member is what its class makes of it
-    return [f"{key}: {_spelt(mine)} in the state, {_spelt(stored)} in the checkpoint"]
+        return []  # the class of the enum decides what a member is
+    return [f"{key}: {_with_article(mine)} in the state, {_with_article(stored)} in the checkpoint"]
 
 
 def _kind(value: Any) -> str:
@@ -237,13 +237,13 @@ def _kind(value: Any) -> str:
     return next((kind for kind, types in kinds.items() if isinstance(value, types)), "other")
 
 
-def _spelt(value: Any) -> str:
+def _with_article(value: Any) -> str:
     name = type(value).__qualname__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadFilter) -> MatchResult:
-    """Unite what all ranks found."""
+    """Merge what all ranks found."""
     count = len(index.keys) + len(index.value_keys)
     bits = np.zeros(-(-count // 8), np.uint8)
     for raw in {found.consumed for found in findings}:
@@ -255,7 +255,7 @@ def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadF
         tensor_rows, value_rows = wishes.names(index)
         named = _rows(index, tensor_rows, value_rows)
         left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
-        # Per-rank state of ranks that are no longer there is left over by nature.
+        # Per-rank state of ranks that no longer exist is not unexpected.
         shared = _names_over_ranks(index) if left else {}
         known = {name for row, name in shared.items() if consumed[row]}
         unexpected = [name for name, row in left.items() if shared.get(row) not in known]
@@ -264,12 +264,12 @@ def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadF
 
 
 def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
-    """Number tensors and values through, as `Findings.consumed` does."""
+    """Number tensors and values consecutively, as `RankFindings.consumed` does."""
     return tensor_rows | {name: len(index.keys) + row for name, row in value_rows.items()}
 
 
 def _names_over_ranks(index: Index) -> dict[int, str]:
-    """Return, for each row below a `PerRank`, a name that it shares with the same leaf of all ranks."""
+    """Return, for each row below a `PerRank`, the name that the same leaf has on all ranks."""
     rows = _rows(index, index.tensor_rows, index.value_rows)
     if not any("@" in name for name in rows):
         return {}
@@ -299,7 +299,7 @@ def raise_if_wrong(
     strict: bool,
     where: str,
 ) -> None:
-    """Raise one error that lists every difference, if there is one that matters."""
+    """Raise one error that lists every difference, if any of them matters."""
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
     missing, unexpected, unused = [], [], []
     forgivable = not mismatched

@@ -1,8 +1,8 @@
 """
-What is wrong with the files of a checkpoint, every byte of them read; as far as that can be told without its keys.
+Find damage in the files of a checkpoint by reading every byte, with or without its keys.
 
-What is stored of coded files has digests of its own. So a checkpoint that is encrypted can be checked by those who cannot
-read it: what they cannot know is whether somebody who has no key either replaced a file and its digests.
+The stored form of coded files has digests of its own, so an encrypted checkpoint can be verified without the key. What that
+cannot detect is a file that was replaced together with its digests.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.plan.load_plan import every_block
 
 _MOST_RANGES = 20
-"""Damaged ranges of one file that are listed; the rest is counted."""
+"""How many damaged ranges of a file are listed; the rest are counted."""
 _BATCH = 64
-"""Frames, of a megabyte or less, that one thread checks before it takes others."""
+"""How many frames, of a megabyte or less, a thread verifies at a time."""
 _SAYS_WHERE = re.compile(r"\bbytes? \d")
-"""More than the word, which may be a part of a file's name."""
+"""With a number, because the word alone may be part of a file name."""
 
 
 def damage_of_file(
@@ -51,18 +51,18 @@ def damage_of_file(
     window_nbytes: int,
 ) -> Iterator[CheckpointError]:
     """
-    Read all of a file, and go through what is damaged in it.
+    Read a whole file and yield the damage in it.
 
     Raises:
-        DamagedCheckpoint: it is not even as large as it should be, or its header is damaged.
+        DamagedCheckpoint: its size is wrong, or its header is damaged.
 
     """
     file = files[number]
-    # The real size first: a plan is as long as the record says the file is.
+    # The size must be checked first, because the plan relies on the size in the record.
     try:
         open_checked(store, file, digests)[0].close()
     except DamagedCheckpoint as exc:
-        raise _placed(exc) from exc.__cause__
+        raise _with_offset(exc) from exc.__cause__
     coded: list[DamagedCheckpoint] = []
     store = collecting_damage(store, coded)  # otherwise verification would stop at the first damaged frame
     plan = every_block(number, file.data_nbytes, window_nbytes=window_nbytes)
@@ -84,8 +84,8 @@ def damage_of_file(
     yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
 
 
-def _placed(error: DamagedCheckpoint) -> DamagedCheckpoint:
-    """Say in words where in the file it is, of what has one digest for many bytes: headers, tables, digests."""
+def _with_offset(error: DamagedCheckpoint) -> DamagedCheckpoint:
+    """Add the offset to the message of damage to a header or table, which has one digest for many bytes."""
     offset = error.details.get("offset")
     if offset is None or _SAYS_WHERE.search(error.message):
         return error
@@ -93,7 +93,7 @@ def _placed(error: DamagedCheckpoint) -> DamagedCheckpoint:
 
 
 def _once(errors: list[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
-    """Take each frame once, in order: windows may share one."""
+    """Return the damage of each frame once, in order; windows may share a frame."""
     return [*{error.details.get("offset", 0): error for error in sorted(errors, key=_offset)}.values()]
 
 
@@ -117,10 +117,10 @@ def stored_damage(
     store: ReadableStore, record: Record, *, deep: bool, threads: int, window_nbytes: int
 ) -> Iterator[CheckpointError]:
     """
-    Go through what is damaged in the files of a native checkpoint whose keys are not at hand.
+    Yield the damage in the files of a native checkpoint whose keys are not available.
 
-    With `deep` every byte is read, else sizes, tables and headers. Files are read by several threads, and so are the parts
-    of one that is large, as many in all as `threads`.
+    With `deep` every byte is read, else only sizes, tables and headers. `threads` are divided over files, and over the
+    parts of large files.
     """
     blobs: list[Blob] = [record.index, *record.files]
     at_once = min(threads, len(blobs))
@@ -145,24 +145,24 @@ def stored_damage(
             if isinstance(blob, FileEntry):
                 open_checked(store, blob)[0].close()
         except DamagedCheckpoint as exc:
-            return [_placed(exc)]
+            return [_with_offset(exc)]
         return []
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
         try:
             for found in pool.map(look, range(-1, len(record.files)), blobs):
                 yield from found
-        finally:  # where the store failed, or nobody wants to know more, the rest is not read first
+        finally:  # if the store failed, or the caller stops early, the rest is not read
             over.set()
             pool.shutdown(cancel_futures=True)
 
 
 def _no_key(*_: object) -> str:
-    return "what only the encrypted index tells"
+    return "tensors that only the encrypted index names"
 
 
 def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[CheckpointError]:
-    """Check a coded file, all of its frames by so many threads; by none: only its table."""
+    """Verify a coded file: all of its frames, or with 0 threads only its table."""
     with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as reader:
         table = read_table(reader, blob, store)
 
@@ -173,7 +173,7 @@ def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threadi
                 return [int(rows[row]) for row in damaged_frames(reader, blob, _some(table, rows), store)]
             except DamagedCheckpoint:
                 raise
-            except BaseException:  # the store failed: nothing is known, and the rest need not be read
+            except BaseException:  # the store failed, so the rest need not be read
                 over.set()
                 raise
 
@@ -185,7 +185,7 @@ def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threadi
 
 
 def _batches(table: FrameTable) -> list[IntArray]:
-    """Share out frames as they lie in a file; one of no frames is looked at, too."""
+    """Divide frames into batches in file order; a file without frames is one empty batch."""
     order = np.argsort(table.stored_start, kind="stable")
     return [order[at : at + _BATCH] for at in range(0, max(1, len(order)), _BATCH)]
 

@@ -1,8 +1,17 @@
 """
-The proof, in a commit record of an encrypted checkpoint, that nobody changed it who has not the key.
+The native layout: the files of a checkpoint, their names, and the order in which they are written.
 
-What is encrypted proves itself, frame by frame. The record is plain, and says which files there are: the proof is a MAC of
-all it says but of the wrapped data keys, so that keys can be rotated without the data.
+    shardkeep.json                                  the commit record, written last
+    index-<save id>.skindex
+    <group>-<rank>-of-<ranks>-<save id>.safetensors or, for a large group, several
+    <group>-<rank>-of-<ranks>-part<n>-<save id>.safetensors
+    claim-<save id>.json                            only while the save is running
+
+Files that went through codecs end in .skframes instead. On stores that take bytes only in order, the digests of a data
+file without codecs are in a sidecar: a file of the same name that ends in .blocks.
+
+Every file except the record carries the id of its save, so that overwriting never touches a file of the committed
+checkpoint.
 """
 
 from __future__ import annotations
@@ -58,145 +67,101 @@ from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.storage.base import Creates, Deletes, Gets, Lists, Opens, Puts, Version
 from shardkeep.storage.reread import decode_or_reread, warn_reread_ok
 
-_HINT = "somebody changed it who has not the key: do not trust this checkpoint"
-
-
-def signed(record: Record, chain: CodecChain | None) -> Record:
-    """Return the record with its MAC, if the chain of its index has a secret."""
-    return replace(record, mac=None if chain is None else _mac(record, chain))
-
-
-def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
-    """
-    Insist that a record is what was signed, if any of its chains, which are given opened, has a secret.
-
-    Raises:
-        NotAuthentic: it was changed, or its proof was taken away.
-
-    """
-    if not any(chain.is_secret for chain in chains):
-        return
-    # Or a forged index in the clear could stand before encrypted files.
-    chain = None if record.index.chain is None else chains[record.index.chain]
-    expected = None if chain is None else _mac(record, chain)
-    if expected is None or record.mac is None or not hmac.compare_digest(expected, record.mac):
-        raise NotAuthentic(f"{RECORD_NAME}: the commit record is not what was written", hint=_HINT, file=RECORD_NAME)
-
-
-def _mac(record: Record, chain: CodecChain) -> str | None:
-    code = chain.mac(authenticated_bytes(record, [without_keys(each) for each in record.chains]))
-    return None if code is None else f"hmac_sha256:{code.hex()}"
-
-
-# The native layout: which files a checkpoint is made of, what they are called, and in which order they become one.
-#
-#     shardkeep.json                                  the commit record, written last
-#     index-<save id>.skindex
-#     <group>-<rank>-of-<ranks>-<save id>.safetensors or, of a large group, several
-#     <group>-<rank>-of-<ranks>-part<n>-<save id>.safetensors
-#     claim-<save id>.json                            only while the save is under way
-#
-# Files that went through codecs end in .skframes instead. Where a store takes bytes only in order, the digests of a
-# data
-# file that did not are beside it, in a file of the same name that ends in .blocks.
-#
-# Every file but the record carries its save's id, so that overwriting never touches a file of the committed
-# checkpoint.
-
 MAX_INDEX_NBYTES = 4 << 30
-"""A hundred million chunks. An index is held in memory, and a forged one of this size costs its writer nothing."""
+"""Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
 FREE_INDEX_NBYTES = 64 << 20
 MOST_INDEX_RATIO = 1200
-"""A coded index that is larger than that may be so many times as large as its file: else 200 kB could make a reader
-allocate gigabytes. Regular indexes, or values, do become as little, so large ones are written in small frames."""
+"""A coded index above `FREE_INDEX_NBYTES` may be at most this many times as large as its file, so that a file of 200 kB
+cannot make a reader allocate gigabytes. Very regular indexes do compress that well, so large ones use small frames."""
 _SMALL_FRAME_NBYTES = 64 << 10
-"""Each has 56 bytes in the table of frames: what is in them is at most 1171 times as large, whatever codecs do."""
+"""Each frame takes 56 bytes in the table of frames, so its contents are at most 1171 times as large, whatever the codec."""
 _CODED_SUFFIX = "skframes"
-"""So that nobody takes them for safetensors files."""
+"""A suffix of its own, so that no program takes the file for a safetensors file."""
 _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|skindex|json)$")
+_FORGED_HINT = "it was changed by a writer without the key: do not trust this checkpoint"
 
 
-class _Commits(Creates, Deletes, Gets, Puts, Protocol):
+class _CommitStore(Creates, Deletes, Gets, Puts, Protocol):
     """What publishing needs of a store."""
 
 
-class _Reads(Gets, Opens, Protocol):
+class _IndexStore(Gets, Opens, Protocol):
     """What reading an index needs of a store."""
 
 
-class _Looks(Gets, Lists, Protocol):
-    """What opening needs of a store."""
+class _RecordStore(Gets, Lists, Protocol):
+    """What reading a commit record needs of a store."""
 
     @property
     def url(self) -> str: ...
 
 
 def new_save_id() -> str:
-    """Make an id that sorts by time and is never used twice."""
+    """Return a new unique id. Ids sort by time."""
     return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
 
 
 def save_id_of(name: str) -> str | None:
-    """Tell which save a file belongs to, by its name; None for the record and for files that are not ours."""
+    """Return the id of the save that a file belongs to, by its name; None for the record and for foreign files."""
     found = _SAVE_ID.search(name)
     return found.group(1) if found else None
 
 
 def claim_name(save_id: str) -> str:
-    """Name the file that says a save is under way."""
+    """Return the name of the claim file, which exists while a save is running."""
     return f"claim-{save_id}.json"
 
 
 def is_claim(name: str) -> bool:
-    """Tell whether a file says that a save is under way. It goes last: while it is there, the rest is not ownerless."""
+    """Return whether a file is the claim of a save."""
     save_id = save_id_of(name)
     return save_id is not None and name == claim_name(save_id)
 
 
 def index_name(save_id: str, *, coded: bool = False) -> str:
-    """Name a save's index."""
+    """Return the name of a save's index."""
     return f"index-{save_id}.{_CODED_SUFFIX if coded else 'skindex'}"
 
 
 def data_name(group: str, rank: int, world_size: int, save_id: str, *, part: int = 0, coded: bool = False) -> str:
-    """Name a rank's data file; `part` is which of several it is, from 1, or 0 for the only one."""
+    """Return the name of a rank's data file; `part` is its number if there are several, from 1, or 0 for a single one."""
     of_several = f"-part{part}" if part else ""
     suffix = _CODED_SUFFIX if coded else "safetensors"
     return f"{group}-{rank:05d}-of-{world_size:05d}{of_several}-{save_id}.{suffix}"
 
 
 def blocks_name(data_file: str) -> str:
-    """Name the file that holds the digests of a data file, where that does not hold them itself."""
+    """Return the name of the sidecar with the digests of a data file, for data files that do not hold them."""
     return data_file.removesuffix(".safetensors") + ".blocks"
 
 
 def chunk_name(key: str, box: Box | None) -> str:
-    """Name a tensor in a data file: its key, and its box where that is not the whole."""
+    """Return the name of a chunk in a data file: the tensor's key, and the box unless it is the whole tensor."""
     if box is None:
-        return f"{key}[]" if key == "__metadata__" else key  # safetensors keeps that name for itself
+        return f"{key}[]" if key == "__metadata__" else key  # safetensors reserves that name
     return f"{key}{box}"
 
 
-def read_record(store: _Looks) -> Record:
+def read_record(store: _RecordStore) -> Record:
     """
-    Read and check the commit record: the one proof that a checkpoint exists.
+    Read and check the commit record, whose presence makes a checkpoint exist.
 
     Raises:
-        CheckpointNotFound: there is none; says what is there.
+        CheckpointNotFound: there is none; the message says what is there instead.
 
     """
     try:
         return record_in(store)
     except BlobNotFound as exc:
         below = _checkpoint_below(store.url)
-        what = " itself, only below it" if below else f" here{_leftovers(store)}"
+        what = " itself, only below it" if below else f" here{_other_files(store)}"
         hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
         raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
 
 
-def record_in(store: _Looks) -> Record:
+def record_in(store: _RecordStore) -> Record:
     """
-    Read and check the commit record; one that comes damaged is read again.
+    Read and check the commit record; read it again if it arrives damaged.
 
     Raises:
         BlobNotFound: there is none.
@@ -211,12 +176,12 @@ def record_in(store: _Looks) -> Record:
 
 
 def _perhaps_same(first: bytes | bytearray, second: bytes | bytearray) -> bool | None:
-    """Compare two reads; equal ones say little, as the second may have come from a cache."""
+    """Compare two reads. Equal reads prove little, because the second may have come from a cache."""
     return None if first == second else False
 
 
 def _checkpoint_below(place: str) -> str:
-    """Return one of the checkpoints in a directory of them; nothing where there are none."""
+    """Return one of the checkpoints in a directory of checkpoints; empty if there are none."""
     with suppress(OSError, ValueError), os.scandir(place) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
             if any(os.path.isfile(os.path.join(entry.path, name)) for name in (RECORD_NAME, METADATA_NAME)):
@@ -224,18 +189,18 @@ def _checkpoint_below(place: str) -> str:
     return ""
 
 
-def _leftovers(store: Lists) -> str:
+def _other_files(store: Lists) -> str:
     names = [info.name for info in store.list()]
     if any(save_id_of(name) for name in names):
         return " (only files of a save that did not finish)"
     return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
 
 
-def read_index(store: _Reads, record: Record, chain: CodecChain | None = None) -> Index:
+def read_index(store: _IndexStore, record: Record, chain: CodecChain | None = None) -> Index:
     """
-    Read and check the index a record names; one that comes damaged is read again.
+    Read and check the index of a record; read it again if it arrives damaged.
 
-    `chain` is what it went through, if it did; `store` then is one that undoes that.
+    `chain` is the codec chain that it went through, if any; `store` is then a store that decodes.
     """
     entry = record.index
     if entry.chain is not None and chain is None:
@@ -266,14 +231,14 @@ def _decoded_index(entry: IndexEntry, chain: CodecChain | None, data: bytes | by
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
-    """Return how large an index may be; one that went through codecs, by what is stored of it."""
+    """Return how large an index may be; for a coded one, given its stored size."""
     if stored_nbytes is None:
         return MAX_INDEX_NBYTES
     return min(MAX_INDEX_NBYTES, max(FREE_INDEX_NBYTES, MOST_INDEX_RATIO * stored_nbytes))
 
 
 def _plain(store: Opens, name: str) -> bytearray:
-    """Read a blob through its codecs; one that comes damaged once more, opened anew, as a reader may keep what it read."""
+    """Read a blob through its codecs. If it arrives damaged, open and read it again: a reader may cache what it read."""
     try:
         return _plain_once(store, name)
     except DamagedCheckpoint:
@@ -283,7 +248,7 @@ def _plain(store: Opens, name: str) -> bytearray:
 
 
 def _plain_once(store: Opens, name: str) -> bytearray:
-    """Read it into the only copy: it may be large."""
+    """Read it into a single buffer, because it may be large."""
     with closing(store.open(name)) as reader:
         data = bytearray(reader.nbytes)
         reader.read_into(0, memoryview(data))
@@ -291,12 +256,12 @@ def _plain_once(store: Opens, name: str) -> bytearray:
 
 
 def data_sizes(record: Record) -> IntArray:
-    """Return how many bytes of tensor data each file holds."""
-    return np.array([file.nbytes - file.header_nbytes for file in record.files], np.int64)
+    """Return the bytes of tensor data in each file."""
+    return np.array([file.data_nbytes for file in record.files], np.int64)
 
 
 def publish(
-    store: _Commits,
+    store: _CommitStore,
     *,
     save_id: str,
     keys: list[str],
@@ -315,10 +280,10 @@ def publish(
     index_chain: int | None = None,
 ) -> Record:
     """
-    Write the index, then the commit record; the checkpoint exists when this returns, and not before.
+    Write the index, then the commit record. The checkpoint exists when this returns, and not before.
 
-    `over` is the version of the record that is replaced; without, there must be none. `index_chain` says which of the
-    chains the index goes through; it is one that has a secret, if any has.
+    `over` is the version of the record to replace; without it, there must be none. `index_chain` is the number of the
+    chain that the index goes through: one with a secret, if any chain has one.
     """
     index = encode_index(keys=keys, tensors=tensors, chunk_ends=chunk_ends, chunks=chunks, values=values, tree=tree)
     _check_size("index", index, MAX_INDEX_NBYTES)
@@ -352,12 +317,12 @@ def publish(
     return record
 
 
-def _commit(store: _Commits, record: Record, over: Version | None) -> None:
+def _commit(store: _CommitStore, record: Record, over: Version | None) -> None:
     encoded = encode_record(record)
     _check_size("commit record", encoded, MAX_RECORD_NBYTES)
     _check_readable(lambda: decode_record(encoded, "the commit record"))
     try:
-        # Record last: a reader that sees it may trust every file it names.
+        # The record must be written last, because a reader that sees it trusts every file it names.
         store.put(RECORD_NAME, encoded, over=over)
     except StorageError as exc:
         if exc.errno != errno.EEXIST:
@@ -366,7 +331,7 @@ def _commit(store: _Commits, record: Record, over: Version | None) -> None:
 
 
 def _beaten(store: Gets) -> CheckpointError:
-    """Say why the record in place is not the one that was to be replaced, as far as that can be found out."""
+    """Explain, as far as possible, why the record in place is not the one that this save was to replace."""
     winner = ""
     try:
         record = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
@@ -374,15 +339,15 @@ def _beaten(store: Gets) -> CheckpointError:
         winner = f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
     except BlobNotFound:
         return StorageError(
-            "the checkpoint that was to be replaced was deleted by somebody else while this save was under way",
-            hint="save it again; let nobody delete checkpoints by hand in a place that a job saves to",
+            "the checkpoint that this save was to replace was deleted by another process during the save",
+            hint="save again, and do not delete checkpoints by hand in a place that a job saves to",
             name=RECORD_NAME,
         )
     except CheckpointError:
         pass
     return CheckpointExists(
-        f"a checkpoint was committed here by another save meanwhile{winner}",
-        hint="it stands, and this one was not committed; save to another place, or once more with overwrite=True",
+        f"another save committed a checkpoint here meanwhile{winner}",
+        hint="that one stays, and this one was not committed; save to another place, or again with overwrite=True",
     )
 
 
@@ -395,7 +360,7 @@ def _check_size(what: str, data: bytes, limit: int) -> None:
 
 
 def _check_readable(read: Callable[[], object]) -> None:
-    """Read back what is about to be written: nothing may replace a checkpoint that no reader takes."""
+    """Decode what is about to be written, so that an unreadable checkpoint never replaces a good one."""
     try:
         read()
     except DamagedCheckpoint as exc:
@@ -403,3 +368,38 @@ def _check_readable(read: Callable[[], object]) -> None:
             f"this state would make a checkpoint that cannot be read: {exc.message}",
             hint="nothing was committed; please report this",
         ) from exc
+
+
+# -- the signature of encrypted checkpoints ----------------------------------------------------------------------------
+
+# Encrypted files are authenticated frame by frame. The commit record is plain text that lists the files, so it has a MAC of
+# its own: of everything it says except the wrapped data keys, so that keys can be rotated without rewriting the data.
+
+
+def signed(record: Record, chain: CodecChain | None) -> Record:
+    """Return the record with its MAC, if the chain of its index has a secret."""
+    return replace(record, mac=None if chain is None else _mac(record, chain))
+
+
+def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
+    """
+    Check that a record is what was signed, if any of its chains (given opened) has a secret.
+
+    Raises:
+        NotAuthentic: the record was changed, or its MAC was removed.
+
+    """
+    if not any(chain.is_secret for chain in chains):
+        return
+    # The index itself must be encrypted, or a forged plain index could be put in front of encrypted files.
+    chain = None if record.index.chain is None else chains[record.index.chain]
+    expected = None if chain is None else _mac(record, chain)
+    if expected is None or record.mac is None or not hmac.compare_digest(expected, record.mac):
+        raise NotAuthentic(
+            f"{RECORD_NAME}: the commit record is not what was written", hint=_FORGED_HINT, file=RECORD_NAME
+        )
+
+
+def _mac(record: Record, chain: CodecChain) -> str | None:
+    code = chain.mac(authenticated_bytes(record, [without_keys(each) for each in record.chains]))
+    return None if code is None else f"hmac_sha256:{code.hex()}"

@@ -1,14 +1,14 @@
 """
-Torch's layout: which files a checkpoint of it is made of, and the digests we keep beside them.
+Torch's layout: the files of a checkpoint, and the digests that we store beside them.
 
-    .metadata               what there is and where it lies; written last, it makes the checkpoint exist
+    .metadata               what the checkpoint holds and where; written last, it makes the checkpoint exist
     __<rank>_<n>.distcp     items, end to end
-    __<rank>_<n>.distcp.sums    digests of the blocks of that file; torch does not look at them
-    __<rank>.metadata       instead of `.metadata`, where each rank saved on its own
+    __<rank>_<n>.distcp.sums    digests of the blocks of that file; torch ignores them
+    __<rank>.metadata       instead of `.metadata`, if each rank saved on its own
     .metadata.<digest>.columns  a copy of `.metadata` that older versions of shardkeep wrote; nothing reads it
 
-`.metadata` names the files, so a save that replaces another one writes files of other names: what is committed stays
-whole until the new `.metadata` takes its place.
+`.metadata` names the data files. A save that replaces a checkpoint writes files with other names, so that the committed
+checkpoint stays complete until the new `.metadata` takes its place.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ def is_data(name: str) -> bool:
 
 
 def is_metadata(name: str) -> bool:
-    """Tell whether a file makes a checkpoint, or a rank's part of one, exist."""
+    """Return whether a file is the metadata of a checkpoint, or of what one rank saved."""
     return name == METADATA_NAME or _RANKS_OWN.fullmatch(name) is not None
 
 
 def writer_rank(name: str) -> int | None:
-    """Tell which rank wrote a data file, by its name."""
+    """Return the rank that wrote a data file, by its name."""
     found = _WRITER.match(name)
     return int(found[1]) if found else None
 
 
 def metadata_name(rank: int | None) -> str:
-    """Name the metadata of a checkpoint, or of what a rank saved on its own."""
+    """Return the name of the metadata of a checkpoint, or of what one rank saved on its own."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What is known of a data file; travels to the coordinator and stands in the metadata."""
+    """Size and checksum of a data file; sent to the coordinator and stored in the metadata."""
 
     nbytes: int
     block_nbytes: int
     checksum: str
-    """Of the file with the digests."""
+    """Checksum of the file with the digests."""
 
 
 class _SumsFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class _SumsFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_sums(nbytes: int, block_nbytes: int, digests: bytes) -> tuple[Sums, bytes]:
-    """Make the file of digests that belongs to a data file, and what is to be known of both."""
+    """Return what the metadata say of a data file, and the contents of the file with its digests."""
     file = _SumsFile(algorithm=ALGORITHM, nbytes=nbytes, block_nbytes=block_nbytes, digests=digests)
     data = msgspec.msgpack.encode(file)
     return Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum_text(digest(data))), data
@@ -79,10 +79,10 @@ def encode_sums(nbytes: int, block_nbytes: int, digests: bytes) -> tuple[Sums, b
 
 def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
     """
-    Read the digests of a data file; None where they are gone.
+    Read the digests of a data file; None if their file is missing.
 
     Raises:
-        ChecksumMismatch: the file of digests is not what was saved.
+        ChecksumMismatch: the file with the digests is damaged.
 
     """
     own = f"{name}{SUMS_SUFFIX}"
