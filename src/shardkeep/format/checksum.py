@@ -1,7 +1,7 @@
 """
-The one checksum: xxh3-128, taken while bytes are in host memory and checked when they come back.
+Checksums: xxh3-128, computed while bytes are in host memory and verified when they are read.
 
-xxhash releases the GIL and runs at about memory speed, so it is never turned off to save time.
+xxhash releases the GIL and runs at about memory speed, so checksums are never turned off to save time.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ digest = xxhash.xxh3_128_digest
 
 
 def block_digests(data: memoryview, block_nbytes: int) -> bytes:
-    """Digest every block of `data`, the last one as long as it is; the digests end to end."""
+    """Return the digests of all blocks of `data`, end to end. The last block may be short."""
     return b"".join([digest(data[at : at + block_nbytes]) for at in range(0, len(data), block_nbytes)])
 
 
 def checksum_text(digest_bytes: bytes) -> str:
-    """Write a digest the way the commit record does."""
+    """Return a digest as text, as in the commit record."""
     return f"{ALGORITHM}:{digest_bytes.hex()}"
 
 
-# The checksum of zip files, for data that several threads hash in parts.
-#
-# `zlib.crc32` goes through data in order; here the checksums of two parts that follow each other become that of both.
-# A
-# checksum is a polynomial over two elements, kept with its highest power in the lowest bit: appending n bytes
-# multiplies
-# it by x to the power of 8n, modulo the polynomial of CRC-32.
+# -- CRC-32 in parts ---------------------------------------------------------------------------------------------------
+
+# `zlib.crc32` needs data in order. For data that several threads hash in parts, the checksums of two adjacent parts are
+# combined here. A checksum is a polynomial over two elements, with its highest power in the lowest bit: appending n bytes
+# multiplies it by x to the power of 8n, modulo the polynomial of CRC-32.
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 
 def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two parts laid end to end, from that of each and the length of the second."""
+    """Return the CRC-32 of two adjacent parts, from the CRC-32 of each and the length of the second."""
     return _times(_power(second_nbytes), first) ^ second
 
 

@@ -1,12 +1,12 @@
 """
-The header of a data file: a valid safetensors header that also carries the digest of every block of the data.
+The header of a data file: a valid safetensors header that also holds the digest of every block of the data.
 
-Tensor names, dtypes and offsets are known before a byte is written, so the header is built first with room for the
-digests, which are filled in when the last block has been hashed. The header is padded with spaces, as the format
-allows, so that data begins on a page and direct I/O works.
+Tensor names, dtypes and offsets are known before the first byte is written, so the header is built first, with room for the
+digests, which are filled in after the last block has been hashed. The header is padded with spaces, as the format allows,
+so that the data begin on a page boundary and direct I/O works.
 
-A store that takes bytes only in order has no place for digests that are known last: there they are kept apart, in a small
-file beside the data file.
+A store that takes bytes only in order cannot go back to the header. There the digests are in a sidecar: a small file beside
+the data file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ALIGNMENT = 4096
 MIN_BLOCK_NBYTES = 64 << 10
 MAX_BLOCK_NBYTES = 1 << 20
 MOST_BLOCKS = 4096
-"""Blocks grow with the file until there are at most this many, or they are MAX_BLOCK_NBYTES."""
+"""Blocks grow with the file until there are at most this many, or they have MAX_BLOCK_NBYTES."""
 MAX_HEADER_NBYTES = 100_000_000
-"""The limit every safetensors reader has."""
+"""The limit of every safetensors reader."""
 
 _MARK = b'"shardkeep.blocks":"'
 _APART_MAGIC = b"SKBLOCK1"
@@ -45,7 +45,7 @@ class HeaderEntry(NamedTuple):
 
 
 def block_nbytes_for(data_nbytes: int) -> int:
-    """Choose the block size for a file: small enough that one row is cheap to read, large enough to index."""
+    """Choose the block size of a file: small enough to read single rows cheaply, large enough for few digests."""
     block = MIN_BLOCK_NBYTES
     while block < MAX_BLOCK_NBYTES and data_nbytes > block * MOST_BLOCKS:
         block *= 2
@@ -60,7 +60,7 @@ def count_blocks(data_nbytes: int, block_nbytes: int) -> int:
 def build_header(
     entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, apart: bool = False
 ) -> bytearray:
-    """Write the header with zero digests, which `seal_header` fills in; or without, where they are kept apart."""
+    """Build the header with room for digests, which `seal_header` fills in, or without if they go into a sidecar (`apart`)."""
     quote = json.encoder.encode_basestring_ascii
     room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
     digests = "" if apart else f',{_MARK.decode()}{room}"'
@@ -80,7 +80,7 @@ def build_header(
         )
     parts.append("}")
     text = "".join(parts).encode()
-    # Apart, windows of a large file can then begin where the parts of an upload do.
+    # With a sidecar, windows of a large file then begin where the parts of a multipart upload do.
     unit = block_nbytes if apart and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
     total = -(-(8 + len(text)) // unit) * unit
     if total > MAX_HEADER_NBYTES:
@@ -93,14 +93,14 @@ def build_header(
 
 
 def seal_header(header: bytearray, digests: bytes | bytearray) -> None:
-    """Put the digests of all blocks into a header built for that many."""
+    """Write the digests of all blocks into a header with room for them."""
     at = header.index(_MARK) + len(_MARK)
     encoded = base64.b64encode(digests)
     header[at : at + len(encoded)] = encoded
 
 
 def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, where: str) -> bytes:
-    """Take the digests out of a header whose own checksum was already checked."""
+    """Return the digests in a header that was already verified."""
     raw = bytes(header)
     at = raw.find(_MARK)
     end = raw.find(b'"', at + len(_MARK))
@@ -109,23 +109,23 @@ def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, w
     except (binascii.Error, ValueError):
         digests = b""
     if at < 0 or end < 0 or len(digests) != blocks * DIGEST_NBYTES:
-        raise MalformedFile(f"{where}: the header holds no digests for its {blocks} blocks", file=where)
+        raise MalformedFile(f"{where}: the header does not hold the digests of its {blocks} blocks", file=where)
     return digests
 
 
 def sidecar_nbytes(blocks: int) -> int:
-    """Return how large the file is that holds the digests of so many blocks, and the header's."""
+    """Return the size of a sidecar with the digests of the header and of so many blocks."""
     return len(_APART_MAGIC) + DIGEST_NBYTES * (1 + blocks)
 
 
 def encode_sidecar(header: bytes | bytearray, digests: bytes | bytearray) -> bytes:
-    """Write the file that holds a data file's digests: the header's, then those of all blocks."""
+    """Return the contents of a sidecar: the digest of the header, then those of all blocks."""
     return _APART_MAGIC + digest(header) + digests
 
 
 def decode_sidecar(data: bytes, *, blocks: int, where: str) -> tuple[bytes, bytes]:
-    """Take the digest of the header, and those of all blocks, out of a file whose own checksum was already checked."""
+    """Return the digest of the header, and those of all blocks, from a sidecar that was already verified."""
     if len(data) != sidecar_nbytes(blocks) or not data.startswith(_APART_MAGIC):
-        raise MalformedFile(f"{where}: it holds no digests for {blocks} blocks", file=where)
+        raise MalformedFile(f"{where}: it does not hold the digests of {blocks} blocks", file=where)
     at = len(_APART_MAGIC) + DIGEST_NBYTES
     return data[len(_APART_MAGIC) : at], data[at:]

@@ -1,9 +1,8 @@
 """
-Every element type a checkpoint can hold: its name, its code in the index, its size, and how safetensors spells it.
+Every element type that a checkpoint can hold: its name, its code in the index, its size, and its name in safetensors.
 
-One table, in both directions. Names are torch's; codes are part of the file format, so a row is never renumbered or
-reused. Torch is imported only by the two functions that speak of `torch.dtype`, so that commands which merely look at
-files start without it.
+Names are torch's. Codes are part of the file format, so a row is never renumbered or reused. Torch is imported only by the
+functions that convert from and to `torch.dtype`, so that commands which only look at files start without it.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type. Equal to itself alone: there is one `DType` a row of the table."""
+    """An element type: one row of the table."""
 
     code: int
-    """The byte that stands for it in the index; never renumbered."""
+    """Its code in the index; never renumbered."""
     name: str
-    """What `torch` calls it."""
+    """Its name in torch."""
     itemsize: int
     """Bytes of one torch element; 1 for packed and sub-byte types."""
     safetensors: str | None = None
-    """The safetensors dtype with the same bytes, if there is one; the rest are stored as U8."""
+    """The safetensors dtype with the same bytes, if there is one; others are stored as U8."""
     numpy: str | None = None
-    """What numpy calls it, if it has it without extensions."""
+    """Its name in numpy, if numpy has it without extensions."""
     packed: int = 1
-    """How many safetensors elements lie in one torch element."""
+    """Safetensors elements in one torch element."""
 
     def in_safetensors(self, shape: Ints) -> tuple[str, Ints]:
         """
-        Return dtype and shape a safetensors header gives a tensor of this type and shape.
+        Return the dtype and shape that a safetensors header has for a tensor of this type and shape.
 
-        A type safetensors lacks is U8: of the same shape if its elements are bytes, else with one more axis, the
-        bytes of an element. A packed type has its last axis counted in what is packed, as safetensors itself does.
+        A type that safetensors lacks is stored as U8: with the same shape if its elements are bytes, else with one more
+        axis for the bytes of an element. The last axis of a packed type counts packed elements, as in safetensors.
         """
         if self.safetensors is not None:
             if self.packed == 1:
@@ -104,7 +103,7 @@ _BY_NUMPY = {row.numpy: row for row in DTYPES if row.numpy is not None}
 
 
 def by_name(name: str) -> DType:
-    """Return the type of this name; MalformedFile if there is none."""
+    """Return the type with this name; raise `MalformedFile` if there is none."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -114,7 +113,7 @@ def by_name(name: str) -> DType:
 
 
 def by_code(code: int) -> DType:
-    """Return the type of this code; MalformedFile if there is none."""
+    """Return the type with this code; raise `MalformedFile` if there is none."""
     try:
         return _BY_CODE[code]
     except KeyError:
@@ -124,7 +123,7 @@ def by_code(code: int) -> DType:
 
 
 def of_torch(dtype: torch.dtype) -> DType:
-    """Return the type torch gives a tensor; UnsupportedLeaf for quantized ones and any this version does not know."""
+    """Return the type of a torch dtype; raise `UnsupportedLeaf` for quantized and unknown ones."""
     try:
         return known_to_torch()[dtype]
     except KeyError:
@@ -132,8 +131,8 @@ def of_torch(dtype: torch.dtype) -> DType:
 
 
 def to_torch(dtype: DType) -> torch.dtype:
-    """Return torch's type; UnsupportedLeaf if the installed torch does not have it."""
-    import torch  # noqa: PLC0415  see the module's docstring
+    """Return the torch dtype; raise `UnsupportedLeaf` if the installed torch does not have it."""
+    import torch  # noqa: PLC0415 - see the module's docstring
 
     found = getattr(torch, dtype.name, None)
     if isinstance(found, torch.dtype):
@@ -144,14 +143,14 @@ def to_torch(dtype: DType) -> torch.dtype:
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType | None:
-    """Return the type of a numpy array, or None if torch has none with the same bytes (another byte order included)."""
+    """Return the type of a numpy dtype; None if torch has none with the same bytes and byte order."""
     return _BY_NUMPY.get(dtype.name) if dtype.isnative else None
 
 
 @cache
 def known_to_torch() -> Mapping[torch.dtype, DType]:
-    """Return the rows the installed torch has, by its own types."""
-    import torch  # noqa: PLC0415  see the module's docstring
+    """Return the types that the installed torch has, by torch dtype."""
+    import torch  # noqa: PLC0415 - see the module's docstring
 
     # getattr with a default: an older torch may lack the newest rows.
     found = ((getattr(torch, row.name, None), row) for row in DTYPES)

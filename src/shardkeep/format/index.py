@@ -1,10 +1,11 @@
 """
-Columns of numbers in one file: what the index is made of, and the columns beside torch's `.metadata`.
+The index: every tensor, where each of its chunks lies, and every plain value. Sorted, binary, in columns.
 
-    magic | u32 length | msgpack header | sections, each on a 64-byte boundary
+    "SKINDEX1" | u32 length | msgpack header | sections, each on a 64-byte boundary
 
-The header names each section with its number type, shape, place and digest, so that one section can be read without
-the others. Whole numbers that are not negative are stored in the narrowest type that holds them.
+The header names each section with its number type, shape, place and digest, so that a section can be read without the
+others. Whole numbers that are not negative are stored in the narrowest type that holds them. Opening an index makes a few
+views of its bytes; nothing is decoded until it is asked for.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _Table = list[tuple[str, str, tuple[int, ...], int, bytes]]
 
 
 class Shapes(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sections a file may have, by name."""
+    """The names of the sections that a file may have."""
 
     texts: Collection[str]
-    """Bytes."""
+    """Sections of bytes."""
     matrices: Collection[str]
     columns: Collection[str]
 
@@ -57,7 +58,7 @@ def pack_sections(magic: bytes, sections: Mapping[str, npt.NDArray[Any]]) -> byt
 
 @contextmanager
 def decoding(where: str) -> Iterator[None]:
-    """Whatever bytes that were not written by us make go wrong inside is a `MalformedFile` that names the file."""
+    """Turn errors that malformed bytes cause inside into `MalformedFile`, which names the file."""
     try:
         yield
     except (MalformedFile, ChecksumMismatch):
@@ -68,12 +69,11 @@ def decoding(where: str) -> Iterator[None]:
 
 def unpack_sections(magic: bytes, data: memoryview, shapes: Shapes, *, where: str) -> dict[str, npt.NDArray[Any]]:
     """
-    Read the sections that are known, as views of the data; to be called inside `decoding`.
+    Read the known sections as views of the data. To be called inside `decoding`.
 
     Raises:
         ChecksumMismatch: a section is damaged.
-        MalformedFile: it is no such file.
-        ValueError, msgspec.MsgspecError: so it is, in other words.
+        MalformedFile, ValueError, msgspec.MsgspecError: it is not such a file.
 
     """
     if data[: len(magic)] != magic:
@@ -86,7 +86,7 @@ def unpack_sections(magic: bytes, data: memoryview, shapes: Shapes, *, where: st
     sections: dict[str, npt.NDArray[Any]] = {}
     for name, code, shape, offset, expected in table:
         if not any(name in names for names in (shapes.texts, shapes.matrices, shapes.columns)):
-            continue  # of a later writer; not even hashed, for a forged header can name the same bytes a million times
+            continue  # of a later version; not hashed, because a forged header can name the same bytes a million times
         if (
             name in sections
             or code not in (("|u1",) if name in shapes.texts else ("|u1", "<u2", "<u4", "<u8", "<i8"))
@@ -110,7 +110,7 @@ def _narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _whole_numbers(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Refuse negative numbers, and those that a signed integer of 64 bits would take for negative."""
+    """Return the numbers, none of which is negative or beyond 63 bits."""
     if column.dtype.itemsize < 8:
         return column
     signed = column.view("<i8")
@@ -119,16 +119,10 @@ def _whole_numbers(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return signed
 
 
-# The index: every tensor, where each of its boxes lies, and every plain value. Sorted, binary, in columns.
-#
-#     "SKINDEX1" | sections, as `format.sections` lays them
-#
-# Opening an index is a few views of its bytes; nothing is decoded until it is asked for.
-
 MAGIC = b"SKINDEX1"
 _MAX_AXES = 64
 _MAX_ELEMENTS = 2.0**58
-"""Of a tensor, an axis of size 0 counted as 1: sizes in bytes stay below 2**63."""
+"""Most elements of a tensor, counting an axis of size 0 as 1: sizes in bytes stay below 2**63."""
 _SHAPES = Shapes(
     texts=frozenset({"keys", "value_keys", "values", "tree"}),
     matrices=frozenset({"shape", "offsets", "sizes"}),
@@ -140,7 +134,7 @@ _SHAPES = Shapes(
 
 @dataclass(frozen=True)
 class Tensors(Rows):
-    """One row a tensor, sorted by key."""
+    """One row for each tensor, sorted by key."""
 
     dtype: npt.NDArray[np.uint8]
     """Codes of `format.dtypes`."""
@@ -155,7 +149,7 @@ class Tensors(Rows):
 
 @dataclass(frozen=True)
 class Chunks(Rows):
-    """One row for each stored box, sorted by tensor."""
+    """One row for each stored chunk, sorted by tensor."""
 
     offsets: IntArray
     sizes: IntArray
@@ -174,7 +168,7 @@ class Chunks(Rows):
 
 
 class Strings:
-    """Sorted byte strings laid end to end, with where each ends."""
+    """Sorted byte strings, stored end to end with the end of each."""
 
     def __init__(self, ends: npt.NDArray[Any], data: memoryview) -> None:
         self.ends = ends
@@ -219,7 +213,7 @@ class Index:
         return self.make_tree()
 
     def chunk_rows(self, tensor: int) -> slice:
-        """Return the rows of a tensor's chunks, those of the tensor it is tied to if it is tied."""
+        """Return the rows of a tensor's chunks; for a tied tensor, of the tensor it is tied to."""
         owner = int(self.tensors.alias[tensor])
         return slice(int(self.chunk_ends[owner - 1]) if owner else 0, int(self.chunk_ends[owner]))
 
@@ -233,7 +227,7 @@ class Index:
 
     @cached_property
     def is_sorted(self) -> bool:
-        """Say whether keys are in order and distinct, so that a search finds each."""
+        """Whether keys are sorted and distinct, so that a binary search finds each of them."""
         return all(a < b for keys in (self.keys.all(), self.value_keys.all()) for a, b in itertools.pairwise(keys))
 
     @cached_property
@@ -326,13 +320,13 @@ def strings_of(strings: Iterable[bytes]) -> Strings:
 
 
 def pack_strings(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
-    """Lay strings end to end, and say where each ends."""
+    """Join strings; return where each ends, and the joined bytes."""
     parts = list(strings)
     return np.cumsum([len(part) for part in parts], dtype=np.int64), b"".join(parts)
 
 
 def _fits(index: Index) -> bool:
-    # In this order: a matrix without columns costs no bytes, so its rows count only once they agree with columns.
+    # The order matters: a matrix without columns takes no bytes, so its row count must be checked against columns first.
     tensors, chunks = index.tensors, index.chunks
     count, axes = tensors.shape.shape
     return (
@@ -356,18 +350,18 @@ def _fits(index: Index) -> bool:
 
 
 def ends_fit(ends: npt.NDArray[Any], total: int) -> bool:
-    """Say whether these are the ends of segments that fill a total."""
+    """Return whether these are the ends of segments that fill a total."""
     if len(ends) == 0:
         return total == 0
     return int(ends[-1]) == total and bool(np.all(ends[1:] >= ends[:-1]))
 
 
 def are_text(strings: Strings) -> bool:
-    """Say whether every string is UTF-8: all of them together are, and none begins inside a letter."""
+    """Return whether every string is UTF-8: all of them together are, and none begins inside a character."""
     data = bytes(strings.data)
     if data.isascii():
         return True
-    data.decode()  # a ValueError where it is none
+    data.decode()  # raises a ValueError if it is not
     starts = segment_starts(strings.ends)
     return bool(np.all(np.frombuffer(data + b" ", np.uint8)[starts] & 0xC0 != 0x80))
 
@@ -376,7 +370,7 @@ def _shapes_fit(tensors: Tensors) -> bool:
     shape = tensors.shape
     if not shape.size:
         return bool(np.all(tensors.ndim <= shape.shape[1]))
-    # In floats, which do not wrap; and never times 0, for infinity times 0 is not a number.
+    # In floats, which do not overflow; never times 0, because infinity times 0 is not a number.
     with np.errstate(over="ignore"):
         elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
     padding = np.arange(shape.shape[1]) >= tensors.ndim[:, None]
@@ -386,7 +380,7 @@ def _shapes_fit(tensors: Tensors) -> bool:
 
 
 def _ties_fit(index: Index) -> bool:
-    """Say whether every alias is a tensor of its own, of the same shape and dtype, and has no chunks."""
+    """Return whether every tied tensor has no chunks, and the shape and dtype of a tensor that is not tied itself."""
     tensors, rows = index.tensors, np.arange(len(index.tensors))
     alias = tensors.alias
     if not np.all(alias < len(rows)):

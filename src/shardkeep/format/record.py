@@ -1,8 +1,8 @@
 """
 The commit record: the small JSON file whose presence makes a checkpoint exist.
 
-It names every other file with its size and checksum, and carries a checksum of itself as its last member, so that no
-byte of it can change unnoticed while `cat` and `jq` still read it.
+It names every other file with its size and checksum. Its last member is a checksum of itself, so that any change is noticed
+while `cat` and `jq` still read it.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from shardkeep.format.data_file import (
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
 VERSION = 2
-"""The newest that is read, and written where the first cannot say it."""
+"""The newest version that is read; written only if the first version is not enough."""
 FIRST_VERSION = 1
-"""Of checkpoints without codecs, whose data files hold their own digests: any reader takes them."""
+"""For checkpoints without codecs or sidecars, which every version of shardkeep reads."""
 MAX_RECORD_NBYTES = 256 << 20
 MOST_CHAINS = 256
 _MAX_BLOB_NBYTES = 1 << 62
-"""Offsets and sizes stay numbers of 63 bits."""
+"""So that offsets and sizes fit into 63 bits."""
 _BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
-"""Powers of two, so that any window of reads is whole blocks."""
+"""Powers of two, so that any read window consists of whole blocks."""
 
 _META_HINT = (
     "meta takes plain JSON values only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
 )
 BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
-"""What a file of a checkpoint may be called: no separators, no dot first."""
+"""Valid names of files of a checkpoint: no separators, no leading dot."""
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 _MAC = re.compile(r"hmac_sha256:[0-9a-f]{64}")
 
 Recorded = list[dict[str, Any]]
-"""What is recorded of a chain of codecs (`codec.frame_chain`)."""
+"""What is recorded of a chain of codecs (`codecs.chain`)."""
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file of a checkpoint. One that went through codecs has all of the last three members, others have none."""
+    """A file of a checkpoint. A coded file has all of the last three members, others have none of them."""
 
     name: str
     nbytes: int
-    """Before codecs, if any."""
+    """Size before codecs."""
     checksum: str
-    """Of what stands for all of it. Where its chain has a secret, of a MAC of that: else whoever guesses what is in the
-    file could find out without the key that the guess is right."""
+    """Checksum of the part that covers the whole file. If the chain has a secret, a checksum of a MAC of it: otherwise a
+    guess of the contents could be confirmed without the key."""
     chain: int | None = None
-    """Which of the record's chains it went through."""
+    """The number of its chain in the record."""
     stored_nbytes: int | None = None
-    """How large it is in the store."""
+    """Size in the store."""
     table_checksum: str | None = None
-    """Of its table of frames and the footer behind it (`format.frames`)."""
+    """Checksum of its table of frames with the footer (`format.frames`)."""
 
     @property
     def at_rest(self) -> list[tuple[str, int]]:
-        """Name and size of what lies in the store."""
+        """Name and size of the stored files."""
         return [(self.name, self.nbytes if self.stored_nbytes is None else self.stored_nbytes)]
 
 
@@ -77,17 +77,17 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
     """
     One data file.
 
-    Its checksum is that of its header, which holds the digest of every block: so of every byte of the file. Where digests
-    are kept apart, it is that of the file that holds them, and the header's.
+    Its checksum is that of its header, which holds the digest of every block, and so covers every byte of the file. If the
+    digests are in a sidecar, it is the checksum of the sidecar, which holds the digest of the header, too.
     """
 
     header_nbytes: int
-    """Where tensor data begins."""
+    """Where the tensor data begin."""
     block_nbytes: int
-    """Tensor data is checksummed in blocks of this size. 0 for a file of another program that took no digests; never in a
-    commit record."""
+    """Tensor data have one digest for each block of this size. 0 for a file of another program, which has no digests; never
+    in a commit record."""
     blocks: str | None = None
-    """The file that holds its digests, where its header does not."""
+    """The sidecar with its digests, if its header does not hold them."""
 
     @property
     def data_nbytes(self) -> int:
@@ -96,7 +96,7 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def at_rest(self) -> list[tuple[str, int]]:
-        """Name and size of what lies in the store: itself, and the file that holds its digests."""
+        """Name and size of the stored files: the data file and its sidecar."""
         if self.blocks is None:
             return super().at_rest
         blocks = count_blocks(self.nbytes - self.header_nbytes, self.block_nbytes)
@@ -104,11 +104,11 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class IndexEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
-    """The index file. Its checksum is of all of it."""
+    """The index file. Its checksum covers the whole file."""
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in the checkpoint, counted."""
+    """How much is in the checkpoint."""
 
     tensors: int
     chunks: int
@@ -117,7 +117,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the commit record says."""
+    """The contents of the commit record."""
 
     format: str = FORMAT
     version: int = FIRST_VERSION
@@ -131,28 +131,28 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexEntry
     files: list[FileEntry]
     chains: list[Recorded] = []
-    """The chains of codecs that files went through."""
+    """The codec chains of the files."""
     mac: str | None = None
-    """Proves, where a chain has a secret, that nobody changed this record who has not the key."""
+    """If a chain has a secret: proof that the record was written with the key."""
 
     @property
     def at_rest(self) -> dict[str, int]:
-        """The sizes of the files that make up the checkpoint, but for the record itself, by name."""
+        """The sizes of all files of the checkpoint except the record, by name."""
         return dict(each for entry in (self.index, *self.files) for each in entry.at_rest)
 
     @property
     def names(self) -> list[str]:
-        """The files that make up the checkpoint, but for the record itself."""
+        """The names of all files of the checkpoint except the record."""
         return list(self.at_rest)
 
     @property
     def stored_nbytes(self) -> int:
-        """What they take in the store."""
+        """The total size of these files."""
         return sum(self.at_rest.values())
 
 
 def checked_step(step: Any) -> int | None:
-    """Return a step as the record keeps it; raise `StateError` for one that is no whole number of 64 bits."""
+    """Return a step as it is recorded; raise `StateError` if it is not a whole number of 64 bits."""
     if step is None:
         return None
     try:
@@ -165,7 +165,7 @@ def checked_step(step: Any) -> int | None:
 
 
 def checked_meta(meta: Any) -> dict[str, Any]:
-    """Return meta as the record gives it back, tuples as lists; raise `StateError` for what JSON would change."""
+    """Return meta as it is recorded, tuples as lists; raise `StateError` for what JSON would change."""
     if meta is None:
         return {}
     if not isinstance(meta, Mapping):
@@ -200,7 +200,7 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def encode_record(record: Record) -> bytes:
-    """Write a record as JSON that ends in its own checksum."""
+    """Encode a record as JSON that ends in its own checksum."""
     try:
         body = msgspec.json.format(msgspec.json.encode(_members(record)), indent=2)
     except (TypeError, ValueError, RecursionError) as exc:
@@ -210,20 +210,20 @@ def encode_record(record: Record) -> bytes:
 
 
 def authenticated_bytes(record: Record, chains: list[Recorded]) -> bytes:
-    """Return what a record's MAC is of: all it says but the MAC itself, with its chains as they are given here."""
+    """Return the bytes that a record's MAC covers: everything except the MAC, with these chains instead of its own."""
     members = _members(msgspec.structs.replace(record, mac=None, chains=chains))
-    # By Python itself, whose spelling of fractions is fixed: a MAC has to hold for as long as the checkpoint.
+    # By the json module, whose spelling of fractions is fixed: the MAC must stay valid for as long as the checkpoint.
     return json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _members(record: Record) -> dict[str, Any]:
-    """Return what is written: what only newer records have is left out where it says nothing."""
+    """Return the members to write; members of newer versions are left out if they are empty."""
     members: dict[str, Any] = msgspec.to_builtins(record)
     return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
 
 def decode_record(data: bytes, where: str) -> Record:
-    """Check and read a record; `where` is named in errors."""
+    """Check and decode a record; `where` is named in errors."""
     head, mark, _ = data.rpartition(b',\n  "checksum":')
     if not mark or data != head + _tail(head):
         raise MalformedFile(
@@ -304,5 +304,5 @@ def _needs_second(record: Record) -> bool:
 
 
 def versioned(record: Record) -> Record:
-    """Return the record with the oldest version that can say what it says."""
+    """Return the record with the oldest version number that supports its contents."""
     return msgspec.structs.replace(record, version=VERSION if _needs_second(record) else FIRST_VERSION)

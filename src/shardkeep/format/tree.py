@@ -1,9 +1,9 @@
 """
-The skeleton of a state: which containers, in which order, with which exact keys; everything but the leaves.
+The skeleton of a state: its containers with their exact keys and order, without the leaves.
 
-A node is None (a leaf) or a `Container`. A leaf's flat name is the parts of its path joined by dots. A skeleton is
-written as columns, level by level, so that a container's children are one slice of each; what is read back has been
-checked: kinds, counts, distinct keys, depth. Merging and reading never look at a leaf's value.
+A node is None (a leaf) or a `Container`. The flat name of a leaf is its path joined by dots. A skeleton is stored as
+columns, level by level, so that the children of a container are one slice of each column. Decoding checks kinds, counts,
+distinct keys and depth.
 
     tree  = [marks, counts, parts], encoded as in `values.py`
     marks = bin, one byte for the root, then for every child, level by level: 0 leaf, 1 dict, 2 odict, 3 list, 4 tuple,
@@ -30,9 +30,9 @@ from shardkeep.errors import (
 from shardkeep.format.values import decode_value, distinct, encode_value
 
 MAX_DEPTH: Final = 100
-"""Containers inside containers."""
+"""The deepest nesting of containers."""
 KINDS: Final = ("dict", "odict", "list", "tuple", "ranks")
-"""`ranks` holds one child for each rank number; the others are what their names say."""
+"""`ranks` has one child for each rank number."""
 
 Part: TypeAlias = Any
 """A key: str, int of 64 bits, bool, float, None, bytes, or a tuple of those."""
@@ -42,14 +42,14 @@ _SIMPLE: Final = frozenset({str, int, bool, float, type(None), bytes})
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A mapping, list or tuple: what it is, and its children in order."""
+    """A mapping, list or tuple: its kind, and its children in order."""
 
     kind: str
     """One of `KINDS`."""
     children: tuple[tuple[Part, Node], ...]
 
     def __eq__(self, other: object) -> bool:
-        """Compare keys by type too: 1, 1.0 and True are one key to a dict, and three to a file."""
+        """Compare keys by type, too: 1, 1.0 and True are the same key of a dict, but different keys in a file."""
         return (
             isinstance(other, Container)
             and self.kind == other.kind
@@ -66,7 +66,7 @@ Path: TypeAlias = tuple[Part, ...]
 
 
 def is_part(value: Any) -> bool:
-    """Say whether a dict key can be stored as it is, by exact type."""
+    """Return whether a dict key can be stored, by its exact type."""
     kind = type(value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
@@ -78,10 +78,10 @@ def _type_of(part: Part) -> Any:
 
 
 def part_name(kind: str, part: Part) -> str:
-    """Spell one part of a flat name."""
+    """Return one part of a flat name."""
     if kind == "ranks":
         return f"@{part}"
-    # repr of every other kind of part is its str, and python -bb refuses the str of bytes.
+    # For all other kinds repr equals str, and python -bb refuses the str of bytes.
     return part if type(part) is str else repr(part)
 
 
@@ -114,7 +114,7 @@ def decode_tree(data: bytes) -> Node:
     Decode and check a skeleton.
 
     Raises:
-        MalformedFile: The bytes are no skeleton.
+        MalformedFile: The bytes are not a skeleton.
 
     """
     columns = decode_value(data, key="tree")
@@ -157,7 +157,7 @@ def _build(marks: bytes, counts: list[int], parts: list[Part]) -> Node:
         raise ValueError(f"{len(kinds)} containers, and room for {len(depths)}")
     if key != len(parts):
         raise ValueError(f"{len(parts)} keys for {key} children")
-    # From the last to the first: children stand behind their parents, so each parent finds its own ready.
+    # From the last to the first: children come after their parents, so that they are ready when their parent is made.
     made: list[Node] = [None] * len(kinds)
     for index in reversed(range(len(kinds))):
         kind, count = kinds[index], counts[index]
@@ -179,12 +179,12 @@ def _checked_keys(kind: str, keys: list[Part]) -> list[Part]:
 
 def merge_trees(nodes: Sequence[Node]) -> Node:
     """
-    Unite the skeletons of all ranks: children of the first in its order, then those only others have.
+    Merge the skeletons of all ranks: the children of the first rank in its order, then those that only others have.
 
     Raises:
-        InvalidShards: A path is one kind of container here and another, or a leaf, there; or two ranks have keys
-            that are equal and of different types, which no dict can hold both.
-        KeyCollision: Two paths of different ranks have one flat name.
+        InvalidShards: A path is one kind of container on one rank and another kind, or a leaf, on another; or two ranks
+            have keys that are equal but of different types, so that no dict can hold both.
+        KeyCollision: Two paths of different ranks have the same flat name.
 
     """
     different = list(dict.fromkeys(nodes))
@@ -196,7 +196,7 @@ def merge_trees(nodes: Sequence[Node]) -> Node:
 
 
 def _merge(nodes: list[Node], name: str | None) -> Node:
-    # Most subtrees are equal on all ranks; only what differs is taken apart.
+    # Most subtrees are equal on all ranks; only different ones are compared in detail.
     nodes = list(dict.fromkeys(nodes))
     if len(nodes) == 1:
         return nodes[0]
@@ -229,13 +229,13 @@ def _refuse_equal(parts: list[Part], name: str | None) -> None:
 
 
 def join(name: str | None, kind: str, part: Part) -> str:
-    """Name a child: `name` is its container's own, None for the root."""
+    """Return the flat name of a child; `name` is that of its container, None for the root."""
     own = part_name(kind, part)
     return own if name is None else f"{name}.{own}"
 
 
 def unflatten(node: Node, leaf: Callable[[str], Any]) -> dict[Any, Any]:
-    """Build the nested state, asking `leaf` for the value of each flat name; ranks become `{rank: value}`."""
+    """Build the nested state; `leaf` returns the value of each flat name. Ranks become `{rank: value}`."""
     if node is None or node.kind in _INDEXED:
         raise MalformedFile("tree: the root is no mapping")
     state: dict[Any, Any] = _filled(node, None, leaf)
@@ -254,12 +254,12 @@ def _filled(node: Container, name: str | None, leaf: Callable[[str], Any]) -> An
 
 
 def leaf_keys(node: Node) -> Iterator[str]:
-    """Give the flat names of all leaves, in the order of the state."""
+    """Yield the flat names of all leaves, in the order of the state."""
     return (name for name, _ in _leaves(node, None, ()))
 
 
 def refuse_collisions(node: Node) -> None:
-    """Raise `KeyCollision`, naming both paths, where two leaves have one flat name."""
+    """Raise `KeyCollision`, naming both paths, if two leaves have the same flat name."""
     names = list(leaf_keys(node))
     if len(set(names)) == len(names):
         return
