@@ -1,4 +1,10 @@
-"""Python's cycle collector, kept from going through a million new objects again and again, none of them garbage."""
+"""
+Reading pickles that other programs wrote, without running anything that they name.
+
+A pickle can name classes and functions, call them, and set attributes on them. Here each name is looked up in a table that
+the caller gives; everything else is refused, nothing is imported, and what a name gives cannot be changed. A pickle is also
+scanned before it is read, because a few forged bytes can ask the interpreter for all memory.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +39,7 @@ from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Do not collect inside; afterwards as before."""
+    """Pause the cycle collector, which would scan a million new objects again and again although none is garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +49,9 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-# A digest behind a pickle, where readers of pickles do not look: damage to the pickle is found.
+# -- seal --------------------------------------------------------------------------------------------------------------
+
+# A digest behind the pickle, where readers of pickles do not look, so that damage is detected:
 #
 #     pickle | mark, digest of the pickle
 #
@@ -76,19 +84,15 @@ def unsealed(data: bytes, where: str) -> bytes:
     return raw[:-_OLD_NBYTES] if raw[-_OLD_NBYTES:].startswith(_OLD_MARK) else raw
 
 
-# What a name in a pickle stands for, so that a pickle can make values and change nothing else.
+# -- what names stand for ----------------------------------------------------------------------------------------------
+
+# A pickle can set attributes on anything that a name gives it, including classes of the standard library. So it never gets a
+# class or function itself, but an object that can be called and not changed (`Call`), or a class that cannot be changed and
+# whose instances belong to another class (`New`). Both are made for one load. One that is left in the result, because the
+# pickle meant the class itself, is detected.
 #
-# A pickle can set attributes on whatever a name gives it: on a class of the standard library as well as on a value of
-# its
-# own. So it never gets a class or a function itself, but an object that can be called and not be changed (`Call`), or
-# a
-# class that cannot be changed and whose instances are of another (`New`). Both are made for one load and gone with
-# it,
-# so that one which is left in a result, where the pickle meant the class, is found.
-#
-# Calls also pay for what they copy. A pickle can refer a thousand times to one list, and each set made of it is as
-# long;
-# together they may be as long as the pickle, as all are that programs write.
+# Calls also have a budget for what they copy. A pickle can refer to one list a thousand times and make a set of it each time;
+# all copies together may be as long as the pickle, which is enough for every pickle that a program writes.
 
 Names = Mapping[tuple[str, str], Any]
 """What each module and name of a pickle stands for: a `Call`, a `New`, or a value that cannot be changed."""
@@ -104,20 +108,20 @@ class Call:
     """A name that pickles call."""
 
     make: Callable[..., Any]
-    """Gives the value, from the arguments in the pickle."""
+    """Returns the value, given the arguments in the pickle."""
     kind: type | None = None
-    """The class, where a pickle may also hand it to another call."""
+    """The class, if a pickle may also pass it to another call."""
 
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """A class whose instances pickles make empty, and fill then."""
+    """A class whose instances pickles create empty and then fill."""
 
     kind: type
 
 
 def names_of(safe: Iterable[Any]) -> Names:
-    """Return the classes and functions of `torch.serialization.get_safe_globals()` by what a pickle calls them."""
+    """Return the entries of `torch.serialization.get_safe_globals()` by the module and name that a pickle has for them."""
     found: dict[tuple[str, str], Any] = {}
     for entry in safe:
         if isinstance(entry, tuple):  # with the name that it is pickled by
@@ -130,10 +134,10 @@ def names_of(safe: Iterable[Any]) -> Names:
 
 
 class NameTable:
-    """What one pickle gets for the names in it."""
+    """The objects that one pickle gets for its names."""
 
     def __init__(self, names: Names, nbytes: int, others: Callable[[], Names] = dict) -> None:
-        """Begin with a pickle of `nbytes`, which may name what is in `names`, or else in `others`."""
+        """For a pickle of `nbytes`, which may contain `names` and `others`."""
         self._names = names
         self._others = others
         self._purse = _Purse(nbytes + _FREE_ITEMS)
@@ -142,7 +146,7 @@ class NameTable:
         self._counts: dict[tuple[str, str], int] = {}
 
     def find(self, module: str, name: str) -> Any:
-        """Return what a name stands for; raise KeyError for one that is not known."""
+        """Return what a name stands for; raise KeyError for an unknown one."""
         at = module, name
         found = self._calls.get(at)
         if found is not None:
@@ -163,17 +167,17 @@ class NameTable:
 
     def left_behind(self) -> str | None:
         """
-        Return a name that a result holds instead of a value made by it; None if there is none.
+        Return a name whose object is itself part of the result; None if there is none.
 
-        To be asked once, when the result is the only thing left of the load.
+        To be called once, when only the result is left of the load.
         """
         calls = {at: weakref.ref(call) for at, call in self._calls.items()}
         self._calls.clear()
         held = [at for at, call in calls.items() if call() is not None]
-        if held:  # if only by garbage, it is gone after this
+        if held:  # perhaps only by garbage
             gc.collect()
             held = [at for at in held if calls[at]() is not None]
-        # A class is part of a cycle, so that it does not vanish; its references are counted instead.
+        # A class is part of a reference cycle and does not vanish, so its references are counted.
         held += [at for at, count in self._counts.items() if sys.getrefcount(self._classes[at]) > count]
         return ".".join(held[0]) if held else None
 
@@ -188,7 +192,7 @@ class _Purse:
 
 
 class _Callable:
-    """Can be called, and not be changed."""
+    """Can be called but not changed."""
 
     __slots__ = ("__weakref__", "_make", "_purse", "kind")
 
@@ -219,7 +223,7 @@ class _Callable:
 
 
 def class_given(value: Any) -> type | None:
-    """Return the class that a pickle meant by what it handed to a call; None if that is no class, or not known."""
+    """Return the class that a pickle meant by an argument of a call; None if it is not a known class."""
     return value.kind if type(value) is _Callable else None
 
 
@@ -243,19 +247,13 @@ def _guard(kind: type) -> type:
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
 
-# Reading pickles that other programs wrote, without running anything they name.
-#
-# A pickle may name classes and functions, and calls them. Here each name is looked up in a table that the caller
-# gives,
-# and what the table lacks is refused; nothing is ever imported, and nothing that a name gives can be changed
-# (`stand_ins`). A pickle is also looked through before it is read, since a few bytes of a forged one can ask the
-# interpreter for all the memory there is.
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 _FIXED = {"u1": 1, "u2": 2, "u4": 4, "u8": 8, "i4": 4, "f8": 8}
 _COUNTED = {"BINSTRING": 4, "SHORT_BINSTRING": 1, "BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8,
             "BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8, "BYTEARRAY8": 8, "LONG1": 1, "LONG4": 4}  # fmt: skip
 _LINES = {"INT": 1, "LONG": 1, "STRING": 1, "UNICODE": 1, "FLOAT": 1, "GET": 1, "PUT": 1, "GLOBAL": 2}
-# Programs write none of them; by the last, tuples in tuples take ever longer to hash.
+# No program writes these. With the last, nested tuples take exponentially long to hash.
 _REFUSED = frozenset({"PERSID", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "DUP"})
 _MAX_INT_TEXT = 32
 
@@ -272,15 +270,15 @@ def load_pickle(
     Read a pickle.
 
     Args:
-        data: the pickle, and nothing behind it.
-        names: what it may name, and what that stands for.
+        data: the pickle, without anything behind it.
+        names: what it may name, and what each name stands for.
         where: the file, for errors.
-        others: gives more of them, and is asked for what `names` lack.
-        persistent: gives the object for an id that the pickle's writer stored apart; without it such ids are refused.
+        others: returns more names; called for those that `names` lack.
+        persistent: returns the object for a persistent id; without it, such ids are refused.
 
     Raises:
-        PickleRefused: it names what is not in either, or has a class as a value.
-        MalformedFile: it is no pickle, or no pickle that any program writes.
+        PickleRefused: it names anything else, or has a class as a value.
+        MalformedFile: it is not a pickle, or not one that any program writes.
 
     """
     end = end_of_pickle(data, where)
@@ -303,16 +301,16 @@ def load_pickle(
 
 def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: str) -> Any:
     """
-    Read a pickle of a file that the user trusts: names that are not in `names` are imported.
+    Read a pickle that the user trusts: names that are not in `names` are imported.
 
     Raises:
-        MalformedFile: it is no pickle, or names what is not there.
+        MalformedFile: it is not a pickle, or names what does not exist.
 
     """
     try:
         with collector_paused():
             return _TrustingReader(data, names).load()
-    except Exception as exc:  # whatever the classes that it names raise
+    except Exception as exc:  # the classes that it names may raise anything
         raise MalformedFile(f"{where}: not a readable pickle: {exc!r}", file=where) from exc
 
 
@@ -351,7 +349,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _table() -> list[tuple[str, int]]:
-    """Make, for each byte, how an operation that begins with it goes on: a way, and a number of bytes or lines."""
+    """Return, for each opcode, the kind of its argument, and a number of bytes or lines."""
     table = [("unknown", 0)] * 256
     for op in pickletools.opcodes:
         way, number = "fixed", 0
@@ -372,13 +370,13 @@ def _table() -> list[tuple[str, int]]:
 
 
 def _runs() -> re.Pattern[bytes]:
-    """Make what finds operations in a row that go on for a fixed number of bytes: most are such."""
+    """Return the pattern of consecutive operations with arguments of fixed size, which most operations have."""
     by_number: dict[int, bytes] = {}
     for byte, (way, number) in enumerate(_TABLE):
         if way == "fixed":
             by_number[number] = by_number.get(number, b"") + re.escape(bytes([byte]))
     ways = [b"[%b]+" % each if number == 0 else b"[%b].{%d}" % (each, number) for number, each in by_number.items()]
-    # Not all at once: each needs memory until the last is found.
+    # A limited number at a time, because each needs memory until the last is found.
     return re.compile(b"(?:%b){1,500}" % b"|".join(ways), re.DOTALL)
 
 
@@ -387,7 +385,7 @@ _RUN = _runs().match
 
 
 def end_of_pickle(raw: bytes, where: str) -> int:
-    """Go through a pickle's operations and return where it ends; raise `MalformedFile` for what no writer writes."""
+    """Scan the operations of a pickle and return where it ends; raise `MalformedFile` for what no program writes."""
     at, length = 0, len(raw)
     while at < length:
         run = _RUN(raw, at)
@@ -414,7 +412,7 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
         end = raw.find(b"\n", end + 1)
         if end < 0:
             raise MalformedFile(f"{where}: the pickle is cut short", file=where, offset=at)
-    # As text, a number costs the square of its length, and one for the memo asks for that much memory.
+    # Parsing a number from text takes quadratic time, and an index of the memo allocates that much memory.
     if raw[at : at + 1] in (b"I", b"L", b"p", b"g") and end - at > _MAX_INT_TEXT:
         raise MalformedFile(f"{where}: a number of {end - at} digits in the pickle", file=where, offset=at)
     memo = raw[at + 1 : end]
@@ -423,10 +421,11 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
     return end + 1
 
 
-# What pickles of plain values name: classes of the standard library and numpy that hold data and run nothing.
-#
-# Each stands for a function here that takes only what a pickle of such a value gives it, so that little cannot become
-# much, and that gives a new value each time, so that a pickle which goes on to change it changes nothing else.
+# -- plain values ------------------------------------------------------------------------------------------------------
+
+# Classes of the standard library and numpy that hold data and run nothing. Each name stands for a function that takes only
+# what a pickle of such a value contains, so that small input cannot become large, and that returns a new value each time, so
+# that a pickle which changes it changes nothing else.
 
 _MOST_ITEMS = 1 << 24
 _MAX_EXPONENT = 100_000
@@ -437,7 +436,7 @@ _DTYPE = re.compile(r"[|<>=]?[A-Za-z?][0-9]{0,8}").fullmatch
 
 @cache
 def plain_names() -> Names:
-    """Return what pickles of plain values name, and what that is."""
+    """Return what pickles of plain values may name."""
     names: dict[tuple[str, str], Any] = {
         **{(each.__module__, each.__name__): each for each in (complex, slice)},
         **{("datetime", each.__name__): each for each in (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)},
@@ -452,7 +451,7 @@ def plain_names() -> Names:
         ("builtins", "range"): Call(_range),
         **{("builtins", each.__name__): Call(_never, each) for each in (dict, list, tuple, int, float, str, bool)},
     }
-    # Pickles that Python 2 could read, as torch's, have its names.
+    # Pickles that Python 2 can read, such as torch's, use its names.
     names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
     for old, new in (("long", "int"), ("unicode", "str"), ("xrange", "range")):
         names["__builtin__", old] = names["builtins", new]
@@ -476,7 +475,7 @@ def _numpy_names() -> dict[tuple[str, str], Any]:
         ("numpy", "dtype"): Call(_dtype),
         ("numpy", "ndarray"): Call(_never, np.ndarray),
     }
-    for part in ("core", "_core"):  # as numpy 1 and numpy 2 call it
+    for part in ("core", "_core"):  # numpy 1 and numpy 2
         names[f"numpy.{part}.multiarray", "_reconstruct"] = Call(_empty_array)
         names[f"numpy.{part}.multiarray", "scalar"] = Call(_scalar)
     return names
@@ -487,7 +486,7 @@ def _never(*_: Any) -> Any:
 
 
 def _of_items(kind: Any, *items: Any) -> Any:
-    """Make a collection; from a list or a tuple of its items, if from anything."""
+    """Make a collection of a list or tuple of items, or an empty one."""
     if len(items) > 1 or not all(type(each) in (list, tuple) for each in items):
         raise MalformedFile(f"a {kind.__name__} that is not made of a list")
     return kind(*items)
@@ -506,7 +505,7 @@ def _counter(counts: Any = None) -> collections.Counter[Any]:
 
 
 def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
-    """Make one that is empty, as pickles do; what makes its values is a class that they may name, or nothing."""
+    """Make an empty one, as pickles do; its factory is a known class or None."""
     made_by = class_given(factory)
     if made_by is None and factory is not None:
         raise PickleRefused(f"the pickle has a defaultdict of {factory!r}")
@@ -528,12 +527,12 @@ def _range(*numbers: Any) -> range:
 
 
 def _bytes() -> bytes:
-    """Make the empty ones, which old protocols write as a call."""
+    """Make empty bytes, which old protocols write as a call."""
     return b""
 
 
 def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
-    """Make one of bytes, or of text, as which old protocols write them."""
+    """Make a bytearray of bytes, or of text, as old protocols write it."""
     if type(data) is str and encoding == "latin-1":
         return bytearray(data, "latin-1")
     if type(data) is not bytes or encoding is not None:
@@ -549,7 +548,7 @@ def _fraction(*parts: Any) -> fractions.Fraction:
 
 def _decimal(*parts: Any) -> decimal.Decimal:
     made = decimal.Decimal(*parts)
-    # As a whole number it would have as many digits.
+    # Converted to an int it would have that many digits.
     if made.is_finite() and abs(made.adjusted()) > _MAX_EXPONENT:
         raise MalformedFile(f"a decimal with {abs(made.adjusted())} zeros")
     return made
@@ -566,10 +565,10 @@ def _path(kind: Any, *parts: Any) -> Any:
 
 
 def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    """Make a new one; what else there is to it, as the fields of a record, the pickle says next."""
+    """Make a new dtype; the pickle sets its fields next."""
     if type(name) is not str or not _DTYPE(name):
         raise MalformedFile("a dtype that no program writes")
-    # A copy: numpy's own would be changed by what the pickle says next, for every array of the process.
+    # A copy, because the pickle changes it next, and numpy's own dtype is shared by every array of the process.
     made: np.dtype[Any] = np.dtype(name, align=False, copy=True)
     if made.itemsize > _MAX_ITEMSIZE:
         raise MalformedFile(f"a dtype of {made.itemsize} bytes")
@@ -577,7 +576,7 @@ def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
-    """Make an array without elements; the pickle says next what it is."""
+    """Make an empty array; the pickle sets its contents next."""
     if class_given(kind) is not np.ndarray or shape != (0,) or code not in (b"b", "b"):
         raise MalformedFile("an array that no program writes")
     return np.empty((0,), np.int8)

@@ -1,15 +1,14 @@
 """
-A tensor as `torch.save` writes it: a zip archive whose entries are stored as they are, so that its bytes lie in a file
-in one run.
+Archives of `torch.save`: zip files whose entries are not compressed, so that the bytes of a tensor are contiguous.
 
-    archive/data.pkl    what the tensor is: a pickle of its rebuilding, with its storage stored apart
+    archive/data.pkl    a pickle that rebuilds the tensor, with its storage stored separately
     archive/byteorder   "little"
     archive/version     "3"
     archive/data/0      the storage
     directory of the archive
 
-`frame_tensor` makes what stands before and after the bytes of a tensor; `find_tensor` finds the bytes in an archive
-that torch wrote. No torch is needed for either.
+`frame_tensor` makes the bytes before and after those of a tensor; `find_tensor` finds the bytes in an archive that torch
+wrote. Neither needs torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardkeep.format.dtypes import DTYPES, DType, by_name
 from shardkeep.format.pickles import load_pickle, plain_names
 
 Get = Callable[[int, int], bytes]
-"""Bytes of an archive: from where, and how many."""
+"""Returns bytes of an archive, given offset and length."""
 
 _STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -53,7 +52,7 @@ _MAX_PICKLE_NBYTES = 1 << 26
 
 
 class ArchiveFrame(NamedTuple):
-    """What stands around the bytes of a tensor."""
+    """The bytes around those of a tensor."""
 
     head: bytes
     tail: bytes
@@ -61,10 +60,10 @@ class ArchiveFrame(NamedTuple):
 
 def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: int) -> ArchiveFrame:
     """
-    Frame a dense row-major tensor whose archive begins at `at` of a file, its bytes at a multiple of `alignment`.
+    Frame a dense row-major tensor whose archive begins at byte `at` of a file, its bytes at a multiple of `alignment`.
 
-    The CRC-32 of the bytes is left out (0), as torch can be told to: nothing of torch's looks at it, and taking it costs
-    more than writing them.
+    The CRC-32 of the bytes is 0, as with torch's `set_crc32_options(False)`: torch does not verify it, and computing it takes
+    longer than writing the bytes.
     """
     before, directory = _before(dtype, shape)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -81,14 +80,14 @@ def _wide(*sizes: int) -> bytes:
 
 
 def _padding(nbytes: int, alignment: int) -> bytes:
-    """Make an extra field of this many bytes, or of one alignment more if it would be too short to be one."""
+    """Make an extra field of this many bytes, or of one alignment more if that is too short for a field."""
     nbytes += 0 if nbytes == 0 or nbytes >= 4 else alignment
     return struct.pack("<2s1H", b"FB", nbytes - 4) + b"Z" * (nbytes - 4) if nbytes else b""
 
 
 @lru_cache(maxsize=4096)
 def _before(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the entries before the storage, and what the directory says of them."""
+    """Return the entries before the storage, and their directory entries."""
     entries = directory = b""
     order = sys.byteorder.encode()
     for name, data in (("data.pkl", _pickled(dtype, shape)), ("byteorder", order), ("version", b"3\n")):
@@ -117,7 +116,7 @@ def _ends(entries: int, start: int, nbytes: int) -> bytes:
 
 
 def _pickled(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """Pickle the rebuilding of a row-major tensor, as torch does."""
+    """Return the pickle that rebuilds a row-major tensor, as torch writes it."""
     elements = math.prod(shape)
     storage, rebuild, last = _STORAGE_OF.get(dtype.name), b"_rebuild_tensor_v2", b""
     if storage is None:
@@ -145,12 +144,12 @@ def _int(number: int) -> bytes:
 
 @dataclass(frozen=True)
 class ArchivedTensor:
-    """Where a dense tensor lies in an archive, and what it is."""
+    """A dense tensor in an archive: where it lies, its dtype and shape."""
 
     dtype: DType
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """Its axes in the order in which its elements lie, the slowest first."""
+    """Its axes in the order of its elements in memory, the slowest first."""
     start: int
     """Where its bytes begin in the archive."""
 
@@ -172,10 +171,10 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
     """
     Find the tensor in an archive of `nbytes`.
 
-    Returns None for one that is no dense tensor in the byte order of this machine: that is left to torch.
+    Returns None for what is not a dense tensor in the byte order of this machine: only torch can read that.
 
     Raises:
-        MalformedFile: it is no archive of torch's.
+        MalformedFile: it is not an archive of `torch.save`.
 
     """
     entries = _entries(get, nbytes, where)
@@ -192,7 +191,7 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
             get(_data_of(get, described, where), described.nbytes), _NAMES, where=where, persistent=lambda pid: pid
         )
     except (PickleRefused, MalformedFile):
-        return None  # a subclass of tensors, or a tensor with a state of its own
+        return None  # a tensor subclass, or a tensor with attributes
     axes = _dense_order(form) if isinstance(form, _Form) else None
     stored = entries.get(f"{root}/data/{form.key}") if axes is not None else None
     if axes is None or stored is None or stored.nbytes < (form.offset + math.prod(form.shape)) * form.dtype.itemsize:
@@ -210,7 +209,7 @@ def read_object(data: bytes, *, where: str) -> Any:
 
     Raises:
         PickleRefused: it names anything else than plain values.
-        MalformedFile: it is no archive of torch's, or holds tensors.
+        MalformedFile: it is not an archive of `torch.save`, or holds tensors.
 
     """
 
@@ -226,7 +225,7 @@ def read_object(data: bytes, *, where: str) -> Any:
 
 
 def is_archive(data: bytes) -> bool:
-    """Say whether these bytes are an archive of values that torch.save wrote, and not one of a compiled program."""
+    """Return whether these bytes are an archive of `torch.save`, and not a compiled program."""
 
     def get(at: int, nbytes: int) -> bytes:
         return data[at : at + nbytes]
@@ -240,7 +239,7 @@ def is_archive(data: bytes) -> bool:
 
 
 class ArchiveEntry(NamedTuple):
-    """An entry of an archive: where its bytes are, and the CRC-32 that they should have."""
+    """An entry of an archive: its bytes, and the CRC-32 that they should have."""
 
     start: int
     nbytes: int
@@ -248,7 +247,7 @@ class ArchiveEntry(NamedTuple):
 
 
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
-    """Return every entry of an archive, so that it can be checked."""
+    """Return every entry of an archive, to verify it."""
     entries = _entries(get, nbytes, where).values()
     return [ArchiveEntry(_data_of(get, entry, where), entry.nbytes, entry.crc) for entry in entries]
 
@@ -260,7 +259,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
-    """Read the directory of an archive without compression."""
+    """Read the directory of an uncompressed archive."""
     problem = MalformedFile(f"{where}: no archive of torch.save, or one that was cut short", file=where)
     if nbytes < _END.size:
         raise problem
@@ -314,7 +313,7 @@ def _data_of(get: Get, entry: _Entry, where: str) -> int:
 
 
 def _dense_order(form: _Form) -> tuple[int, ...] | None:
-    """Return the axes from the slowest to the fastest if the elements lie without gaps in some order of axes."""
+    """Return the axes from the slowest to the fastest if the elements are contiguous in some order of axes."""
     if math.prod(form.shape) == 0:
         return tuple(range(len(form.shape)))
     # Axes of one element may have any stride.
@@ -331,7 +330,7 @@ def _dense_order(form: _Form) -> tuple[int, ...] | None:
 
 
 def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Form | None:
-    """Stand for torch's functions of this purpose: (requires_grad, hooks[, dtype][, state])."""
+    """Stand for torch's functions; the rest is (requires_grad, hooks[, dtype][, state])."""
     kind, name, key, _, _ = storage
     numbers = (offset, *shape, *strides)
     if kind != "storage" or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -360,9 +359,9 @@ _NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-# An archive as `torch.save` writes it, with any number of storages, laid out before the first of them is read.
-#
-#     archive/data.pkl    the pickle of what was saved, in which storages stand as numbers
+# -- archives with any number of storages ------------------------------------------------------------------------------
+
+#     archive/data.pkl    the pickle of what was saved, with storages as numbers
 #     archive/byteorder   "little"
 #     archive/version     "3"
 #     archive/data/0      the storages, each at a multiple of 64
@@ -370,9 +369,9 @@ _NAMES: dict[tuple[str, str], Any] = {
 #     ...
 #     directory of the archive
 #
-# Sizes are known beforehand, so every byte has its place. Checksums are known once a storage has gone by: they stand
-# behind it and in the directory. What is written is therefore one row, from the first byte to the last: what stands
-# before storage 0, storage 0, what stands before storage 1, and so on. No torch is needed.
+# Sizes are known beforehand, so every byte has its place before the first storage is read. The checksum of a storage is known
+# once it has been written: it follows the storage, and is repeated in the directory. So an archive is written in order: what
+# precedes storage 0, storage 0, what precedes storage 1, and so on.
 
 ALIGNMENT = 64
 """Every storage begins at a multiple of this, as in torch's files: no element of one lies across such a multiple."""
