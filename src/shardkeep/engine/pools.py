@@ -91,15 +91,10 @@ class BufferPool:
         self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int, *, oldest_first: bool = False
     ) -> None:
         """
-        Make no buffer yet.
+        Make no buffer yet. Buffers take `most_nbytes` together, but at least one is made.
 
-        Args:
-            make: makes a buffer.
-            buffer_nbytes: the size of each.
-            most_nbytes: how much they may take together; at least one buffer is made.
-            oldest_first: give out the buffer that was made first, rather than the one that came back last. A user that
-                fills some of them only in part, in the same order each time, then touches the same memory each time.
-
+        `oldest_first`: give out the buffer that was made first, rather than the one that came back last. A user that fills some of
+        them only in part, in the same order each time, then touches the same memory each time.
         """
         self.buffer_nbytes = buffer_nbytes
         self.most_nbytes = most_nbytes

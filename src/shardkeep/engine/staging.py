@@ -59,18 +59,11 @@ class Staging:
         live: Callable[[Window], bool] | None = None,
     ) -> None:
         """
-        Fill nothing yet.
+        Fill nothing yet. `windows` are all windows of the save, in the order in which they are written.
 
-        Args:
-            windows: all windows of the save, in the order in which they are written.
-            ring: pinned buffers.
-            pool: what they are emptied into, buffers of the same size.
-            after: for each accelerator, the event that its copies must come after.
-            wanted: returns whether the save has not been cancelled.
-            urgent: training waits for the state to be copied.
-            ahead: returns whether a window is filled ahead; by default if not all of its bytes lie in order on the host.
-            live: returns whether another window takes bytes from the caller's memory; by default none does.
-
+        Copies from the accelerators come after the events in `after`. `urgent`: training waits for the copies. `ahead` returns
+        whether a window is filled ahead; by default if not all of its bytes lie in order on the host. `live` returns whether another
+        window takes bytes from the caller's memory.
         """
         self._ring = ring
         self._pool = pool

@@ -442,18 +442,9 @@ class WriterManager:
     @contextlib.contextmanager
     def session(self, store: Store, pipes: int, *, wanted: Wanted, timeout_s: float) -> Iterator[WriterSession]:
         """
-        Use the process for one save; it is started if there is none.
+        Use the process for one save; it is started, to answer `pipes` requests at a time, if there is none.
 
-        Args:
-            store: where the save goes.
-            pipes: how many requests it answers at a time, if it is started.
-            wanted: returns whether the save has not been cancelled.
-            timeout_s: how long the process may take for one reply.
-
-        Raises:
-            CheckpointError: the store cannot be opened in another process.
-            WriterDied: the process could not be started.
-
+        Raises CheckpointError if another process cannot open the store, and WriterDied if the process cannot be started.
         """
         target = WriteTarget(store, spec_of(store))
         with self._lock:

@@ -219,17 +219,10 @@ class ChildProcess:
         started_errors: Any = OSError,
     ) -> None:
         """
-        Start the process.
+        Start the process, which answers `pipes` requests at a time.
 
-        Args:
-            spawn: starts it, with the child's ends of the sockets: first the one of `notify`, then the pipes.
-            pipes: how many requests it answers at a time.
-            kind: for messages.
-            started_errors: what `spawn` raises if the process cannot be started.
-
-        Raises:
-            CheckpointError: it could not be started; of `kind.error`.
-
+        `spawn` starts it with the child's ends of the sockets: first that of `notify`, then the pipes. If it raises one of
+        `started_errors`, an error of `kind` is raised.
         """
         self._owner = os.getpid()
         self._kind = kind
@@ -282,16 +275,9 @@ class ChildProcess:
         self, send_request: Callable[[socket.socket, Ready], None], policy: WaitPolicy, *, more_s: float = 0.0
     ) -> bytes:
         """
-        Send a request, and return the reply.
+        Send a request by `send_request`, and return the reply, which may take `more_s` longer than usual.
 
-        Args:
-            send_request: sends it, by `send` and the like.
-            policy: how long to wait.
-            more_s: how much longer this request may take.
-
-        Raises:
-            CheckpointError: the process died, noticed as soon as it happens; or did not answer, and was ended.
-
+        Raises an error of the process's kind if it died, which is noticed as soon as it happens, or did not answer and was ended.
         """
         pipe = self._free_pipe(policy)
         self._longest_more_s = max(self._longest_more_s, more_s)

@@ -142,14 +142,8 @@ def map_shared(fd: int, offset: int, nbytes: int, *, owned: bool) -> memoryview:
     """
     Map whole pages of a memory file, until the last view of them is gone.
 
-    Python's own `mmap` would hold a file descriptor for each mapping.
-
-    Args:
-        fd: the file.
-        offset: where the pages begin.
-        nbytes: how many bytes.
-        owned: the pages may be written to, and the file's memory is freed with them; else they are read-only.
-
+    Python's own `mmap` would hold a file descriptor for each mapping. Pages that are `owned` may be written to, and their memory
+    is freed with them; others are read-only.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE if owned else mmap.PROT_READ
     address: int | None = _libc().mmap(None, nbytes, access, mmap.MAP_SHARED, fd, offset)
