@@ -141,3 +141,125 @@ def test_hooks_that_wait_for_a_load_are_called(tmp_path):
     fresh.register_load_state_dict_post_hook(lambda optim: seen.append(optim.param_groups[0]["lr"]))
     sk.load({"model": other, "optim": fresh}, tmp_path / "c")
     assert seen == [bits(model.weight), 0.25]
+
+
+class Turned(nn.Module):
+    """Saves its weight the other way round, and turns it back at load."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        self.register_state_dict_post_hook(self._turn)
+        self.register_load_state_dict_pre_hook(self._turn)
+
+    @staticmethod
+    def _turn(_module, state, prefix, *_):
+        state[prefix + "weight"] = state[prefix + "weight"].t()
+
+
+def test_hooks_on_the_way_are_honoured_on_meta_too(tmp_path):
+    """
+    A module on meta whose hooks change the form of its state gets its parameter in the parameter's form.
+    """
+    sk.save({"m": Turned()}, tmp_path / "c")
+    with torch.device("meta"):
+        other = Turned()
+    sk.load({"m": other}, tmp_path / "c")
+    assert torch.equal(other.weight, Turned().weight)
+
+
+def test_a_parameter_on_meta_keeps_class_attributes_and_hooks(tmp_path):
+    """
+    Given memory, it is still what frameworks made of it; one that is watched by a weak reference is refused by name.
+    """
+
+    class Special(nn.Parameter):
+        pass
+
+    model = nn.Linear(2, 2)
+    sk.save({"m": model}, tmp_path / "c")
+    with torch.device("meta"):
+        other = nn.Linear(2, 2)
+        other.weight = Special(torch.empty(2, 2))
+    seen = []
+    other.weight.tag = "mine"
+    other.weight.register_hook(lambda _: seen.append("grad"))
+    other.bias.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    sk.load({"m": other}, tmp_path / "c")
+    assert type(other.weight) is Special
+    assert other.weight.tag == "mine"
+    other(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen) == ["after", "grad"]
+
+
+def test_ties_on_meta_are_those_of_the_module(tmp_path):
+    """
+    Saved tied, loaded untied: two memories. Saved untied, loaded tied: an error, as off meta.
+    """
+
+    def pair(*, tied):
+        model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    for tied in (True, False):
+        sk.save({"m": pair(tied=tied)}, tmp_path / str(tied))
+    with torch.device("meta"):
+        apart, together = pair(tied=False), pair(tied=True)
+    sk.load({"m": apart}, tmp_path / "True")
+    assert apart["a"].weight.data_ptr() != apart["b"].weight.data_ptr()
+    assert torch.equal(apart["a"].weight, apart["b"].weight)
+    with pytest.raises(sk.StateMismatch, match="same memory"):
+        sk.load({"m": together}, tmp_path / "False")
+
+
+def test_extra_state_that_grew_is_given_back(tmp_path):
+    """
+    Extra state of another nesting or size than the module has now goes through set_extra_state.
+    """
+
+    class Noted(nn.Linear):
+        notes = None
+
+        def get_extra_state(self):
+            return self.notes
+
+        def set_extra_state(self, state):
+            self.notes = state
+
+    for notes in ({"a": {"b": [1, 2]}}, torch.arange(7), {}):
+        model = Noted(1, 1)
+        model.notes = notes
+        sk.save({"m": model}, tmp_path / "c", overwrite=True)
+        other = Noted(1, 1)
+        other.notes = torch.zeros(3) if isinstance(notes, torch.Tensor) else {"a": {}}
+        sk.load({"m": other}, tmp_path / "c")
+        assert bits(other.notes) == bits(notes)
+
+
+def test_a_modules_own_ways_are_gone(tmp_path):
+    """
+    Overridden methods, pre-hooks and renaming hooks have their part in a load, in memory and on meta.
+    """
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+            self.ready = False
+
+        def state_dict(self, *args, **kwargs):
+            return {key: value.float() * 2 for key, value in super().state_dict(*args, **kwargs).items()}
+
+        def load_state_dict(self, state_dict, **kwargs):
+            self.ready = True
+            return super().load_state_dict({key: value / 2 for key, value in state_dict.items()}, **kwargs)
+
+    sk.save({"m": Own()}, tmp_path / "c")
+    with torch.device("meta"):
+        on_meta = Own()
+    for other in (Own(), on_meta):
+        sk.load({"m": other}, tmp_path / "c")
+        assert other.ready
+        assert torch.equal(other.w, torch.ones(2, dtype=torch.bfloat16))

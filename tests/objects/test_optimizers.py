@@ -8,6 +8,7 @@ from torch import nn
 
 import shardkeep as sk
 from shardkeep.dcp.state_dict import get_optimizer_state_dict
+from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 from tests.engine.samples import bits
 
 
@@ -355,3 +356,233 @@ def test_tensors_that_an_optimizer_keeps_for_no_parameter(tmp_path):
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
     sk.load({"model": model, "optim": fresh}, tmp_path / "c")
     assert torch.equal(fresh.state["history"], torch.arange(4.0))
+
+
+def step(model, optimizer, times=1):
+    for _ in range(times):
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+        loss.backward()
+        optimizer.step()
+
+
+def test_going_back_to_before_the_first_step_clears_state(tmp_path):
+    """
+    A checkpoint of an optimizer without state takes the state of later steps away, of all parameters or some.
+    """
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"m": model, "o": optimizer}
+    sk.save(state, tmp_path / "a")
+    step(model, optimizer, 3)
+    sk.load(state, tmp_path / "a")
+    assert not optimizer.state
+
+    model[0].requires_grad_(False)
+    step(model, optimizer)
+    sk.save(state, tmp_path / "b")
+    model[0].requires_grad_(True)
+    step(model, optimizer, 2)
+    optimizer.state["later"] = 1
+    sk.load(state, tmp_path / "b")
+    assert set(optimizer.state) == {model[1].weight, model[1].bias}
+
+
+def test_schedulers_with_tensor_learning_rates(tmp_path):
+    """
+    Schedulers that show one tensor under several names are loaded.
+    """
+    model = nn.Linear(2, 2)
+
+    def build():
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+    optimizer, scheduler = build()
+    step(model, optimizer)
+    scheduler.step()
+    sk.save({"m": model, "o": optimizer, "s": scheduler}, tmp_path / "c")
+    fresh, again = build()
+    sk.load({"m": model, "o": fresh, "s": again}, tmp_path / "c")
+    assert again.last_epoch == 1
+    assert torch.equal(fresh.param_groups[0]["lr"], optimizer.param_groups[0]["lr"])
+
+
+def test_ranks_that_optimize_different_modules_keep_their_own_moments(tmp_path):
+    """
+    Rank 0 trains the encoder, rank 1 the decoder, whose parameters have the same names inside.
+    """
+
+    def state_of(world, fill):
+        mine = nn.Linear(2, 2)
+        modules = {"enc": mine, "dec": nn.Identity()} if world.rank == 0 else {"enc": nn.Identity(), "dec": mine}
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+        if fill:
+            optimizer.state[mine.weight]["momentum_buffer"] = torch.full((2, 2), float(world.rank))
+        return modules | {"o": optimizer}, mine
+
+    def load(world):
+        state, mine = state_of(world, fill=False)
+        sk.load(state, tmp_path / "c", group=world)
+        return state["o"].state[mine.weight]["momentum_buffer"][0, 0].item()
+
+    run_thread_ranks(2, lambda world: sk.save(state_of(world, fill=True)[0], tmp_path / "c", group=world))
+    assert run_thread_ranks(2, load) == [0.0, 1.0]
+
+
+def test_names_do_not_depend_on_what_else_is_in_the_state(tmp_path):
+    """
+    An average in the state puts the module's name before those of the optimizer; without it they are found all the same.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
+    step(model, optimizer)
+    sk.save({"m": model, "o": optimizer, "ema": nn.Linear(2, 2)}, tmp_path / "both")
+    sk.save({"m": model, "o": optimizer}, tmp_path / "alone")
+    for saved, extra in (("both", {}), ("alone", {"ema": nn.Linear(2, 2)})):
+        fresh = torch.optim.Adam(model.parameters())
+        sk.load({"m": model, "o": fresh, **extra}, tmp_path / saved, exclude="ema")
+        assert fresh.param_groups[0]["lr"] == 0.3
+        assert len(fresh.state) == 2
+
+
+def test_hyper_parameters_follow_renamed_layers(tmp_path):
+    """
+    Layers that move up by one, and layers that change places, keep their learning rates.
+    """
+
+    def build(names, rates):
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        groups = [{"params": list(model[n].parameters()), "lr": r} for n, r in zip(names, rates, strict=True)]
+        return model, torch.optim.SGD(groups)
+
+    model, optimizer = build(["l0", "l1"], [0.1, 0.2])
+    sk.save({"m": model, "o": optimizer}, tmp_path / "c")
+    up = [(r"^(m|o\.state)\.l1\.", r"\1.l2."), (r"^(m|o\.state)\.l0\.", r"\1.l1.")]
+    swap = {"m.l0": "m.l1", "m.l1": "m.l0", "o.state.l0": "o.state.l1", "o.state.l1": "o.state.l0"}
+    everywhere = lambda name: name.replace("l1.", "z.").replace("l0.", "y.")  # noqa: E731
+    for names, rename, rates in (
+        (["l1", "l2"], up, [0.1, 0.2]),
+        (["l0", "l1"], swap, [0.2, 0.1]),
+        (["y", "z"], everywhere, [0.1, 0.2]),
+    ):
+        other, fresh = build(names, [9.0, 9.0])
+        sk.load({"m": other, "o": fresh}, tmp_path / "c", rename=rename)
+        assert [group["lr"] for group in fresh.param_groups] == rates
+
+
+def test_learning_rates_that_are_tensors(tmp_path):
+    """
+    Groups that share one tensor get each its own; one group of two different ones is refused.
+    """
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    groups = [
+        {"params": part.parameters(), "lr": torch.tensor(rate)} for part, rate in zip(model, (0.3, 0.7), strict=True)
+    ]
+    sk.save({"m": model, "o": torch.optim.Adam(groups)}, tmp_path / "c")
+    fresh = torch.optim.Adam([{"params": part.parameters()} for part in model], lr=torch.tensor(0.1))
+    sk.load({"m": model, "o": fresh}, tmp_path / "c")
+    assert [round(group["lr"].item(), 3) for group in fresh.param_groups] == [0.3, 0.7]
+    with pytest.raises(sk.CheckpointError, match="different lr"):
+        sk.load({"m": model, "o": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))}, tmp_path / "c")
+
+
+def test_one_hyper_parameter_alone(tmp_path):
+    """
+    A glob that reaches the learning rates, and nothing else, loads the learning rates.
+    """
+    model = nn.Linear(2, 2)
+    sk.save({"m": model, "o": torch.optim.Adam(model.parameters(), lr=0.3)}, tmp_path / "c")
+    fresh = torch.optim.Adam(model.parameters())
+    sk.load({"m": model, "o": fresh}, tmp_path / "c", include="o.param_groups.*.lr")
+    assert fresh.param_groups[0]["lr"] == 0.3
+
+
+def test_a_parameter_takes_nobody_elses_state(tmp_path):
+    """
+    A frozen head inside the model, a trained head beside it: each has what is its own, and a new module has nothing.
+    """
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+    model, head = Model(), nn.Linear(2, 2)
+    model.requires_grad_(False)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.1)
+    step(head, optimizer)
+    state = {"model": model, "head": head, "o": optimizer}
+    sk.save(state, tmp_path / "c")
+    sk.load(state, tmp_path / "c")
+    assert set(optimizer.state) == set(head.parameters())
+
+    sk.save({"g": head, "o": torch.optim.Adam(head.parameters())}, tmp_path / "d")
+    grown = {"g": head, "h": nn.Linear(2, 2)}
+    both = torch.optim.Adam([*grown["g"].parameters(), *grown["h"].parameters()])
+    with pytest.raises(sk.StateMismatch, match=r"o\.state\.h\.weight"):
+        sk.load({**grown, "o": both}, tmp_path / "d", exclude="h")
+
+
+def test_step_counters_are_not_shared_because_they_were(tmp_path):
+    """
+    Parameters that shared one counter when they were saved count for themselves.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    step(model, optimizer, 3)
+    shared = optimizer.state[model.weight]["step"]
+    optimizer.state[model.bias]["step"] = shared
+    sk.save({"m": model, "o": optimizer}, tmp_path / "c")
+    fresh = torch.optim.Adam(model.parameters(), foreach=False)
+    sk.load({"m": model, "o": fresh}, tmp_path / "c")
+    step(model, fresh)
+    assert [kept["step"].item() for kept in fresh.state.values()] == [4.0, 4.0]
+
+
+def test_names_that_are_dropped_leave_state_alone(tmp_path):
+    """
+    `rename` to None is as good as `exclude`: live state stays.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    state = {"m": model, "o": optimizer}
+    sk.save(state, tmp_path / "c")
+    sk.load(state, tmp_path / "c", rename=lambda name: None if ".state." in name else name)
+    assert len(optimizer.state) == 2
+
+
+def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
+    """
+    Into another dtype: an error, or cast with the parameter. Into another shape: an error, also without the module.
+    """
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    sk.save({"m": model, "o": optimizer}, tmp_path / "c")
+    wide = nn.Linear(2, 2)
+    fresh = torch.optim.Adam(wide.parameters())
+    with pytest.raises(sk.StateMismatch, match=r"o\.state\.weight\.exp_avg"):
+        sk.load({"m": wide, "o": fresh}, tmp_path / "c")
+    sk.load({"m": wide, "o": fresh}, tmp_path / "c", cast=True)
+    assert fresh.state[wide.weight]["exp_avg"].dtype is torch.float32
+    large = nn.Linear(3, 3, dtype=torch.bfloat16)
+    with pytest.raises(sk.StateMismatch, match=r"exp_avg.*shape"):
+        sk.load({"m": large, "o": torch.optim.Adam(large.parameters())}, tmp_path / "c", include="o")
+
+
+def test_ranks_with_other_objects_are_refused_at_save(tmp_path):
+    """
+    Modules under different keys on different ranks: told to all, before their moments could be mixed up.
+    """
+
+    def save(world):
+        model = nn.Linear(2, 2)
+        state = {f"stage{world.rank}": model, "o": torch.optim.SGD(model.parameters())}
+        sk.save(state, tmp_path / "c", group=world)
+
+    for outcome in thread_outcomes(2, save):
+        assert isinstance(outcome, sk.RanksDisagree)
+        assert "'stage0'" in str(outcome)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkeep as sk
@@ -246,3 +246,83 @@ def test_a_mesh_of_three_dimensions(rank_pool, tmp_path):
         assert as_asked
         assert loaded == saved[0][0]
         assert went_on == pytest.approx(saved[0][1], rel=1e-5)
+
+
+class Gram(torch.optim.Optimizer):
+    """Keeps a factor of the whole parameter, the same on all ranks, which may have the shape of a shard."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            self.state[p]["gram"] = self.state[p].get("gram", 0) + grad.t() @ grad
+
+
+def gram(where, *, save):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 8, bias=False), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Gram(model.parameters())
+    if save:
+        model(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
+        optimizer.step()
+        sk.save({"m": model, "o": optimizer}, where)
+    else:
+        sk.load({"m": model, "o": optimizer}, where)
+    return bits(optimizer.state[next(model.parameters())]["gram"])
+
+
+def test_a_factor_that_looks_like_a_shard_is_none(rank_pool, tmp_path):
+    """
+    A 4x4 factor of an 8x4 parameter on two ranks has the shape of a shard, and is loaded as it is on one.
+    """
+    saved = rank_pool.run(2, gram, str(tmp_path / "c"), save=True)
+    assert rank_pool.run(2, gram, str(tmp_path / "c"), save=False) == saved
+    assert rank_pool.run(1, gram, str(tmp_path / "c"), save=False) == saved[:1]
+
+
+class FailsOnOne:
+    def state_dict(self):
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+
+
+def fsdp1_state():
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    return {"m": model, "o": torch.optim.AdamW(model.parameters())}
+
+
+def fsdp1_fails_alone(where):
+    """Return what happened to a load and to a save in which one rank fails by itself."""
+    options = sk.Options(timeout_s=20)
+    fresh = fsdp1_state()
+    sk.save({"first": FailsOnOne(), **fresh}, where, options=options)
+    said = []
+    for call in (
+        lambda: sk.load({"first": FailsOnOne(), **fsdp1_state()}, where, options=options),
+        lambda: sk.save(fsdp1_state(), f"{where}-2", meta={1, 2} if dist.get_rank() else None, options=options),
+    ):
+        try:
+            call()
+        except sk.CheckpointError as exc:
+            said.append(str(exc).splitlines()[0])
+    other = fsdp1_state()
+    sk.load(other, where, exclude="first", options=options)
+    return said, len(other["o"].state)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_does_not_wait_for_a_rank_that_failed(rank_pool, tmp_path):
+    """
+    What can fail on a rank alone comes before FSDP1 talks; and an optimizer that never stepped stays fresh.
+    """
+    for said, count in rank_pool.run(2, fsdp1_fails_alone, str(tmp_path / "c")):
+        assert len(said) == 2
+        assert "not on this rank" in said[0]
+        assert "meta" in said[1]
+        assert count == 0

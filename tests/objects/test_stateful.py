@@ -2,17 +2,21 @@
 # ruff: noqa: NPY002 - the global generator is what is tested
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import shardkeep as sk
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
+from tests.engine.samples import bits
+
+Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the plain kind is meant
 
 
-class Counter:
+class Stateful:
     """Whatever a user writes."""
 
     def __init__(self, **state):
@@ -27,7 +31,7 @@ class Counter:
         self.loads += 1
 
 
-class Loader(Counter):
+class Loader(Stateful):
     """One that knows what to do on another number of ranks."""
 
     def load_rank_states(self, states, rank, world_size):
@@ -47,9 +51,9 @@ def test_an_object_is_given_what_it_returned(tmp_path):
         "array": np.arange(4, dtype=np.uint16),
         7: "int key",
     }
-    sk.save({"thing": Counter(), "other": 1} | {"thing": _of(state)}, tmp_path / "c")
+    sk.save({"thing": Stateful(), "other": 1} | {"thing": _of(state)}, tmp_path / "c")
 
-    fresh = Counter(something="else", a=[1])
+    fresh = Stateful(something="else", a=[1])
     report = sk.load({"thing": fresh, "other": 0}, tmp_path / "c")
 
     assert report.missing == report.unexpected == []
@@ -70,7 +74,7 @@ def test_an_object_is_given_what_it_returned(tmp_path):
 
 
 def _of(state):
-    thing = Counter()
+    thing = Stateful()
     thing.state = state
     return thing
 
@@ -79,9 +83,9 @@ def test_objects_in_lists_and_below_other_keys(tmp_path):
     """
     An object is found wherever it stands, and its neighbours are loaded as ever.
     """
-    things = [Counter(n=1), Counter(n=2)]
-    sk.save({"app": {"list": things, "tuple": (Counter(n=3), 5), "step": 1}}, tmp_path / "c")
-    fresh = {"app": {"list": [Counter(), Counter()], "tuple": (Counter(), 0), "step": 0}}
+    things = [Stateful(n=1), Stateful(n=2)]
+    sk.save({"app": {"list": things, "tuple": (Stateful(n=3), 5), "step": 1}}, tmp_path / "c")
+    fresh = {"app": {"list": [Stateful(), Stateful()], "tuple": (Stateful(), 0), "step": 0}}
     first = fresh["app"]["list"][0]
     sk.load(fresh, tmp_path / "c")
     assert [thing.state for thing in fresh["app"]["list"]] == [{"n": 1}, {"n": 2}]
@@ -95,8 +99,8 @@ def test_an_object_the_checkpoint_lacks_is_missing(tmp_path):
     """
     Strict: an error that names it. Otherwise it is reported, and not touched.
     """
-    sk.save({"a": Counter(n=1)}, tmp_path / "c")
-    state = {"a": Counter(), "new": Counter(n=5)}
+    sk.save({"a": Stateful(n=1)}, tmp_path / "c")
+    state = {"a": Stateful(), "new": Stateful(n=5)}
     with pytest.raises(sk.StateMismatch, match="new"):
         sk.load(state, tmp_path / "c")
     assert state["a"].loads == 0
@@ -110,23 +114,23 @@ def test_an_object_that_nothing_asks_for_is_unexpected(tmp_path):
     """
     What was saved of an object is not dropped in silence.
     """
-    sk.save({"a": Counter(n=1), "b": Counter(n=2)}, tmp_path / "c")
+    sk.save({"a": Stateful(n=1), "b": Stateful(n=2)}, tmp_path / "c")
     with pytest.raises(sk.StateMismatch, match=r"b\.n"):
-        sk.load({"a": Counter()}, tmp_path / "c")
+        sk.load({"a": Stateful()}, tmp_path / "c")
 
 
 def test_selection_and_renaming_reach_objects(tmp_path):
     """
     `include`, `exclude` and `rename` mean the names inside objects too.
     """
-    sk.save({"a": Counter(x=1, y=2), "b": Counter(n=2)}, tmp_path / "c")
-    state = {"a": Counter(), "b": Counter()}
+    sk.save({"a": Stateful(x=1, y=2), "b": Stateful(n=2)}, tmp_path / "c")
+    state = {"a": Stateful(), "b": Stateful()}
     sk.load(state, tmp_path / "c", exclude="b")
     assert (state["a"].state, state["b"].loads) == ({"x": 1, "y": 2}, 0)
-    state = {"a": Counter(), "b": Counter()}
+    state = {"a": Stateful(), "b": Stateful()}
     sk.load(state, tmp_path / "c", include="a.x")
     assert (state["a"].state, state["b"].loads) == ({"x": 1}, 0)
-    state = {"first": Counter(), "b": Counter()}
+    state = {"first": Stateful(), "b": Stateful()}
     sk.load(state, tmp_path / "c", rename={"a": "first"})
     assert state["first"].state == {"x": 1, "y": 2}
 
@@ -135,7 +139,7 @@ def test_a_state_dict_that_is_no_mapping_is_refused(tmp_path):
     """
     The error names the object's key.
     """
-    thing = Counter()
+    thing = Stateful()
     thing.state = [1, 2]
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.save({"odd": thing}, tmp_path / "c")
@@ -147,11 +151,11 @@ def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
     """
 
     def save(world):
-        state = {"loader": Counter(position=world.rank, seed=torch.tensor([world.rank])), "sched": Counter(lr=0.5)}
+        state = {"loader": Stateful(position=world.rank, seed=torch.tensor([world.rank])), "sched": Stateful(lr=0.5)}
         return sk.save(state, tmp_path / "c", group=world)
 
     def load(world):
-        state = {"loader": Counter(), "sched": Counter()}
+        state = {"loader": Stateful(), "sched": Stateful()}
         sk.load(state, tmp_path / "c", group=world)
         return state["loader"].state["position"], state["loader"].state["seed"].item(), state["sched"].state
 
@@ -168,7 +172,7 @@ def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     """
 
     def save(world):
-        return sk.save({"loader": Counter(position=10 + world.rank), "n": 1}, tmp_path / "c", group=world)
+        return sk.save({"loader": Stateful(position=10 + world.rank), "n": 1}, tmp_path / "c", group=world)
 
     def load(kind, **arguments):
         def run(world):
@@ -180,11 +184,11 @@ def test_on_another_number_of_ranks_the_object_decides(tmp_path):
 
     run_thread_ranks(3, save)
     assert run_thread_ranks(2, load(Loader)) == [{"position": 10, "rank": r, "of": 2} for r in range(2)]
-    for outcome in thread_outcomes(2, load(Counter)):
+    for outcome in thread_outcomes(2, load(Stateful)):
         assert isinstance(outcome, sk.StateMismatch)
         assert "load_rank_states" in str(outcome)
         assert "'loader' was saved per rank by 3 ranks" in str(outcome)
-    assert run_thread_ranks(2, load(Counter, exclude="loader")) == [{}, {}]
+    assert run_thread_ranks(2, load(Stateful, exclude="loader")) == [{}, {}]
 
 
 def test_a_failing_object_fails_on_every_rank(tmp_path):
@@ -192,12 +196,12 @@ def test_a_failing_object_fails_on_every_rank(tmp_path):
     `state_dict` raises on one rank: all ranks hear of it, and nothing is committed.
     """
 
-    class Broken(Counter):
+    class Broken(Stateful):
         def state_dict(self):
             raise ValueError("no state today")
 
     def save(world):
-        return sk.save({"thing": Broken() if world.rank else Counter(n=1)}, tmp_path / "c", group=world)
+        return sk.save({"thing": Broken() if world.rank else Stateful(n=1)}, tmp_path / "c", group=world)
 
     for outcome in thread_outcomes(2, save):
         assert "no state today" in str(outcome)
@@ -267,11 +271,11 @@ def test_large_tensors_that_differ_are_noticed(tmp_path):
         return data
 
     def save(world):
-        state = {"own": Counter(t=tensor(world.rank)), "same": Counter(t=tensor(7))}
+        state = {"own": Stateful(t=tensor(world.rank)), "same": Stateful(t=tensor(7))}
         return sk.save(state, tmp_path / "c", group=world)
 
     def load(world):
-        state = {"own": Counter(), "same": Counter()}
+        state = {"own": Stateful(), "same": Stateful()}
         sk.load(state, tmp_path / "c", group=world)
         return torch.equal(state["own"].state["t"], tensor(world.rank)) and torch.equal(
             state["same"].state["t"], tensor(7)
@@ -280,3 +284,169 @@ def test_large_tensors_that_differ_are_noticed(tmp_path):
     run_thread_ranks(2, save)
     assert "same.t" in list(sk.open(tmp_path / "c").keys())
     assert run_thread_ranks(2, load) == [True, True]
+
+
+class Thing:
+    """An object whose state is `shows`, and which keeps what it was given."""
+
+    def __init__(self, shows=None):
+        self.shows = {} if shows is None else shows
+        self.got = None
+
+    def state_dict(self):
+        return self.shows() if callable(self.shows) else self.shows
+
+    def load_state_dict(self, state):
+        self.got = state
+
+
+def test_what_an_object_shows_is_never_written_to(tmp_path):
+    """
+    An average that shows the model's own tensors until its first update is given new ones; the model stays.
+    """
+    model = nn.Linear(2, 2)
+    sk.save({"e": Thing({"w": torch.zeros(2, 2), "row": torch.full((2,), 7.0)}), "m": model}, tmp_path / "c")
+    before = bits(model.weight)
+    average = Thing({"w": model.weight.detach(), "row": model.weight.detach()[0]})
+    sk.load({"e": average, "m": model}, tmp_path / "c", include="e")
+    assert bits(model.weight) == before
+    assert torch.equal(average.got["w"], torch.zeros(2, 2))
+    assert torch.equal(average.got["row"], torch.full((2,), 7.0))
+
+
+def test_an_object_that_cannot_show_its_state_yet_is_loaded(tmp_path):
+    """
+    `state_dict` is asked at load only for layouts; one that raises before a start is no hindrance.
+    """
+
+    def not_started():
+        raise RuntimeError("not started")
+
+    sk.save({"s": Thing({"a": 5})}, tmp_path / "c")
+    fresh = Thing(not_started)
+    sk.load({"s": fresh}, tmp_path / "c")
+    assert fresh.got == {"a": 5}
+
+
+def test_objects_that_decide_are_asked_even_if_ranks_agreed(tmp_path):
+    """
+    All positions equal, or saved on one rank: `load_rank_states` still hears that the number of ranks is another one.
+    """
+
+    class Loader(Thing):
+        def load_rank_states(self, states, rank, world_size):
+            self.got = (sorted(states), rank, world_size)
+
+    def save(world):
+        sk.save({"l": Loader({"position": 100})}, tmp_path / str(world.size), group=world)
+
+    def load(world):
+        thing = Loader()
+        sk.load({"l": thing}, tmp_path / "4", group=world)
+        return thing.got
+
+    run_thread_ranks(4, save)
+    assert run_thread_ranks(2, load) == [([0, 1, 2, 3], rank, 2) for rank in range(2)]
+
+
+def test_what_differs_beside_spread_tensors_is_refused_or_wrapped(tmp_path):
+    """
+    An object with shards in it cannot be per rank as a whole: what differs in it is named, and PerRank is understood.
+    """
+
+    def shard(world):
+        return sk.ShardedBox(torch.full((2,), float(world.rank)), offsets=(2 * world.rank,), shape=(4,))
+
+    def save(wrap):
+        def run(world):
+            noise = torch.tensor([world.rank])
+            sk.save({"s": Thing({"w": shard(world), "noise": wrap(noise)})}, tmp_path / "c", group=world)
+
+        return run
+
+    def load(world):
+        thing = Thing({"w": shard(world), "noise": sk.PerRank(torch.zeros(1, dtype=torch.int64))})
+        sk.load({"s": thing}, tmp_path / "c", group=world)
+        return thing.got["noise"].value.item()
+
+    for outcome in thread_outcomes(2, save(lambda noise: noise)):
+        assert isinstance(outcome, sk.ReplicasDiffer)
+        assert "'s.noise'" in str(outcome)
+    run_thread_ranks(2, save(sk.PerRank))
+    assert run_thread_ranks(2, load) == [0, 1]
+
+
+def test_an_object_is_not_replaced_by_a_value(tmp_path):
+    """
+    A number or a tensor where an object stands is an error; the object stays.
+    """
+    for saved in (3, torch.ones(2)):
+        sk.save({"s": saved}, tmp_path / "c", overwrite=True)
+        state = {"s": Thing()}
+        with pytest.raises(sk.StateMismatch, match="single value"):
+            sk.load(state, tmp_path / "c")
+        assert isinstance(state["s"], Thing)
+
+
+def test_per_rank_inside_and_around_objects(tmp_path):
+    """
+    A state dict may hold PerRank; PerRank may hold objects, modules and RNG; an optimizer outside it is refused.
+    """
+
+    def save(world):
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, world.rank)
+        state = {"t": Thing({"p": sk.PerRank(world.rank)}), "r": sk.PerRank(sk.RNG()), "m": sk.PerRank(model)}
+        sk.save(state, tmp_path / "c", group=world)
+        sk.save({"m": sk.PerRank(model), "o": torch.optim.SGD(model.parameters())}, tmp_path / "d", group=world)
+
+    def load(world):
+        model, thing = nn.Linear(1, 1), Thing()
+        sk.load({"t": thing, "r": sk.PerRank(sk.RNG()), "m": sk.PerRank(model)}, tmp_path / "c", group=world)
+        return thing.got["p"].value, model.weight.item()
+
+    for outcome in thread_outcomes(2, save):
+        assert isinstance(outcome, sk.StateError)
+        assert "put the optimizer into a PerRank too" in str(outcome)
+    assert run_thread_ranks(2, load) == [(0, 0.0), (1, 1.0)]
+
+
+def test_containers_keep_their_classes(tmp_path):
+    """
+    Counters, default dicts and named tuples come back as what the object holds now.
+    """
+    shows = {"c": Counter({3: 2}), "d": defaultdict(int, a=1), "t": Pair(torch.ones(1), 2)}
+    sk.save({"s": Thing(shows)}, tmp_path / "c")
+    fresh = Thing({"c": Counter(), "d": defaultdict(int), "t": Pair(0, 0)})
+    sk.load({"s": fresh}, tmp_path / "c")
+    assert [type(value) for value in fresh.got.values()] == [Counter, defaultdict, Pair]
+    assert fresh.got["c"] == shows["c"]
+
+
+def test_the_order_of_keys_is_no_difference(tmp_path):
+    """
+    Two ranks that list the same items in another order have the same state.
+    """
+
+    def save(world):
+        items = [("a", 1), ("b", 2)]
+        sk.save({"s": Thing(dict(items if world.rank else items[::-1]))}, tmp_path / "c", group=world)
+
+    run_thread_ranks(2, save)
+    assert sorted(sk.open(tmp_path / "c").keys()) == ["s.a", "s.b"]
+
+
+def test_objects_on_some_ranks_only_are_told_at_once(tmp_path):
+    """
+    A rank without the object of another: both hear of it, by name, and nothing has changed.
+    """
+    sk.save({"s": Thing({"a": 1}), "w": torch.ones(2)}, tmp_path / "c")
+    tensors = [torch.zeros(2), torch.zeros(2)]
+
+    def load(world):
+        sk.load({"w": tensors[world.rank]} | ({} if world.rank else {"s": Thing()}), tmp_path / "c", group=world)
+
+    for outcome in thread_outcomes(2, load):
+        assert isinstance(outcome, sk.RanksDisagree)
+        assert "'s'" in str(outcome)
+    assert not any(tensor.any() for tensor in tensors)
