@@ -63,18 +63,14 @@ def part_of(path):
 
 
 def test_modules_have_no_import_cycle():
-    """
-    No module imports itself through others, not even inside functions. Imports for annotations do not count.
-    """
+    """No module imports itself through others, not even inside functions. Imports for annotations do not count."""
     graph = {name: {*imports_of(path, typing=False)} & PATHS.keys() for name, path in PATHS.items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
 def test_imports_go_one_way(path):
-    """
-    A folder imports only from the layers below it; folders of one layer do not import each other.
-    """
+    """A folder imports only from the layers below it; folders of one layer do not import each other."""
     mine = part_of(path)
     if mine == "__init__":
         return
@@ -91,9 +87,7 @@ def test_imports_go_one_way(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
 def test_modules_keep_the_house_style(path):
-    """
-    No assert, no bare except, and every module has a docstring.
-    """
+    """No assert, no bare except, and every module has a docstring."""
     text = path.read_text()
     tree = ast.parse(text)
     assert ast.get_docstring(tree), f"{path} has no docstring"
@@ -103,9 +97,7 @@ def test_modules_keep_the_house_style(path):
 
 
 def test_only_options_reads_the_environment():
-    """
-    Environment variables are read in one place; only the command line also looks at those of the terminal.
-    """
+    """Environment variables are read in one place; only the command line also looks at those of the terminal."""
     readers = {
         str(path.relative_to(SRC))
         for path in MODULES
@@ -118,9 +110,7 @@ def test_only_options_reads_the_environment():
 
 
 def test_only_storage_knows_the_classes_of_stores():
-    """
-    Outside of storage/, code asks a store for what it can do, and never for its class.
-    """
+    """Outside of storage/, code asks a store for what it can do, and never for its class."""
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -133,17 +123,13 @@ def test_only_storage_knows_the_classes_of_stores():
 
 
 def test_the_public_names_are_exactly_those_listed():
-    """
-    Everything in `__all__` exists, and `dir` shows nothing else.
-    """
+    """Everything in `__all__` exists, and `dir` shows nothing else."""
     assert all(getattr(shardkeep, name) is not None for name in shardkeep.__all__)
     assert sorted(dir(shardkeep)) == sorted(shardkeep.__all__)
 
 
 def test_looking_at_a_checkpoint_does_not_import_torch(tmp_path):
-    """
-    Opening, listing and verifying do not import torch, which takes seconds.
-    """
+    """Opening, listing and verifying do not import torch, which takes seconds."""
     import torch
 
     shardkeep.save({"w": torch.ones(3), "step": 1}, tmp_path / "ck")

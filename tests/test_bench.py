@@ -62,9 +62,7 @@ def test_a_tiny_round(tmp_path, monkeypatch, capsys):
 
 
 def test_a_tiny_round_of_loads_that_reshard(tmp_path):
-    """
-    Both sides load the state into another layout, bit for bit, and the ratios are printed.
-    """
+    """Both sides load the state into another layout, bit for bit, and the ratios are printed."""
     samples = tmp_path / "samples.json"
 
     printed = run("run.py", "--only", "reshard", *SIZES, "--json", samples, "--dir", tmp_path)
@@ -76,9 +74,7 @@ def test_a_tiny_round_of_loads_that_reshard(tmp_path):
 
 
 def test_planning_is_measured_with_what_the_engine_runs(monkeypatch):
-    """
-    The simulated ranks' drafts are what `save` sends: they plan, and every shard is found again.
-    """
+    """The simulated ranks' drafts are what `save` sends: they plan, and every shard is found again."""
     monkeypatch.syspath_prepend(BENCH)
     import planning
 
@@ -90,9 +86,7 @@ def test_planning_is_measured_with_what_the_engine_runs(monkeypatch):
 
 
 def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
-    """
-    Every part of the accelerator's benchmark runs, here on CPU tensors, and no checkpoint differs from its call.
-    """
+    """Every part of the accelerator's benchmark runs, here on CPU tensors, and no checkpoint differs from its call."""
     monkeypatch.setenv("OUT", str(tmp_path))
     sizes = ["--gb", 0.0005, "--small-gb", 0.0005, "--exact-gb", 0.0005, "--tokens", 16]
     counts = ["--saves", 2, "--steps", 1, "--rounds", 1, "--soak", 4, "--exact", 6]
@@ -108,9 +102,7 @@ def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
 
 
 def test_without_an_accelerator_every_part_says_that_it_is_skipped(monkeypatch):
-    """
-    The accelerator's benchmark ends well where there is none.
-    """
+    """The accelerator's benchmark ends well where there is none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     printed = run("async_gpu.py", "--only", "calls", "--only", "exact")
@@ -119,9 +111,7 @@ def test_without_an_accelerator_every_part_says_that_it_is_skipped(monkeypatch):
 
 
 def test_a_busy_loop_is_measured_beside_asynchronous_saves(tmp_path):
-    """
-    Threads, a writer process and torch all save beside the loop, and its speed is judged.
-    """
+    """Threads, a writer process and torch all save beside the loop, and its speed is judged."""
     samples = tmp_path / "samples.json"
 
     printed = run("async_cpu.py", "--gb", 0.02, "--rounds", 1, "--seconds", 0.05, "--dir", tmp_path, "--json", samples)
@@ -132,9 +122,7 @@ def test_a_busy_loop_is_measured_beside_asynchronous_saves(tmp_path):
 
 
 def test_codecs_are_measured(tmp_path):
-    """
-    Every chain codes every kind of bytes, and gives them back; whole saves are timed for each number of threads.
-    """
+    """Every chain codes every kind of bytes, and gives them back; whole saves are timed for each number of threads."""
     samples = tmp_path / "samples.json"
     printed = run("codecs.py", "--mb", 1, "--rounds", 1, "--json", samples)
     assert "encryption: GB/s a core" in printed

@@ -49,9 +49,7 @@ def alone(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_snippets_run(page, alone, rank_pool):
-    """
-    Every block of code of a page runs, in order, from an empty folder, and prints what the page says.
-    """
+    """Every block of code of a page runs, in order, from an empty folder, and prints what the page says."""
     if "transformers" in page.read_text() and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     for fence, printed in Reader(page, names(), rank_pool).follow():
@@ -60,9 +58,7 @@ def test_snippets_run(page, alone, rank_pool):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_is_run_or_says_why_not(page):
-    """
-    A block is Python, a console or plain text; the only ones that do not run are those that install something.
-    """
+    """A block is Python, a console or plain text; the only ones that do not run are those that install something."""
     for fence in fences_of(page.read_text()):
         assert fence.language in {"python", "console", "text"}, f"{page}, line {fence.line}"
         assert not set(fence.options) - {"title"}, f"{page}, line {fence.line}"
@@ -77,9 +73,7 @@ def test_every_block_is_run_or_says_why_not(page):
 
 @pytest.mark.parametrize("kind", TROUBLES)
 def test_the_troubleshooting_page_has_what_is_really_said(kind, alone):
-    """
-    Each error of the page happens, and its text is the one that is shown there.
-    """
+    """Each error of the page happens, and its text is the one that is shown there."""
     page = (DOCS / "troubleshooting.md").read_text()
     [shown] = [fence.body for fence in fences_of(page) if fence.title == kind]
     assert masked(shown) == masked(text_of(kind))
@@ -87,9 +81,7 @@ def test_the_troubleshooting_page_has_what_is_really_said(kind, alone):
 
 
 def test_the_troubleshooting_page_has_every_error():
-    """
-    No public error is missing from the page.
-    """
+    """No public error is missing from the page."""
     public = {name: getattr(sk, name) for name in sk.__all__}
     found = {name for name, each in public.items() if isinstance(each, type) and issubclass(each, Exception)}
     assert found <= set(TROUBLES)
@@ -97,7 +89,7 @@ def test_the_troubleshooting_page_has_every_error():
 
 def test_the_site_builds(tmp_path):
     """
-    The site builds without a warning, asks nobody else for anything, and has every public name in its API reference.
+    The site builds without a warning, needs no network, and has every public name in its API reference.
     """
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
     pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings-python is not installed")
@@ -122,18 +114,14 @@ def test_the_site_builds(tmp_path):
     ],
 )  # fmt: skip
 def test_docstring_examples_run(module):
-    """
-    Examples in the public docstrings give the results they show.
-    """
+    """Examples in the public docstrings give the results they show."""
     result = doctest.testmod(importlib.import_module(f"shardkeep.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 
 
 def test_the_format_page_has_every_dtype_code():
-    """
-    The table of codes on the format page is the one in the code.
-    """
+    """The table of codes on the format page is the one in the code."""
     page = (DOCS / "format.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d+) \| (\w+) \|$", page, re.MULTILINE)
     assert [(int(code), name, int(size)) for code, name, size, _ in rows] == [
@@ -143,9 +131,7 @@ def test_the_format_page_has_every_dtype_code():
 
 
 def test_the_architecture_page_has_the_layers():
-    """
-    Folders and their order on the architecture page are those that a test enforces, as far as they exist.
-    """
+    """Folders and their order on the architecture page are those that a test enforces, as far as they exist."""
     page = (DOCS / "architecture.md").read_text()
     source = Path(sk.__file__).parent
     there = {path.stem for path in source.iterdir() if path.stem[0] != "_" and path.suffix in ("", ".py")}
@@ -157,9 +143,7 @@ def test_the_architecture_page_has_the_layers():
 
 
 def test_links_lead_somewhere():
-    """
-    Relative links in the documentation point at files that exist.
-    """
+    """Relative links in the documentation point at files that exist."""
     for page in [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -167,9 +151,7 @@ def test_links_lead_somewhere():
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(example, alone, rank_pool):
-    """
-    Every example runs as its first lines say, from an empty folder.
-    """
+    """Every example runs as its first lines say, from an empty folder."""
     [command] = re.findall(r"^    ((?:python|torchrun) [^\[\n]*)", example.read_text(), re.MULTILINE)
     words = [str(example) if word.endswith(".py") else word for word in command.split()]
     if words[0] == "python":

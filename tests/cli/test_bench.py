@@ -13,9 +13,7 @@ from shardkeep.cli.bench import RawDisk, StateContender, measure
 
 
 def test_all_contenders_are_measured(shardkeep, tmp_path):
-    """
-    The disk, shardkeep and torch are each written and read, and the directory is empty afterwards.
-    """
+    """The disk, shardkeep and torch are each written and read, and the directory is empty afterwards."""
     answer = shardkeep("bench", tmp_path, "--gb", "0.02", "--rounds", "1", "--json")
     assert answer.code == 0
     results = answer.json["results"]
@@ -26,9 +24,7 @@ def test_all_contenders_are_measured(shardkeep, tmp_path):
 
 
 def test_the_table_says_how_much_of_the_disk_was_used(monkeypatch, capsys, tmp_path):
-    """
-    Speeds, shares of the disk's own and the ratio to torch are those of the seconds that were measured.
-    """
+    """Speeds, shares of the disk's own and the ratio to torch are those of the seconds that were measured."""
     made = {"raw": (1.0, 0.5), "shardkeep": (2.0, 1.0), "torch.distributed.checkpoint": (8.0, 4.0)}
 
     def measured(name, where, nbytes, rounds):
@@ -47,9 +43,7 @@ def test_the_table_says_how_much_of_the_disk_was_used(monkeypatch, capsys, tmp_p
 
 
 def test_a_contender_that_reads_something_else_is_not_measured(tmp_path):
-    """
-    What was read is compared with what was written, so that no speed is printed for wrong bytes.
-    """
+    """What was read is compared with what was written, so that no speed is printed for wrong bytes."""
 
     class Wrong(StateContender):
         def read(self, path):
@@ -73,9 +67,7 @@ def test_too_large_a_checkpoint_is_refused(shardkeep, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_measurement_leaves_nothing(tmp_path, number):
-    """
-    Ctrl-C and SIGTERM end the command and its contender, and the files go.
-    """
+    """Ctrl-C and SIGTERM end the command and its contender, and the files go."""
     words = [sys.executable, "-m", "shardkeep.cli.main", "bench", str(tmp_path), "--gb", "0.5", "--rounds", "1000"]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:

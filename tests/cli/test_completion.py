@@ -48,18 +48,14 @@ def script(shardkeep, tmp_path):
     ],
 )
 def test_bash_completes(script, run_dir, line, expected):
-    """
-    Commands, options, choices, directories and the keys of the checkpoint named before.
-    """
+    """Commands, options, choices, directories and the keys of the checkpoint named before."""
     found = complete(script, line, run_dir.parent, script.parent / "bin")
     assert {word.rstrip("/") for word in found} == expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell_has_a_script(shardkeep, shell):
-    """
-    Each script names the commands and their options; JSON holds the same script.
-    """
+    """Each script names the commands and their options; JSON holds the same script."""
     answer = shardkeep("completion", shell)
     assert answer.code == 0
     assert "keep-last" in answer.out
@@ -68,9 +64,7 @@ def test_every_shell_has_a_script(shardkeep, shell):
 
 
 def test_another_shell_is_refused(shardkeep):
-    """
-    A shell there is no script for is an error that names those there are.
-    """
+    """A shell there is no script for is an error that names those there are."""
     answer = shardkeep("completion", "powershell")
     assert answer.code == 2
     assert "fish" in answer.err

@@ -10,9 +10,7 @@ from tests.exchange.samples import in_any_order
 
 @pytest.mark.parametrize("layout", ["native", "dcp", "safetensors"])
 def test_a_checkpoint_is_converted_there_and_back(shardkeep, checkpoint, tmp_path, layout):
-    """
-    Through any layout and back, the checkpoint holds what it held; the answer says how much that was.
-    """
+    """Through any layout and back, the checkpoint holds what it held; the answer says how much that was."""
     there = shardkeep("convert", checkpoint, tmp_path / "there", "--to", layout)
     assert (there.code, "7 tensors" in there.out, f"as {layout}" in there.out) == (0, True, True)
     back = shardkeep("convert", tmp_path / "there", tmp_path / "back", "--to", "native", "--json")
@@ -21,9 +19,7 @@ def test_a_checkpoint_is_converted_there_and_back(shardkeep, checkpoint, tmp_pat
 
 
 def test_names_are_dropped(shardkeep, checkpoint, tmp_path):
-    """
-    --drop leaves names out, and one that matches nothing is an error.
-    """
+    """--drop leaves names out, and one that matches nothing is an error."""
     assert shardkeep("convert", checkpoint, tmp_path / "a", "--to", "safetensors", "--drop", "optim").code == 0
     assert not [key for key in sk.open(tmp_path / "a") if key.startswith("optim")]
     wrong = shardkeep("convert", checkpoint, tmp_path / "b", "--to", "native", "--drop", "optimum")
@@ -31,27 +27,21 @@ def test_names_are_dropped(shardkeep, checkpoint, tmp_path):
 
 
 def test_what_torch_has_no_place_for_is_told(shardkeep, checkpoint, tmp_path):
-    """
-    Step and meta of the commit record do not fit torch's layout, which is said.
-    """
+    """Step and meta of the commit record do not fit torch's layout, which is said."""
     answer = shardkeep("convert", checkpoint, tmp_path / "a", "--to", "dcp")
     assert "step and meta" in answer.err
     assert "PerRank" not in answer.err
 
 
 def test_per_rank_state_that_torch_cannot_hold_is_told(shardkeep, tmp_path):
-    """
-    What ranks saved as their own is a plain dict in torch's layout, which is said with its name.
-    """
+    """What ranks saved as their own is a plain dict in torch's layout, which is said with its name."""
     sk.save({"w": torch.ones(2), "rng": sk.PerRank({"k": 1})}, tmp_path / "a")
     answer = shardkeep("convert", tmp_path / "a", tmp_path / "b", "--to", "dcp")
     assert (answer.code, "PerRank of 'rng'" in answer.err, "commit record" in answer.err) == (0, True, False)
 
 
 def test_what_cannot_be_done_ends_with_two(shardkeep, checkpoint, tmp_path):
-    """
-    A taken target, the checkpoint's own place and a missing layout end with 2.
-    """
+    """A taken target, the checkpoint's own place and a missing layout end with 2."""
     assert shardkeep("convert", checkpoint, checkpoint.parent / "step-20", "--to", "native").code == 2
     assert shardkeep("convert", checkpoint, checkpoint, "--to", "native", "--overwrite").code == 2
     assert shardkeep("convert", checkpoint, tmp_path / "a").code == 2

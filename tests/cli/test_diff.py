@@ -37,9 +37,7 @@ def small_blocks(request, monkeypatch):
 
 
 def test_a_copy_is_equal_without_reading(shardkeep, run_dir, checkpoint):
-    """
-    A checkpoint and its copy differ in nothing, and no tensor had to be read to know.
-    """
+    """A checkpoint and its copy are equal, and no tensor is read."""
     shutil.copytree(checkpoint, run_dir / "copy")
     answer = shardkeep("diff", checkpoint, run_dir / "copy", "--json")
     assert answer.code == 0
@@ -48,10 +46,8 @@ def test_a_copy_is_equal_without_reading(shardkeep, run_dir, checkpoint):
     assert "no difference" in shardkeep("diff", checkpoint, run_dir / "copy").out
 
 
-def test_digests_are_believed_unless_told_to_read(shardkeep, run_dir, checkpoint):
-    """
-    Damage is for `verify`; with --read it is met here, and is an error that names the file and not a difference.
-    """
+def test_digests_are_trusted_unless_read_is_given(shardkeep, run_dir, checkpoint):
+    """Damage is found by `verify`; with --read it is an error that names the file, not a difference."""
     shutil.copytree(checkpoint, run_dir / "copy")
     flip(data_file(run_dir / "copy"), 5000)
     assert shardkeep("diff", checkpoint, run_dir / "copy").code == 0
@@ -71,9 +67,7 @@ IN_BLOCKS = (torch.float32, torch.bfloat16, torch.uint64, torch.complex64, torch
 )
 @pytest.mark.usefixtures("small_blocks")
 def test_a_single_changed_value_is_found(shardkeep, tmp_path, dtype):
-    """
-    Of every dtype, one flipped bit of one element is found, counted and located.
-    """
+    """Of every dtype, one flipped bit of one element is found, counted and located."""
     before = random_tensor((9, 8), dtype, seed=3)
     after = before.clone() if "int" not in str(dtype) or dtype.itemsize > 1 else random_tensor((9, 8), dtype, seed=3)
     raw = after.view(torch.uint8).reshape(9, 8, -1)
@@ -92,9 +86,7 @@ def test_a_single_changed_value_is_found(shardkeep, tmp_path, dtype):
 @pytest.mark.parametrize("small_blocks", ["together", "in blocks"], indirect=True)
 @pytest.mark.usefixtures("small_blocks")
 def test_norms_are_numpys(shardkeep, tmp_path):
-    """
-    Count, greatest distance, norm and relative norm are what numpy says of the whole tensors.
-    """
+    """Count, greatest distance, norm and relative norm are what numpy says of the whole tensors."""
     one, other = torch.randn(30, 7), torch.randn(30, 7)
     other[3:20] = one[3:20]
     answer = shardkeep("diff", *pair(tmp_path, {"t": one}, {"t": other}), "--json")
@@ -110,9 +102,7 @@ def test_norms_are_numpys(shardkeep, tmp_path):
     ("rtol", "atol"), [(0.0, 0.0), (0.0, 1e-3), (1e-2, 0.0), (1e-3, 1e-4), (1e-6, 1e-6), (0.0, math.inf)]
 )
 def test_tolerances_are_torchs(shardkeep, tmp_path, rtol, atol):
-    """
-    What is close is what torch.isclose says, NaN and infinities included; without tolerances bits decide.
-    """
+    """What is close is what torch.isclose says, NaN and infinities included; without tolerances bits decide."""
     one = torch.tensor([0.0, -0.0, 1.0, 1.0, 1e-4, math.nan, math.inf, math.inf, -math.inf, math.nan, 5.0])
     other = torch.tensor([0.0, 0.0, 1.0005, 1.02, 0.0, math.nan, math.inf, -math.inf, 1.0, 1.0, 5.0])
     exact = ~torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
@@ -126,9 +116,7 @@ def test_tolerances_are_torchs(shardkeep, tmp_path, rtol, atol):
 
 
 def test_whole_numbers_are_exact(shardkeep, tmp_path):
-    """
-    Neighbours that float64 cannot tell apart differ, and the distance of the extremes does not wrap.
-    """
+    """Integers that are equal as float64 differ, and the distance of the extremes does not overflow."""
     one = torch.tensor([2**60, -(2**63), 7], dtype=torch.int64)
     other = torch.tensor([2**60 + 1, 2**63 - 1, 7], dtype=torch.int64)
     answer = shardkeep("diff", *pair(tmp_path, {"t": one}, {"t": other}), "--json")
@@ -170,16 +158,12 @@ def test_keys_shapes_dtypes_and_values(shardkeep, tmp_path):
     "words", [["--rtol", "-1"], ["--atol", "nan"], ["nothing.like.this"]], ids=lambda words: words[0]
 )
 def test_nonsense_is_refused(shardkeep, run_dir, words):
-    """
-    Negative tolerances and patterns that fit nothing are errors: neither may pass for equality.
-    """
+    """Negative tolerances and patterns that fit nothing are errors: neither may pass for equality."""
     assert shardkeep("diff", run_dir / "step-10", run_dir / "step-20", *words).code == 2
 
 
 def test_steps_of_a_run_differ(shardkeep, run_dir):
-    """
-    What stayed the same between steps is known by its digests or read; the rest is listed, up to the limit.
-    """
+    """What stayed the same between steps is known by its digests or read; the rest is listed, up to the limit."""
     answer = shardkeep("diff", run_dir / "step-10", run_dir / "step-20", "--limit", "2")
     assert answer.code == 1
     assert "and 4 more (--limit 0 lists them)" in answer.out
@@ -197,9 +181,7 @@ def test_steps_of_a_run_differ(shardkeep, run_dir):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_across_layouts(shardkeep, tmp_path):
-    """
-    A native checkpoint and torch's own of the same state do not differ, and one changed element is found.
-    """
+    """A native checkpoint and torch's own of the same state do not differ, and one changed element is found."""
     state = {key: value for key, value in state_of(1).items() if key != "betas"}  # torch takes tuples apart
     sk.save(state, tmp_path / "a")
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
@@ -221,9 +203,7 @@ def save_sharded(path, changed):
 
 
 def test_across_numbers_of_ranks(rank_pool, shardkeep, tmp_path):
-    """
-    Four ranks' checkpoint equals one rank's, chunk by chunk; a changed element in one rank's part is found.
-    """
+    """Four ranks' checkpoint equals one rank's, chunk by chunk; a changed element in one rank's part is found."""
     rank_pool.run(4, save_sharded, str(tmp_path / "four"), changed=False)
     rank_pool.run(4, save_sharded, str(tmp_path / "changed"), changed=True)
     sk.save({"w": torch.arange(40.0 * 6).reshape(40, 6), "step": 1}, tmp_path / "one")
@@ -239,9 +219,7 @@ def test_across_numbers_of_ranks(rank_pool, shardkeep, tmp_path):
 
 
 def test_pickled_values_are_compared_unopened(shardkeep, tmp_path):
-    """
-    Values that only a pickle holds are told apart by their bytes, and never unpickled.
-    """
+    """Pickled values are compared by their bytes, and never unpickled."""
     options = {"allow_pickle": True}
     for name, value in (("a", complex), ("b", complex), ("c", dict)):
         sk.save({"v": value, "t": torch.ones(1)}, tmp_path / name, **options)
@@ -252,9 +230,7 @@ def test_pickled_values_are_compared_unopened(shardkeep, tmp_path):
 
 
 def test_an_export_lines_up_with_its_checkpoint(shardkeep, checkpoint, tmp_path):
-    """
-    --strip-prefix compares names of A without what the export took off; patterns are of A's names.
-    """
+    """--strip-prefix compares names of A without what the export took off; patterns are of A's names."""
     sk.export(checkpoint, tmp_path / "hf")
     same = shardkeep("diff", checkpoint, tmp_path / "hf", "--strip-prefix", "model.", "model.layers")
     assert (same.code, "3 keys equal" in same.out) == (0, True), same.out
@@ -269,9 +245,7 @@ def test_an_export_lines_up_with_its_checkpoint(shardkeep, checkpoint, tmp_path)
 
 
 def test_large_unsigned_numbers_are_compared_exactly(shardkeep, tmp_path):
-    """
-    Two uint64 that float64 cannot tell apart are told apart, with their distance.
-    """
+    """Two uint64 that are equal as float64 differ, with their exact distance."""
     large = np.array([2**64 - 1, 5], dtype=np.uint64)
     a, b = pair(tmp_path, {"n": torch.from_numpy(large)}, {"n": torch.from_numpy(large - np.array([1, 0], np.uint64))})
     answer = shardkeep("diff", a, b, "--json")

@@ -22,9 +22,7 @@ SHARDKEEP = [sys.executable, "-m", "shardkeep"]
 
 
 def test_alone_it_names_every_command(shardkeep):
-    """
-    `shardkeep` alone is no error: it lists what there is, in 80 columns.
-    """
+    """`shardkeep` alone is no error: it lists what there is, in 80 columns."""
     answer = shardkeep()
     assert answer.code == 0
     assert all(name in answer.out for name in SUMMARIES)
@@ -33,9 +31,7 @@ def test_alone_it_names_every_command(shardkeep):
 
 @pytest.mark.parametrize("name", sorted(SUMMARIES))
 def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
-    """
-    `--help` of each command succeeds, fits 80 columns and has examples.
-    """
+    """`--help` of each command succeeds, fits 80 columns and has examples."""
     monkeypatch.setenv("COLUMNS", "80")
     answer = shardkeep(name, "--help")
     assert answer.code == 0
@@ -72,9 +68,7 @@ def place_of_examples(tmp_path_factory):
 
 @pytest.mark.parametrize("words", list(example_lines()))
 def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, monkeypatch, words):
-    """
-    Every example line does what it says, in a directory that has what it speaks of.
-    """
+    """Every example line does what it says, in a directory that has what it speaks of."""
     shutil.copytree(place_of_examples, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     os.makedirs("out")
@@ -99,9 +93,7 @@ def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, m
     ],
 )
 def test_mistakes_are_explained(shardkeep, words, said):
-    """
-    What is misspelt ends with 2 and a guess, and prints nothing on stdout that a script could take for an answer.
-    """
+    """What is misspelt ends with 2 and a guess, and prints nothing on stdout that a script could take for an answer."""
     answer = shardkeep(*words)
     assert answer.code == 2
     assert said in answer.err
@@ -110,19 +102,15 @@ def test_mistakes_are_explained(shardkeep, words, said):
 
 
 def test_errors_are_json_too(shardkeep, tmp_path):
-    """
-    With --json, what went wrong is one document on stdout, and in words on stderr.
-    """
+    """With --json, what went wrong is one document on stdout, and in words on stderr."""
     answer = shardkeep("ls", tmp_path / "nothing", "--json")
     assert answer.code == 2
     assert answer.json["error"]["kind"] == "CheckpointNotFound"
     assert "no committed checkpoint" in answer.err
 
 
-def test_a_mistake_of_ours_is_no_finding(shardkeep, monkeypatch):
-    """
-    An exception nobody expected ends with 2, not with the 1 of a command that ran, and shows where it came from.
-    """
+def test_a_bug_is_not_a_finding(shardkeep, monkeypatch):
+    """An unexpected exception exits with 2, not with the 1 of a command that ran, and shows its traceback."""
     monkeypatch.setattr(frame, "_run", lambda words: 1 // 0)
     answer = shardkeep("ls", "x")
     assert answer.code == 2
@@ -147,9 +135,7 @@ LOOKING = [
 
 
 def test_looking_imports_no_torch(run_dir):
-    """
-    Commands that read no tensors start without torch, and draw no bar with rich where nobody looks.
-    """
+    """Commands that read no tensors import neither torch nor, without a terminal, rich."""
     commands = [command.format(run=run_dir).split() for command in LOOKING]
     script = (
         "import sys; from shardkeep.cli.main import main\n"
@@ -162,9 +148,7 @@ def test_looking_imports_no_torch(run_dir):
 
 
 def test_a_closed_pipe_is_silent(checkpoint):
-    """
-    `shardkeep ls … | head` says nothing on stderr, however much was left to print.
-    """
+    """`shardkeep ls … | head` says nothing on stderr, however much was left to print."""
     command = f"{' '.join(SHARDKEEP)} ls {checkpoint} -l | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
@@ -179,9 +163,7 @@ def test_a_closed_pipe_is_silent(checkpoint):
 
 
 def test_ctrl_c_ends_with_130(monkeypatch):
-    """
-    An interrupt ends a command as shells expect, without a traceback.
-    """
+    """An interrupt ends a command as shells expect, without a traceback."""
 
     def interrupted(words):
         signal.raise_signal(signal.SIGINT)
@@ -212,9 +194,7 @@ def in_terminal(words, environment, command=SHARDKEEP):
 
 
 def test_colours_only_on_a_terminal_and_not_against_the_users_will(checkpoint, shardkeep):
-    """
-    A terminal gets colours and lines of 80 columns, one with NO_COLOR no colours, a pipe neither.
-    """
+    """A terminal gets colours and lines of 80 columns, one with NO_COLOR no colours, a pipe neither."""
     code, coloured = in_terminal(["ls", checkpoint, "--long"], {})
     assert code == 0
     assert "\x1b[" in coloured
@@ -226,10 +206,8 @@ def test_colours_only_on_a_terminal_and_not_against_the_users_will(checkpoint, s
     assert "\x1b[" not in shardkeep("ls", checkpoint).out
 
 
-def test_a_bar_is_drawn_for_who_waits(checkpoint):
-    """
-    Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout.
-    """
+def test_long_work_shows_a_progress_bar(checkpoint):
+    """Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout."""
     impatient = "import sys, shardkeep.cli.output as p; p._SHOW_AFTER_S = 0; from shardkeep.cli.main import main; "
     command = [sys.executable, "-c", impatient + "sys.exit(main())"]
     code, seen = in_terminal(["verify", checkpoint, "--deep"], {}, command)
@@ -239,9 +217,7 @@ def test_a_bar_is_drawn_for_who_waits(checkpoint):
 
 
 def test_errors_fit_the_terminal(run_dir):
-    """
-    A long error is broken at words, with its hint below it.
-    """
+    """A long error is broken at words, with its hint below it."""
     code, seen = in_terminal(["show", run_dir / "step-30", "model.layers.10.weihgt"], {"NO_COLOR": "1"})
     assert code == 2
     assert max(map(len, seen.splitlines())) <= 80
@@ -249,17 +225,13 @@ def test_errors_fit_the_terminal(run_dir):
 
 
 def test_the_executable_answers(checkpoint):
-    """
-    `python -m shardkeep` and `--json` on a pipe: one document, exit code 0.
-    """
+    """`python -m shardkeep` and `--json` on a pipe: one document, exit code 0."""
     done = subprocess.run([*SHARDKEEP, "ls", checkpoint, "--json"], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout)["step"] == 30
 
 
 def test_letters_a_terminal_lacks_are_spelt_out(checkpoint):
-    """
-    Output that is ASCII alone gets escapes instead of an error.
-    """
+    """Output that is ASCII alone gets escapes instead of an error."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(
         [*SHARDKEEP, "ls", checkpoint, "--tree"], capture_output=True, env=env, timeout=60, check=False
@@ -269,9 +241,7 @@ def test_letters_a_terminal_lacks_are_spelt_out(checkpoint):
 
 
 def test_small_texts():
-    """
-    Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal.
-    """
+    """Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal."""
     sizes = [format_size(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
     assert sizes == ["0 B", "999 B", "1.00 kB", "10.0 kB", "12.3 kB", "999 kB", "1.00 MB", "1.50 TB"]
     assert [format_duration(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == [
@@ -291,9 +261,7 @@ def test_small_texts():
 
 
 def test_tables_leave_out_what_is_empty(capsys):
-    """
-    A column that is empty in every row is not drawn, and numbers stand to the right.
-    """
+    """A column that is empty in every row is not drawn, and numbers stand to the right."""
     table = Table(("key", "note", "size"), right="size")
     table.add("a", "", "1")
     table.add("bb", "", "100", note="remark")

@@ -13,9 +13,7 @@ from tests.cli.conftest import state_of
 
 
 def test_a_run_is_a_table_of_its_checkpoints(shardkeep, run_dir):
-    """
-    Every step with its size, metric and marks, the newest first; unfinished and damaged ones with their reason.
-    """
+    """Every step with its size, metric and marks, the newest first; unfinished and damaged ones with their reason."""
     (run_dir / "step-40").mkdir()
     shutil.copy(next((run_dir / "step-30").glob("model-*")), run_dir / "step-40")
     (run_dir / "step-10" / "shardkeep.json").write_text("{}")
@@ -34,9 +32,7 @@ def test_a_run_is_a_table_of_its_checkpoints(shardkeep, run_dir):
 
 
 def test_a_run_as_json(shardkeep, run_dir):
-    """
-    Programs get the path of the latest, and of each checkpoint all that its record says of it.
-    """
+    """Programs get the path of the latest, and of each checkpoint all that its record says of it."""
     document = shardkeep("ls", run_dir, "--json").json
     assert document["latest"] == f"{run_dir}/step-30"
     assert [entry["step"] for entry in document["checkpoints"]] == [30, 20, 10]
@@ -52,9 +48,7 @@ def test_a_run_as_json(shardkeep, run_dir):
 
 
 def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
-    """
-    A checkpoint is a table of its keys; tied tensors say so, values are shown.
-    """
+    """A checkpoint is a table of its keys; tied tensors say so, values are shown."""
     answer = shardkeep("ls", checkpoint)
     rows = {line.split()[0]: line.split()[1:] for line in answer.out.splitlines() if line}
     assert rows["model.layers.0.weight"] == ["bfloat16", "[32,", "32]", "2.05", "kB", "1"]
@@ -74,18 +68,14 @@ def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
     ],
 )
 def test_only_the_keys_asked_for(shardkeep, checkpoint, words, expected):
-    """
-    Keys, dotted prefixes and globs select; what fits nothing is an error, not an empty list.
-    """
+    """Keys, dotted prefixes and globs select; what fits nothing is an error, not an empty list."""
     answer = shardkeep("ls", checkpoint, *words, "--names")
     assert answer.out.split() == expected
     assert answer.code == (0 if expected else 2)
 
 
 def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
-    """
-    The tree sorts layers by number, joins what has no branches, and counts tied bytes once.
-    """
+    """The tree sorts layers by number, joins what has no branches, and counts tied bytes once."""
     lines = shardkeep("ls", checkpoint, "--tree").out.splitlines()
     assert "├─ model  5 keys, 14.5 kB" in lines
     text = "\n".join(lines)
@@ -95,9 +85,7 @@ def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
 
 
 def test_long_says_where_every_chunk_is(shardkeep, checkpoint):
-    """
-    `--long` gives box, file and offset of every chunk, and the bytes there are the tensor.
-    """
+    """`--long` gives box, file and offset of every chunk, and the bytes there are the tensor."""
     document = shardkeep("ls", checkpoint, "optim.exp_avg", "--long", "--json").json
     [item] = document["items"]
     [chunk] = item["chunks"]
@@ -108,9 +96,7 @@ def test_long_says_where_every_chunk_is(shardkeep, checkpoint):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_of_other_programs(shardkeep, tmp_path):
-    """
-    Torch's and Hugging Face's checkpoints are listed like our own.
-    """
+    """Torch's and Hugging Face's checkpoints are listed like our own."""
     weight = torch.arange(12.0).reshape(3, 4)
     dcp.save({"model": {"w": weight}, "step": 7}, checkpoint_id=tmp_path / "dcp")
     (tmp_path / "hf").mkdir()
@@ -128,9 +114,7 @@ def test_checkpoints_of_other_programs(shardkeep, tmp_path):
 
 
 def test_hostile_keys_do_not_reach_the_terminal(shardkeep, tmp_path):
-    """
-    A key with escape sequences is spelt out, in tables, trees and errors alike.
-    """
+    """A key with escape sequences is spelt out, in tables, trees and errors alike."""
     sk.save({"\x1b[2Jevil": torch.ones(2), "ok": 1}, tmp_path / "ck")
     for words in ([], ["--tree"], ["--long"], ["--names"]):
         answer = shardkeep("ls", tmp_path / "ck", *words)
@@ -142,9 +126,7 @@ def test_hostile_keys_do_not_reach_the_terminal(shardkeep, tmp_path):
 
 
 def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
-    """
-    A misspelt place or key names what is spelt alike, an empty directory is a run without checkpoints.
-    """
+    """A misspelt place or key names what is spelt alike, an empty directory is a run without checkpoints."""
     assert "did you mean step-30" in shardkeep("ls", run_dir / "step-3O").err
     assert "did you mean model.head.weight" in shardkeep("ls", run_dir / "step-30", "model.haed.weight").err
     assert "its latest checkpoint is" in shardkeep("cat", run_dir).err
@@ -168,25 +150,19 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     ],
 )
 def test_names_of_other_trainers_are_recognised(names, template):
-    """
-    What the checkpoints of a run are called is found out from their names.
-    """
+    """What the checkpoints of a run are called is found out from their names."""
     assert guess_template(names) == template
 
 
 def test_other_names_are_listed(shardkeep, run_dir):
-    """
-    A run whose checkpoints are called otherwise is listed all the same.
-    """
+    """A run whose checkpoints are called otherwise is listed all the same."""
     for step in (10, 20, 30):
         (run_dir / f"step-{step}").rename(run_dir / f"iter_{step:07d}")
     assert shardkeep("ls", run_dir, "--names").out.split() == ["iter_0000030", "iter_0000020", "iter_0000010"]
 
 
 def test_du_adds_up_by_prefix(shardkeep, checkpoint):
-    """
-    Bytes by prefix sum to all bytes, tied tensors count once, model and optimizer are told apart.
-    """
+    """Bytes by prefix add up to all bytes, tied tensors count once, model and optimizer are separate."""
     state = state_of(30)
     model = sum(tensor.nbytes for key, tensor in state["model"].items() if key != "head.weight")
     optim = sum(tensor.nbytes for tensor in state["optim"].values())
@@ -202,9 +178,7 @@ def test_du_adds_up_by_prefix(shardkeep, checkpoint):
 
 
 def test_du_of_a_run_counts_every_file(shardkeep, run_dir):
-    """
-    What a run takes is what its files take, damaged ones and leftovers included.
-    """
+    """What a run takes is what its files take, damaged ones and leftovers included."""
     (run_dir / "step-10" / "shardkeep.json").write_text("{}")
     on_disk = sum(file.stat().st_size for file in run_dir.rglob("*") if file.is_file())
     answer = shardkeep("du", run_dir, "--json")
@@ -213,9 +187,7 @@ def test_du_of_a_run_counts_every_file(shardkeep, run_dir):
 
 
 def test_cat_prints_what_is_stored(shardkeep, checkpoint):
-    """
-    The commit record comes out byte for byte, or as one document; a damaged one is not printed.
-    """
+    """The commit record comes out byte for byte, or as one document; a damaged one is not printed."""
     stored = (checkpoint / "shardkeep.json").read_text()
     assert shardkeep("cat", checkpoint).out == stored
     assert shardkeep("cat", checkpoint, "--json").json["step"] == 30
@@ -226,9 +198,7 @@ def test_cat_prints_what_is_stored(shardkeep, checkpoint):
 
 
 def test_long_values_do_not_crop_keys(checkpoint, tmp_path, monkeypatch, shardkeep):
-    """
-    In 80 columns it is the values, in the last column, that give way.
-    """
+    """In 80 columns it is the values, in the last column, that give way."""
     key = "training.schedule.of.the.learning.rate.in.words"
     sk.save({"w": torch.ones(3), key: "warm up, then decay " * 9}, tmp_path / "ck")
     monkeypatch.setattr("shardkeep.cli.output.terminal_width", lambda: 80)

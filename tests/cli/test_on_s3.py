@@ -57,7 +57,7 @@ def test_looking(shardkeep, run_url, words, said):
 
 
 def test_what_is_not_there(shardkeep, run_url):
-    """A misspelt place is told with the one that was meant; a checkpoint is no run."""
+    """A misspelt URL gets a suggestion; a checkpoint is not a run."""
     answer = shardkeep("ls", f"{run_url}/stepp-30")
     assert answer.code == 2
     assert "step-30" in answer.err

@@ -1,4 +1,4 @@
-"""`shardkeep prune`: only what no rule keeps goes, only after a yes, and never what somebody is writing."""
+"""`shardkeep prune`: deletes only what no rule keeps, only after confirmation, and never what is being written."""
 
 import os
 import shutil
@@ -36,9 +36,7 @@ def steps(run_dir):
     ],
 )
 def test_rules(shardkeep, run_dir, rules, kept):
-    """
-    What any rule keeps stays, the newest always; --dry-run says the same and deletes nothing.
-    """
+    """What any rule keeps stays, the newest always; --dry-run says the same and deletes nothing."""
     tried = shardkeep("prune", run_dir, *rules, "--dry-run", "--json")
     assert (tried.code, steps(run_dir)) == (0, [10, 20, 30])
     done = shardkeep("prune", run_dir, *rules, "--yes", "--json")
@@ -67,9 +65,7 @@ def test_rules(shardkeep, run_dir, rules, kept):
     ],
 )
 def test_refusals(shardkeep, run_dir, words, said):
-    """
-    Without a rule, with a rule that makes no sense, or without a yes, nothing is deleted.
-    """
+    """Without a rule, with a rule that makes no sense, or without a yes, nothing is deleted."""
     answer = shardkeep("prune", run_dir, *words)
     assert answer.code == 2
     assert said in answer.err
@@ -78,9 +74,7 @@ def test_refusals(shardkeep, run_dir, words, said):
 
 @pytest.mark.parametrize(("typed", "kept"), [("y", [30]), ("n", [10, 20, 30]), ("", [10, 20, 30])])
 def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
-    """
-    On a terminal a yes is asked for, and anything else is a no.
-    """
+    """On a terminal a yes is asked for, and anything else is a no."""
     monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: typed)
     answer = shardkeep("prune", run_dir, "--keep-last", "1")
@@ -90,9 +84,7 @@ def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
 
 
 def test_pinned_ones_stay(shardkeep, run_dir):
-    """
-    A pin keeps a checkpoint that no rule keeps, and is given as the reason.
-    """
+    """A pin keeps a checkpoint that no rule keeps, and is given as the reason."""
     pin(sk.Catalog(run_dir).root, "step-10")
     answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
     assert steps(run_dir) == [10, 30]
@@ -100,9 +92,7 @@ def test_pinned_ones_stay(shardkeep, run_dir):
 
 
 def test_a_damaged_newest_is_not_what_is_fallen_back_to(shardkeep, run_dir):
-    """
-    A checkpoint whose files are not all there counts for nothing: the newest good one stays beside it.
-    """
+    """A checkpoint whose files are not all there counts for nothing: the newest good one stays beside it."""
     data_file(run_dir / "step-30").unlink()
     answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
     assert steps(run_dir) == [20, 30]
@@ -120,9 +110,7 @@ def leave(place, claim):
 
 
 def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
-    """
-    Files of a writer that is gone go, in places of their own and beside a checkpoint, which stays whole.
-    """
+    """Files of a writer that is gone go, in places of their own and beside a checkpoint, which stays whole."""
     dead = Claim(host=host_identity(), pid=2**22 + 1, started="1")
     leave(run_dir / "step-40", dead)
     leave(run_dir / "step-30", dead)
@@ -135,9 +123,7 @@ def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
 
 
 def test_what_the_living_write_is_never_touched(shardkeep, run_dir):
-    """
-    A save under way, one of another machine, and files nobody claims stay as they are.
-    """
+    """A running save, one of another machine, and files without a claim are not touched."""
     save_id = leave(run_dir / "step-40", None)
     leave(run_dir / "step-50", Claim(host="elsewhere", pid=1, started="1"))
     leave(run_dir / "step-60", None)
@@ -151,9 +137,7 @@ def test_what_the_living_write_is_never_touched(shardkeep, run_dir):
 
 
 def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
-    """
-    A place that no rule keeps stays while somebody saves to it, here or perhaps elsewhere, and the plan says why.
-    """
+    """A checkpoint that is being written again, here or perhaps elsewhere, is kept, and the plan says why."""
     save_id = leave(run_dir / "step-10", None)
     leave(run_dir / "step-20", Claim(host="elsewhere", pid=1, started="1"))
     before = sorted(file.name for file in run_dir.rglob("*"))
@@ -169,7 +153,7 @@ def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
 
 def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monkeypatch):
     """
-    Between the question and the yes somebody begins to save a step anew: its place is not touched, and that is said.
+    A save that starts between the question and the answer is not touched, and is reported.
     """
     save_id = new_save_id()
     place = sk.Catalog(run_dir).root.place("step-10")
@@ -182,9 +166,7 @@ def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monk
 
 
 def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
-    """
-    Whoever removes a place just before its new record is put cannot make a save succeed of which nothing is left.
-    """
+    """A save fails if its files are deleted just before the commit."""
     root = sk.Catalog(run_dir).root
     publish = native.publish
 
@@ -200,9 +182,7 @@ def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
 
 
 def test_what_else_lies_beside_a_checkpoint_is_not_deleted_with_it(shardkeep, run_dir):
-    """
-    A place that holds other files or folders stays and they are named; --force deletes them, and says so before.
-    """
+    """A place that holds other files or folders stays and they are named; --force deletes them, and says so before."""
     (run_dir / "step-10" / "my notes.txt").write_text("mine")
     (run_dir / "step-20" / "samples").mkdir()
     careful = shardkeep("prune", f"file://{run_dir}", "--keep-last", "1", "--yes")
@@ -216,18 +196,14 @@ def test_what_else_lies_beside_a_checkpoint_is_not_deleted_with_it(shardkeep, ru
 
 
 def test_checkpoints_of_torch_are_pruned(shardkeep, run_dir):
-    """
-    All files of a checkpoint of torch's layout are its own: nothing keeps it from going.
-    """
+    """All files of a checkpoint of torch's layout are its own: nothing keeps it from going."""
     sk.convert(run_dir / "step-10", run_dir / "step-5", "dcp")
     assert shardkeep("prune", run_dir, "--keep-every", "10", "--yes").code == 0
     assert steps(run_dir) == [10, 20, 30]
 
 
 def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
-    """
-    While a job saves to the run prune says so on stderr; after it has ended, no more.
-    """
+    """While a job saves to the run prune says so on stderr; after it has ended, no more."""
     with sk.Checkpointer(run_dir, every_steps=1) as checkpointer:
         checkpointer.step(31, {"w": torch.zeros(3)})
         during = shardkeep("prune", run_dir, "--keep-last", "9", "--json")
@@ -236,9 +212,7 @@ def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
 
 
 def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
-    """
-    A checkpoint that was saved anew between the question and the yes is not the one that was to go.
-    """
+    """A checkpoint that was saved anew between the question and the yes is not the one that was to go."""
     monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
 
     def answer_late(prompt):
@@ -253,9 +227,7 @@ def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
 
 
 def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
-    """
-    What could not be deleted is named with its reason, the rest is deleted, and the exit code is 2.
-    """
+    """What could not be deleted is named with its reason, the rest is deleted, and the exit code is 2."""
 
     def refuse(path, *rest, **more):
         if "step-10" in str(path):
@@ -271,9 +243,7 @@ def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
 
 
 def test_an_empty_run_has_nothing_to_prune(shardkeep, tmp_path):
-    """
-    A run without checkpoints is no error, one that does not exist is.
-    """
+    """A run without checkpoints is no error, one that does not exist is."""
     (tmp_path / "empty").mkdir()
     answer = shardkeep("prune", tmp_path / "empty", "--keep-last", "1")
     assert (answer.code, answer.out.strip()) == (0, "nothing to delete")
@@ -281,9 +251,7 @@ def test_an_empty_run_has_nothing_to_prune(shardkeep, tmp_path):
 
 
 def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
-    """
-    What is left of a removal goes.
-    """
+    """What is left of a removal goes."""
     shutil.copytree(run_dir / "step-30", run_dir / "step-40")
     (run_dir / "step-40" / "shardkeep.json").unlink()
     (run_dir / "step-40" / "shardkeep.removing").touch()
@@ -293,9 +261,7 @@ def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
 
 
 def test_a_checkpoint_is_no_run(shardkeep, run_dir):
-    """
-    prune and latest of a checkpoint say what it is, and what to give.
-    """
+    """prune and latest of a checkpoint say what it is, and what to give."""
     for words in (["prune", run_dir / "step-30", "--keep-last", "1"], ["latest", run_dir / "step-30"]):
         answer = shardkeep(*words)
         assert (answer.code, "is a checkpoint, not a run" in answer.err, f"{run_dir}\n" in answer.err) == (

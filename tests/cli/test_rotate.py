@@ -58,7 +58,7 @@ def test_what_cannot_be_rotated_says_why(shardkeep, run_of_secrets, keys, monkey
     keys.write_text(sk.new_key())
     answer = shardkeep("rotate", run_of_secrets)
     assert answer.code == 2
-    assert answer.err.count("it is encrypted with the key") == 2
+    assert answer.err.count("is encrypted with the key") == 2
     monkeypatch.delenv("SHARDKEEP_KEY_FILE")
     with pytest.raises(sk.KeyMissing):
         sk.rotate_keys(run_of_secrets / "step-1")
@@ -77,7 +77,7 @@ def test_torchs_layout_is_told_apart(shardkeep, run_of_secrets, keys):
 
 @pytest.mark.parametrize("words", [[], ["--deep"]])
 def test_verify_tells_a_wrong_key_from_none(shardkeep, checkpoint, tmp_path, keys, monkeypatch, words):
-    """Without a key what is stored is checked; with one that does not open it, or is not there, it is not sound."""
+    """Without a key the stored bytes are checked; a wrong key or a missing key file is a problem."""
     sk.convert(checkpoint, tmp_path / "out", "native", codecs=["aes"])
     assert shardkeep("verify", tmp_path / "out", *words).code == 0
     [old] = sk.KeyRing.from_file(keys).ids
@@ -85,9 +85,9 @@ def test_verify_tells_a_wrong_key_from_none(shardkeep, checkpoint, tmp_path, key
     [new] = sk.KeyRing.from_file(keys).ids
     answer = shardkeep("verify", tmp_path / "out", *words)
     assert answer.code == 1
-    told = " ".join(answer.out.split())
-    assert "none of the given keys decrypts it" in told
-    assert f"encrypted with the key {old}; the given keys are {new}" in told
+    text = " ".join(answer.out.split())
+    assert "none of the given keys decrypts it" in text
+    assert f"encrypted with the key {old}; the given keys are {new}" in text
     keys.unlink()
     answer = shardkeep("verify", tmp_path / "out", *words, "--json")
     assert answer.code == 1
@@ -104,7 +104,7 @@ def test_verify_tells_a_wrong_key_from_none(shardkeep, checkpoint, tmp_path, key
 
 
 def test_an_edited_record_is_not_signed_anew(run_of_secrets, keys):
-    """Rotation refuses a record that somebody changed: it would vouch for it."""
+    """Rotation refuses a record that was edited, because it would sign it."""
     from shardkeep.format.record import decode_record, encode_record
 
     path = run_of_secrets / "step-1" / "shardkeep.json"
@@ -127,20 +127,20 @@ def test_an_edited_record_is_not_signed_anew(run_of_secrets, keys):
     ],
 )
 def test_a_copy_that_is_not_encrypted_is_told(shardkeep, checkpoint, tmp_path, keys, words, hint):
-    """Of an encrypted checkpoint a plain copy is told by command and report; of a plain one, or an encrypted copy, not."""
+    """Command and report warn about a plain copy of an encrypted checkpoint, and about no other copy."""
     sk.convert(checkpoint, tmp_path / "secret", "native", codecs=["aes"])
     command, *options = words
-    told = "the source is encrypted, this copy is not"
+    warning = "the source is encrypted, this copy is not"
     answer = shardkeep(command, tmp_path / "secret", tmp_path / "a", *options)
     assert answer.code == 0
-    assert told in answer.err
+    assert warning in answer.err
     assert ("--codecs aes" in answer.err) == hint
     assert shardkeep(command, tmp_path / "secret", tmp_path / "b", *options, "--json").json["decrypted"] is True
-    assert told not in shardkeep(command, checkpoint, tmp_path / "c", *options).err
+    assert warning not in shardkeep(command, checkpoint, tmp_path / "c", *options).err
     if hint:
         answer = shardkeep(command, tmp_path / "secret", tmp_path / "d", *options, "--codecs", "float,aes")
-        assert (answer.code, told in answer.err) == (0, False)
-        assert told in shardkeep(command, tmp_path / "secret", tmp_path / "e", *options, "--codecs", "float").err
+        assert (answer.code, warning in answer.err) == (0, False)
+        assert warning in shardkeep(command, tmp_path / "secret", tmp_path / "e", *options, "--codecs", "float").err
 
 
 @pytest.mark.parametrize("words", [("convert", "--to", "native"), ("export", "--format", "native", "--prefix", "")])

@@ -40,9 +40,7 @@ def as_numpy(tensor):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_statistics_are_numpys(shardkeep, tmp_path, monkeypatch, dtype):
-    """
-    Of every dtype, with NaNs and infinities, in many blocks: counts exact, mean and deviation to rounding.
-    """
+    """Of every dtype, with NaNs and infinities, in many blocks: counts exact, mean and deviation to rounding."""
     tensor = random_tensor((7, 11), dtype)
     sk.save({"t": tensor}, tmp_path / "ck")
     monkeypatch.setattr(statistics, "iter_blocks", partial(iter_blocks, block_elements=10))
@@ -71,9 +69,7 @@ def test_statistics_are_numpys(shardkeep, tmp_path, monkeypatch, dtype):
 
 
 def test_histogram_is_numpys(shardkeep, checkpoint):
-    """
-    Bars count what numpy counts between the same edges.
-    """
+    """Bars count what numpy counts between the same edges."""
     values = state_of(30)["optim"]["exp_avg"].double().numpy()
     found = shardkeep("show", checkpoint, "optim.exp_avg", "--bins", 20, "--json").json["histogram"]
     expected, _ = np.histogram(values, bins=20, range=(found["low"], found["high"]))
@@ -81,9 +77,7 @@ def test_histogram_is_numpys(shardkeep, checkpoint):
 
 
 def test_few_whole_numbers_have_a_bar_each(shardkeep, checkpoint):
-    """
-    Booleans are two bars, not a range of fractions.
-    """
+    """Booleans are two bars, not a range of fractions."""
     mask = state_of(30)["optim"]["mask"]
     found = shardkeep("show", checkpoint, "optim.mask", "--json").json["histogram"]
     assert found["counts"] == [int((~mask).sum()), int(mask.sum())]
@@ -91,9 +85,7 @@ def test_few_whole_numbers_have_a_bar_each(shardkeep, checkpoint):
 
 @pytest.mark.parametrize("index", ["3:7, ::2", "-1", "...", "[0, 5:9]", "..., -3:", "2:2", ":, 4", "62:, 30:"])
 def test_slices_are_torchs(shardkeep, checkpoint, index):
-    """
-    `--slice` picks what the same expression picks of the tensor in Python.
-    """
+    """`--slice` picks what the same expression picks of the tensor in Python."""
     values = state_of(30)["optim"]["exp_avg"]
     inner = index.strip("[]")
     expected = eval(f"values[{inner}]", {"values": values})
@@ -104,9 +96,7 @@ def test_slices_are_torchs(shardkeep, checkpoint, index):
 
 @pytest.mark.parametrize("index", ["1:2:3:4", "a", "1,,2", "100", "::-1", "0,0,0", "1.5", "__import__('os')"])
 def test_bad_slices_are_refused(shardkeep, checkpoint, index):
-    """
-    What is no index, or out of range, is an error that says so; nothing is evaluated.
-    """
+    """What is no index, or out of range, is an error that says so; nothing is evaluated."""
     answer = shardkeep("show", checkpoint, "optim.exp_avg", f"--slice={index}")
     assert (answer.code, answer.out) == (2, "")
     assert "hint" in answer.err
@@ -114,9 +104,7 @@ def test_bad_slices_are_refused(shardkeep, checkpoint, index):
 
 @given(st.lists(st.one_of(st.integers(-9, 9), st.slices(9)), max_size=4))
 def test_written_slices_are_read_back(parts):
-    """
-    Whatever index is written as in Python is parsed to the same index.
-    """
+    """Whatever index is written as in Python is parsed to the same index."""
     text = ", ".join(
         f"{part.start or ''}:{part.stop if part.stop is not None else ''}:{part.step or ''}"
         if isinstance(part, slice)
@@ -130,17 +118,13 @@ def test_written_slices_are_read_back(parts):
 
 
 def test_an_index_too_many_is_no_index():
-    """
-    A trailing comma is a mistake of the writer, not an empty index.
-    """
+    """A trailing comma is a mistake of the writer, not an empty index."""
     with pytest.raises(UsageError):
         parse_slice("1,")
 
 
 def test_values_are_printed_as_they_are(shardkeep, checkpoint):
-    """
-    Plain values come out as Python writes them, text as it is, and as JSON where JSON has them.
-    """
+    """Plain values come out as Python writes them, text as it is, and as JSON where JSON has them."""
     assert shardkeep("show", checkpoint, "step").out == "30\n"
     assert shardkeep("show", checkpoint, "name").out == "tiny\n"
     assert shardkeep("show", checkpoint, "betas").out == "(0.9, 0.95)\n"
@@ -150,9 +134,7 @@ def test_values_are_printed_as_they_are(shardkeep, checkpoint):
 
 
 def test_people_see_where_and_what(shardkeep, checkpoint):
-    """
-    The text names dtype, shape, chunk, file, first values and alarms for NaN.
-    """
+    """The text names dtype, shape, chunk, file, first values and alarms for NaN."""
     answer = shardkeep("show", checkpoint, "model.head.weight")
     assert "float32 [64, 32], 8.19 kB, shared with model.embed.weight" in answer.out
     assert "[0:64,0:32]" in answer.out
@@ -162,9 +144,7 @@ def test_people_see_where_and_what(shardkeep, checkpoint):
 
 
 def test_a_key_that_is_not_there(shardkeep, checkpoint):
-    """
-    A misspelt key is guessed at, a prefix says what lies below it.
-    """
+    """A misspelt key is guessed at, a prefix says what lies below it."""
     assert "did you mean model.embed.weight" in shardkeep("show", checkpoint, "model.embd.weight").err
     answer = shardkeep("show", checkpoint, "model.layers")
     assert answer.code == 2
@@ -173,9 +153,7 @@ def test_a_key_that_is_not_there(shardkeep, checkpoint):
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.tensor(2.5), torch.full((3,), math.nan)], ids=repr)
 def test_odd_tensors(shardkeep, tmp_path, tensor):
-    """
-    Empty tensors, scalars and nothing but NaN have statistics, and no histogram.
-    """
+    """Empty tensors, scalars and nothing but NaN have statistics, and no histogram."""
     sk.save({"t": tensor}, tmp_path / "ck")
     document = shardkeep("show", tmp_path / "ck", "t", "--json").json
     assert document["statistics"]["count"] == tensor.numel()
@@ -185,9 +163,7 @@ def test_odd_tensors(shardkeep, tmp_path, tensor):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_of_torchs_checkpoints(shardkeep, tmp_path):
-    """
-    A DCP checkpoint is shown like our own, values too.
-    """
+    """A DCP checkpoint is shown like our own, values too."""
     dcp.save({"w": torch.arange(6.0), "step": 3}, checkpoint_id=tmp_path / "dcp")
     found = shardkeep("show", tmp_path / "dcp", "w", "--json").json["statistics"]
     assert (found["min"], found["max"], found["mean"]) == (0, 5, 2.5)
@@ -195,9 +171,7 @@ def test_tensors_of_torchs_checkpoints(shardkeep, tmp_path):
 
 
 def test_memory_is_bounded(tmp_path):
-    """
-    Statistics of a tensor hold a few blocks of it, not all of it as float64.
-    """
+    """Statistics of a tensor hold a few blocks of it, not all of it as float64."""
     sk.save({"t": torch.ones(24 << 20, dtype=torch.int8)}, tmp_path / "ck")
     script = (
         "import resource, sys, torch\n"
@@ -212,7 +186,5 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_bars_show_what_is_not_nothing():
-    """
-    A bar is as long as its share, in eighths, and the smallest share is visible.
-    """
+    """A bar is as long as its share, in eighths, and the smallest share is visible."""
     assert [format_bar(share, 4) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "██", "████"]

@@ -16,9 +16,7 @@ from tests.cli.conftest import data_file, flip
 
 
 def test_a_good_run_is_sound(shardkeep, run_dir):
-    """
-    All checkpoints of a run, and single ones, pass both ways.
-    """
+    """All checkpoints of a run, and single ones, pass both checks."""
     for words in ([run_dir], [run_dir, "--deep"], [run_dir / "step-10", run_dir / "step-20", "--deep"]):
         answer = shardkeep("verify", *words, "--json")
         assert answer.code == 0
@@ -27,23 +25,19 @@ def test_a_good_run_is_sound(shardkeep, run_dir):
 
 
 def test_deep_reads_every_byte(shardkeep, checkpoint):
-    """
-    Every byte of every data file is read, and told as it is.
-    """
-    told = []
+    """Every byte of every data file is read and counted."""
+    counted = []
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     from shardkeep import open as open_checkpoint
 
-    open_checkpoint(open_counting(str(checkpoint), told.append)).verify()
-    assert sum(told) >= stored
+    open_checkpoint(open_counting(str(checkpoint), counted.append)).verify()
+    assert sum(counted) >= stored
     assert shardkeep("verify", checkpoint, "--deep", "--json").json["checkpoints"][0]["nbytes"] >= stored
 
 
 @pytest.mark.parametrize("offset", [4096, 9000, -1])
 def test_a_flipped_bit_is_found_deep(shardkeep, checkpoint, offset):
-    """
-    One bit of tensor data is seen by --deep alone, which names file, bytes and keys.
-    """
+    """Only --deep finds a flipped bit of tensor data, and names file, bytes and keys."""
     file = data_file(checkpoint)
     flip(file, offset)
     assert shardkeep("verify", checkpoint).code == 0
@@ -72,9 +66,7 @@ def damage(checkpoint, how):
 
 @pytest.mark.parametrize("how", ["cut", "gone", "header", "index", "record"])
 def test_damage_that_shows_without_reading(shardkeep, run_dir, checkpoint, how):
-    """
-    Cut, lost and changed files are found at once; `latest` passes over such a checkpoint and says why.
-    """
+    """Cut, lost and changed files are found without --deep; `latest` skips such a checkpoint and says why."""
     damage(checkpoint, how)
     for words in ([], ["--deep"]):
         assert shardkeep("verify", checkpoint, *words).code == 1
@@ -86,9 +78,7 @@ def test_damage_that_shows_without_reading(shardkeep, run_dir, checkpoint, how):
 
 
 def test_unfinished_saves_are_no_damage(shardkeep, run_dir):
-    """
-    What a killed or running save left is told, and not called damage.
-    """
+    """Files of a killed or running save are reported as unfinished, not as damage."""
     (run_dir / "step-40").mkdir()
     shutil.copy(data_file(run_dir / "step-30"), run_dir / "step-40")
     answer = shardkeep("verify", run_dir)
@@ -98,9 +88,7 @@ def test_unfinished_saves_are_no_damage(shardkeep, run_dir):
 
 
 def test_a_store_that_fails_proves_nothing(shardkeep, checkpoint, monkeypatch):
-    """
-    A file that the disk refuses is neither sound nor damaged: exit code 2.
-    """
+    """A file that the disk refuses is neither sound nor damaged: exit code 2."""
     real = os.open
 
     def refuse(path, *rest, **more):
@@ -116,9 +104,7 @@ def test_a_store_that_fails_proves_nothing(shardkeep, checkpoint, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_checkpoints_say_what_cannot_be_checked(shardkeep, tmp_path):
-    """
-    Of files without digests the report says so; a cut one is damaged all the same.
-    """
+    """Files without digests are reported as such; a truncated one is still damaged."""
     dcp.save({"w": torch.randn(2000), "step": 1}, checkpoint_id=tmp_path / "dcp")
     answer = shardkeep("verify", tmp_path / "dcp", "--deep")
     assert answer.code == 0
@@ -130,9 +116,7 @@ def test_torchs_checkpoints_say_what_cannot_be_checked(shardkeep, tmp_path):
 
 @pytest.mark.parametrize("there", ["nothing", "empty", "only bad"])
 def test_no_latest(shardkeep, run_dir, tmp_path, there):
-    """
-    Without a good checkpoint nothing is printed and the exit code is 1, also where the run has not begun.
-    """
+    """Without a good checkpoint nothing is printed and the exit code is 1, also where the run has not begun."""
     if there == "empty":
         (tmp_path / "empty").mkdir()
     if there == "only bad":
@@ -146,18 +130,14 @@ def test_no_latest(shardkeep, run_dir, tmp_path, there):
 
 
 def test_latest_in_a_script(run_dir):
-    """
-    `$(shardkeep latest RUN)` is a path and nothing else, as the real executable prints it.
-    """
+    """`$(shardkeep latest RUN)` is a path and nothing else, as the real executable prints it."""
     script = f'cat "$({sys.executable} -m shardkeep latest {run_dir})/shardkeep.json"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout)["step"] == 30
 
 
 def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
-    """
-    A place that does not exist, or holds something else, is an error and not a pass.
-    """
+    """A place that does not exist, or holds something else, is an error and not a pass."""
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
     assert shardkeep("verify", tmp_path / "missing").code == 2
@@ -167,17 +147,13 @@ def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
 
 
 def test_places_as_urls(shardkeep, run_dir):
-    """
-    A file:// URL is a place like its path, for runs and checkpoints.
-    """
+    """A file:// URL is a place like its path, for runs and checkpoints."""
     assert shardkeep("verify", f"file://{run_dir}").code == 0
     assert shardkeep("latest", f"file://{run_dir}").out == f"file://{run_dir}/step-30\n"
     assert shardkeep("ls", f"file://{run_dir}/step-30", "step", "--names").out == "step\n"
 
 
 def test_a_quick_look_says_what_it_looked_at(shardkeep, checkpoint):
-    """
-    Without --deep nobody is told more than sizes and headers can tell.
-    """
+    """Without --deep the output says that only sizes and headers were checked."""
     assert "no damage found in sizes and headers; --deep reads every byte" in shardkeep("verify", checkpoint).out
     assert "--deep" not in shardkeep("verify", checkpoint, "--deep").out

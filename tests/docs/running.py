@@ -122,7 +122,7 @@ def run_script(folder: str, script: str, arguments: list[str], port: int | None 
     """
     Run a script, and return what it printed; on a rank of the pool.
 
-    With a port as one of torchrun's ranks would, without one as a process that nobody told of ranks.
+    With a port it runs as one of torchrun's ranks, without one as a single process.
     """
     before = os.getcwd()
     os.chdir(folder)

@@ -35,17 +35,13 @@ def recipe(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_recipes_are_short(title):
-    """
-    A recipe has about 20 lines of code.
-    """
+    """A recipe has about 20 lines of code."""
     lines = [line for line in RECIPES[title].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
     assert len(lines) <= 20
 
 
 def test_a_store(tmp_path):
-    """
-    The store passes the contract suite, as its test says.
-    """
+    """The store passes the contract suite, as its test says."""
     (tmp_path / "logged.py").write_text(RECIPES["storage/logged.py"])
     test = RECIPES["tests/store/test_logged.py"].replace("shardkeep.storage.logged", "logged")
     (tmp_path / "test_logged.py").write_text(test)
@@ -55,9 +51,7 @@ def test_a_store(tmp_path):
 
 
 def test_a_codec(recipe, tmp_path):
-    """
-    A checkpoint that went through the codec is smaller and loads exactly.
-    """
+    """A checkpoint that went through the codec is smaller and loads exactly."""
     deflate = sk.register_codec(recipe("codecs/deflate.py").Deflate)
     state = {"w": torch.arange(100_000) % 7}
     sk.save(state, tmp_path / "step-1", codecs=[deflate(level=9)])
@@ -68,9 +62,7 @@ def test_a_codec(recipe, tmp_path):
 
 
 def test_a_command(recipe, tmp_path, monkeypatch, capsys):
-    """
-    The command is found by its name, prints its result, and has help.
-    """
+    """The command is found by its name, prints its result, and has help."""
     recipe("cli/count.py")
     monkeypatch.setitem(main._MODULES, "count", "count")
     monkeypatch.setitem(main.SUMMARIES, "count", "count parameters")

@@ -1,4 +1,4 @@
-"""What a callback is told of saves and loads, and that it costs them nothing."""
+"""The events of saves and loads, and that callbacks do not affect them."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ from shardkeep.events import (
     SaveProgressed,
     StepSkipped,
     emit,
+    has_listeners,
 )
-from shardkeep.events import has_listeners as somebody_hears
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore, broken
 from tests.reports import scene
@@ -42,9 +42,7 @@ def save_and_load(where, background):
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_events_of_a_save_and_a_load(rank_pool, tmp_path, ranks, background):
-    """
-    Every rank is told of each step in order, with the figures of the reports, and every event is JSON.
-    """
+    """Every rank gets an event for each step in order, with the numbers of the reports, and every event is JSON."""
     where = str(tmp_path / "ck")
     steps = ["SaveBegan", *(["SaveStaged"] if background else []), "SaveWritten", "SaveCommitted"]
     outcomes = rank_pool.run(ranks, save_and_load, where, background)
@@ -121,7 +119,7 @@ def save_through(where, broken):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_failures_are_told_on_every_rank(rank_pool, tmp_path, ranks):
+def test_failures_are_reported_on_every_rank(rank_pool, tmp_path, ranks):
     """
     A disk that is full on one rank is a SaveFailed on all, a missing checkpoint a LoadFailed, with what went wrong.
     """
@@ -136,10 +134,8 @@ def test_failures_are_told_on_every_rank(rank_pool, tmp_path, ranks):
         assert sum(isinstance(event, all_events.SaveBegan) for event in events) == 2
 
 
-def test_a_cancelled_save_is_told_as_one():
-    """
-    Whoever counts failures can tell those that were wanted.
-    """
+def test_a_cancelled_save_is_marked():
+    """The failure of a cancelled save is marked as cancelled."""
     store = HeldStore(sk.MemoryStore(), "create")
     with scene.heard() as events:
         handle = sk.async_save(scene.state(), store)
@@ -155,9 +151,7 @@ def test_a_cancelled_save_is_told_as_one():
 
 
 def test_a_state_that_cannot_be_saved_is_a_failure(tmp_path):
-    """
-    What fails in the call of an asynchronous save is told, too, once.
-    """
+    """A failure in the call of an asynchronous save is reported once."""
     with scene.heard() as events:
         for save in (sk.save, sk.async_save):
             for state, step, error in (({"f": object()}, 3, sk.UnsupportedLeaf), ({}, object(), sk.StateError)):
@@ -168,9 +162,7 @@ def test_a_state_that_cannot_be_saved_is_a_failure(tmp_path):
 
 
 def test_a_callback_that_raises_hurts_nothing(tmp_path, caplog):
-    """
-    It is logged once with its traceback, is still called, and others are told all the same.
-    """
+    """An exception in a callback is logged once; it and other callbacks still get all events."""
     calls = []
 
     def broken(event):
@@ -187,10 +179,8 @@ def test_a_callback_that_raises_hurts_nothing(tmp_path, caplog):
     assert "broken" in said[0].getMessage()
 
 
-def test_who_stops_is_told_no_more(tmp_path):
-    """
-    After `stop`, or the end of a `with`, nothing is told; to stop twice is no error.
-    """
+def test_a_stopped_callback_gets_no_events(tmp_path):
+    """After `stop`, or the end of a `with`, no events arrive; stopping twice is not an error."""
     first, second = [], []
     listening = sk.on_event(first.append)
     with sk.on_event(second.append):
@@ -201,10 +191,8 @@ def test_who_stops_is_told_no_more(tmp_path):
     assert len(first) == len(second) == 3
 
 
-def test_only_the_kinds_asked_for_are_told(tmp_path):
-    """
-    Those who ask for some classes get these; progress only goes to those who ask for it.
-    """
+def test_only_the_requested_kinds_arrive(tmp_path):
+    """Those who ask for some classes get these; progress only goes to those who ask for it."""
     with scene.heard() as some, scene.heard(kinds=[SaveCommitted]) as ends, scene.heard(kinds=[SaveProgressed]) as bars:
         sk.save(scene.state(), tmp_path / "a")
     assert scene.names(ends) == ["SaveCommitted"]
@@ -215,34 +203,28 @@ def test_only_the_kinds_asked_for_are_told(tmp_path):
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_progress_of_a_save_in_the_background(tmp_path, writer):
-    """
-    Bytes only grow, up to what this rank writes.
-    """
+    """Bytes only grow, up to what this rank writes."""
     with scene.heard(kinds=[SaveProgressed]) as bars:
         sk.async_save({"w": torch.ones(1 << 20)}, tmp_path / "a", writer=writer).result()
     assert bars[-1].bytes_staged == bars[-1].bytes_written == bars[-1].bytes_total == 4 << 20
     assert [each.bytes_written for each in bars] == sorted(each.bytes_written for each in bars)
 
 
-def test_no_event_is_made_where_nobody_listens():
-    """
-    Without a listener of its kind an event is not even built.
-    """
+def test_no_event_is_built_without_a_listener():
+    """Without a listener of its kind an event is not even built."""
 
     def made():
-        raise AssertionError("nobody asked for it")
+        raise AssertionError("there is no listener")
 
     with sk.on_event(print, kinds=[LoadFailed]):
-        assert somebody_hears(LoadFailed)
-        assert not somebody_hears(SaveCommitted)
+        assert has_listeners(LoadFailed)
+        assert not has_listeners(SaveCommitted)
         emit(SaveCommitted, made)
-    assert not somebody_hears(LoadFailed)
+    assert not has_listeners(LoadFailed)
 
 
 def test_saves_go_on_while_a_callback_waits(tmp_path):
-    """
-    The thread of a save tells its own events: others are not held up by a callback that takes its time.
-    """
+    """Each save emits events on its own thread, so a slow callback does not delay other saves."""
     entered, release = threading.Event(), threading.Event()
 
     def slow(event):
@@ -263,14 +245,12 @@ def in_a_fork():
     with scene.heard() as events:
         child = os.fork()
         if child == 0:
-            os._exit(somebody_hears(SaveCommitted))
+            os._exit(has_listeners(SaveCommitted))
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(events)
 
 
 def test_a_forked_process_has_no_listeners(rank_pool):
-    """
-    Callbacks hold threads and files that a fork does not have.
-    """
+    """Callbacks hold threads and files that a fork does not have."""
     assert rank_pool.run(1, in_a_fork) == [(0, 0)]
 
 
@@ -283,9 +263,7 @@ def test_a_forked_process_has_no_listeners(rank_pool):
     ],
 )
 def test_events_of_the_long_run_reach_listeners(event):
-    """
-    What is told from above the engine arrives as it is, and survives JSON.
-    """
+    """Events of a Checkpointer arrive unchanged, and survive JSON."""
     with scene.heard() as events:
         emit(type(event), lambda: event)
     assert events == [event]
@@ -294,9 +272,7 @@ def test_events_of_the_long_run_reach_listeners(event):
 
 
 def test_names_that_are_no_text_do_not_break_json(tmp_path):
-    """
-    A path with bytes that are no UTF-8 is told in a form that JSON can carry.
-    """
+    """A path that is not UTF-8 is reported in a form that JSON can carry."""
     where = os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff")
     with scene.heard() as events:
         sk.save(scene.state(), where)
@@ -333,7 +309,7 @@ def test_a_log_that_fails_ends_no_save(tmp_path, fails):
 
 
 def test_a_callback_that_exits(tmp_path):
-    """Whatever a callback raises stays with it, and the next one is told all the same."""
+    """Even a SystemExit in a callback is contained, and the next callback gets the event."""
     heard = []
 
     def leave(event):

@@ -1,4 +1,4 @@
-"""The one line of each save and load, and whom it blames."""
+"""The log line of each save and load, and the rank that it names as slowest."""
 
 import re
 import time
@@ -50,9 +50,7 @@ def late_rank(where, late):
 
 
 def test_a_rank_that_comes_late_is_named(rank_pool, tmp_path):
-    """
-    Others wait for a rank that makes the call later than they do, whatever it does then: it is to blame.
-    """
+    """A rank that makes the call later than the others is named as the slowest."""
     (saved, loaded), *_ = rank_pool.run(2, late_rank, str(tmp_path / "ck"), 1)
     for report in (saved, loaded):
         assert (report.slowest.rank, report.slowest.phase) == (1, "late")
@@ -63,9 +61,7 @@ def test_a_rank_that_comes_late_is_named(rank_pool, tmp_path):
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("ranks", "slow"), [(2, 1), (3, 2), (3, 0)])
 def test_the_line_names_the_rank_that_is_slow(rank_pool, tmp_path, ranks, slow, background):
-    """
-    A rank whose disk is slow is named, with the phase, what it took and what the others took; rank 0 alone logs.
-    """
+    """A rank whose disk is slow is named, with the phase, what it took and what the others took; rank 0 alone logs."""
     outcomes = rank_pool.run(ranks, lines_of, str(tmp_path / "ck"), slow, background)
     assert [len(lines) for lines, _, _ in outcomes] == [2] + [0] * (ranks - 1)
     assert [saved for _, saved, _ in outcomes[1:]] == [None] * (ranks - 1)
@@ -81,10 +77,8 @@ def test_the_line_names_the_rank_that_is_slow(rank_pool, tmp_path, ranks, slow, 
         assert found.seconds >= scene.SLOW_S
 
 
-def test_one_rank_blames_nobody(tmp_path):
-    """
-    A process on its own has no slowest rank.
-    """
+def test_a_single_rank_is_not_compared(tmp_path):
+    """A process on its own has no slowest rank."""
     with scene.logged() as lines:
         report = sk.save(scene.state(), tmp_path / "ck")
         sk.load(scene.state(), tmp_path / "ck")
@@ -94,9 +88,7 @@ def test_one_rank_blames_nobody(tmp_path):
 
 
 def test_a_call_that_waits_for_an_earlier_save_says_so(tmp_path):
-    """
-    Time that the call spent waiting for another save is told apart.
-    """
+    """Time that the call spent waiting for another save is reported separately."""
     with scene.logged() as lines:
         first = sk.async_save(scene.state(), scene.SlowStore(tmp_path / "first", "create"))
         second = sk.async_save(scene.state(), tmp_path / "second").result()
@@ -115,19 +107,15 @@ def ranks_that_took(*times):
 
 
 def test_a_rank_that_stages_late_is_not_blamed_for_writing_late():
-    """
-    What is written waits for what is staged: the first of the two is to blame if it explains most of the other.
-    """
+    """What is written waits for what is staged: the first of the two is to blame if it explains most of the other."""
     quick, slow = {"describe": 0.1, "stage": 1.0, "write": 1.2}, {"describe": 0.1, "stage": 4.0, "write": 4.3}
     assert find_slowest(ranks_that_took(quick, quick, slow), SAVE_WORK) == Slowest(2, "stage", 4.0, 1.0)
     slow = {"describe": 0.1, "stage": 1.1, "write": 4.3}
     assert find_slowest(ranks_that_took(quick, quick, slow), SAVE_WORK) == Slowest(2, "write", 4.3, 1.2)
 
 
-def test_waiting_for_others_is_nobodys_fault():
-    """
-    Phases in which ranks wait are not compared, parts of a phase are added up, and no work is no blame.
-    """
+def test_waiting_for_others_does_not_count():
+    """Phases in which ranks wait are not compared, parts of a phase are added up, and without work there is no slowest."""
     waits = [RankPhases(rank, [Span("plan", 0.0, 9.0 * rank)]) for rank in range(3)]
     assert find_slowest(waits, SAVE_WORK) is None
     parts = [
@@ -138,10 +126,8 @@ def test_waiting_for_others_is_nobodys_fault():
 
 
 @given(st.lists(st.fixed_dictionaries({name: st.floats(0, 100) for name in SAVE_WORK}), min_size=2, max_size=9))
-def test_nobody_is_further_above_the_median_than_the_slowest(times):
-    """
-    By the definition itself, over all ranks and phases; but for staging that explains writing.
-    """
+def test_no_rank_is_further_above_the_median_than_the_slowest(times):
+    """By the definition itself, over all ranks and phases; but for staging that explains writing."""
     ranks = ranks_that_took(*times)
     found = find_slowest(ranks, SAVE_WORK)
     taken = [seconds_by_name(each.spans) for each in ranks]

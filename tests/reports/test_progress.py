@@ -71,12 +71,12 @@ def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
     master, slave = pty.openpty()
     before, sys.stderr = sys.stderr, open(slave, "w")  # noqa: SIM115 - closed below
     try:
-        with sk.show_progress():  # nobody reads the other side, whose buffer is soon full
+        with sk.show_progress():  # the other side is not read, and its buffer is soon full
             drawn = threading.active_count()
             for n in range(30):
                 sk.save({"w": torch.ones(1 << 10)}, scene.SlowStore(str(tmp_path / f"{n}"), "create", 0.2))
         assert threading.active_count() >= drawn  # it still waits for its terminal
-        with contextlib.suppress(BlockingIOError):  # now somebody reads
+        with contextlib.suppress(BlockingIOError):  # now it is read
             os.set_blocking(master, False)
             while True:
                 os.read(master, 1 << 16)
@@ -104,9 +104,7 @@ def save_in_terminal(where, background):
 
 @pytest.mark.parametrize(("background", "verbs"), [(True, {"stage", "write"}), (False, {"write"})])
 def test_a_terminal_gets_bars(rank_pool, tmp_path, background, verbs):
-    """
-    A save has its bars, with its name and what is done of how much, within 80 columns; afterwards nothing draws.
-    """
+    """A save has its bars, with its name and what is done of how much, within 80 columns; afterwards nothing draws."""
     [(shown, lines, unchanged, written)] = rank_pool.run(1, save_in_terminal, tmp_path / "step-7", background)
     assert set(re.findall(r"(\w+) step-7", shown)) == verbs
     done = {float(found) for found in re.findall(r"write step-7 \S+ +(\d+\.\d)/33\.6 MB", shown)}
@@ -130,9 +128,7 @@ def fail_in_terminal():
 
 
 def test_a_save_that_fails_leaves_no_bar(rank_pool):
-    """
-    What is printed next is the last on the terminal, and no callback went wrong.
-    """
+    """What is printed next is the last on the terminal, and no callback went wrong."""
     [(shown, lines)] = rank_pool.run(1, fail_in_terminal)
     assert shown.endswith("afterwards\r\n")
     assert not [line for line in lines if "SaveFailed" in line or "SaveBegan" in line]
@@ -154,9 +150,7 @@ def save_without_terminal(where, environment):
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}])
 def test_nothing_is_shown_without_a_terminal(rank_pool, tmp_path, environment):
-    """
-    Not even where variables ask for colours in logs, which rich takes for a terminal.
-    """
+    """Not even where variables ask for colours in logs, which rich takes for a terminal."""
     assert rank_pool.run(1, save_without_terminal, tmp_path / "ck", environment) == [""]
 
 
@@ -170,8 +164,6 @@ def save_on_ranks(where, closed):
 
 
 def test_rank_0_alone_shows_anything(rank_pool, tmp_path):
-    """
-    Of two ranks in terminals of their own, rank 1 shows nothing; nor does any where standard error is closed.
-    """
+    """Of two ranks in terminals of their own, rank 1 shows nothing; nor does any where standard error is closed."""
     assert rank_pool.run(2, save_on_ranks, tmp_path / "step-7", False) == [True, False]
     assert rank_pool.run(2, save_on_ranks, tmp_path / "step-7b", True) == [False, False]

@@ -18,7 +18,7 @@ from tests.warm.python import warm_python
 
 
 def some_calls(folder):
-    """Two saves, a load, a save and a load that fail, one that is cancelled; what was told of the first three."""
+    """Two saves, a load, a failed save and load, and a cancelled save; return the events of the first three."""
     with scene.heard(kinds=[SaveCommitted, LoadFinished]) as events:
         sk.save(scene.state(), folder / "a", step=10)
         sk.async_save(scene.state(), folder / "b", step=20).result()
@@ -48,9 +48,7 @@ def read_board(folder):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("own_writer", [False, True])
 def test_tensorboard_reads_what_was_told(tmp_path, own_writer):
-    """
-    Every figure is a curve over steps, at the time of the event; failures are counted, cancelled saves are not.
-    """
+    """Every figure is a curve over steps, at the time of the event; failures are counted, cancelled saves are not."""
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -85,9 +83,7 @@ def board_of_ranks(where, board):
 
 
 def test_tensorboard_hears_rank_0_alone(rank_pool, tmp_path):
-    """
-    Two ranks that write to one folder make one file.
-    """
+    """Two ranks that write to one folder make one file."""
     pytest.importorskip("tensorboard")
     rank_pool.run(2, board_of_ranks, str(tmp_path / "ck"), str(tmp_path / "board"))
     assert len(list((tmp_path / "board").iterdir())) == 1
@@ -95,9 +91,7 @@ def test_tensorboard_hears_rank_0_alone(rank_pool, tmp_path):
 
 
 def test_prometheus_serves_what_was_told(tmp_path):
-    """
-    Times are histograms, bytes those of the last call, failures are counted, and the last commit has its time.
-    """
+    """Times are histograms, bytes those of the last call, failures are counted, and the last commit has its time."""
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     with sk.on_event(Prometheus(registry)):
@@ -117,9 +111,7 @@ def test_prometheus_serves_what_was_told(tmp_path):
 
 
 def test_prometheus_metrics_are_registered_once():
-    """
-    A second sink in one registry would count everything twice, and is refused.
-    """
+    """A second sink in one registry would count everything twice, and is refused."""
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     Prometheus(registry)
@@ -128,9 +120,7 @@ def test_prometheus_metrics_are_registered_once():
 
 
 def test_opentelemetry_exports_what_was_told(tmp_path):
-    """
-    The SDK's own reader finds every metric, with its unit, this rank as an attribute, and failures by class.
-    """
+    """The SDK's own reader finds every metric, with its unit, this rank as an attribute, and failures by class."""
     sdk = pytest.importorskip("opentelemetry.sdk.metrics")
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -155,9 +145,7 @@ def test_opentelemetry_exports_what_was_told(tmp_path):
 
 
 def test_opentelemetry_uses_the_global_provider_by_default():
-    """
-    Without a provider of the application it costs nothing and fails nothing.
-    """
+    """Without a provider of the application it costs nothing and fails nothing."""
     pytest.importorskip("opentelemetry.metrics")
     sink = OpenTelemetry()
     with sk.on_event(sink), scene.logged() as lines:
@@ -174,9 +162,7 @@ def test_opentelemetry_uses_the_global_provider_by_default():
     ],
 )
 def test_a_missing_package_is_named(monkeypatch, make, module, package):
-    """
-    The error is an ImportError of ours, made at once and not at the first save, and says what to install.
-    """
+    """The error is an ImportError of ours, made at once and not at the first save, and says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PackageMissing, match=f"pip install {package}") as caught:
         make()
@@ -195,8 +181,6 @@ print([name for name in wanted if name in sys.modules])
 
 
 def test_reports_import_nothing_that_is_not_used():
-    """
-    A progress bar without a terminal, a trace and a callback import none of the packages.
-    """
+    """A progress bar without a terminal, a trace and a callback import none of the packages."""
     found = warm_python("-c", SCRIPT)
     assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr

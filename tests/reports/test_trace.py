@@ -112,17 +112,13 @@ def without_a_group_in_the_end(path, where):
 
 
 def test_other_ranks_never_touch_the_file(rank_pool, tmp_path):
-    """
-    Also where the process group is gone in the end, and every rank seems to be alone.
-    """
+    """Also where the process group is gone in the end, and every rank seems to be alone."""
     rank_pool.run(2, without_a_group_in_the_end, str(tmp_path / "trace.json"), str(tmp_path / "ck"))
     assert {span["pid"] for span in read(tmp_path / "trace.json")["X"]} == {0, 1}
 
 
 def test_failures_and_moments_are_in_a_trace(tmp_path):
-    """
-    A save that fails shows how far it came; retries, skipped steps and prunes are moments.
-    """
+    """A save that fails shows how far it came; retries, skipped steps and prunes are moments."""
     store = FaultyStore(sk.MemoryStore(), "full", at=0, verbs={"write_at"})
     with sk.trace(tmp_path / "trace.json"):
         with pytest.raises(sk.StorageFull):
@@ -141,9 +137,7 @@ def test_failures_and_moments_are_in_a_trace(tmp_path):
 
 
 def test_a_trace_of_nothing_is_one(tmp_path):
-    """
-    Without a call inside there is still a file that opens, in place of an older one.
-    """
+    """Without a call inside there is still a file that opens, in place of an older one."""
     (tmp_path / "trace.json").write_text("an older one")
     with sk.trace(tmp_path / "trace.json"):
         pass
@@ -152,9 +146,7 @@ def test_a_trace_of_nothing_is_one(tmp_path):
 
 
 def test_an_exception_leaves_a_valid_trace_and_does_not_wait(tmp_path):
-    """
-    What ended before is in it; a save under way is left alone.
-    """
+    """What ended before is in it; a save under way is left alone."""
     store = HeldStore(sk.MemoryStore(), "create")
 
     def fail():
@@ -173,9 +165,7 @@ def test_an_exception_leaves_a_valid_trace_and_does_not_wait(tmp_path):
 
 
 def test_what_a_killed_job_leaves_needs_only_its_bracket(tmp_path):
-    """
-    Each call is on disk when it has ended: the file lacks nothing but what viewers do without.
-    """
+    """Each call is on disk when it has ended: the file lacks nothing but what viewers do without."""
     path = tmp_path / "trace.json"
     seen = []
     with sk.trace(path), sk.on_event(lambda _: seen.append(path.read_bytes()), kinds=[SaveCommitted]):
@@ -185,9 +175,7 @@ def test_what_a_killed_job_leaves_needs_only_its_bracket(tmp_path):
 
 
 def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
-    """
-    One that ends inside is in it, one that does not is not.
-    """
+    """One that ends inside is in it, one that does not is not."""
     early, late = HeldStore(sk.MemoryStore(), "create"), HeldStore(sk.MemoryStore(), "create")
     handles = [sk.async_save(scene.state(), store, step=1, max_in_flight=2) for store in (early, late)]
     with sk.trace(tmp_path / "trace.json"):
@@ -225,9 +213,7 @@ def test_a_folder_that_is_not_there_is_known_at_once(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_logged_in_the_end(tmp_path):
-    """
-    The saves are made, what comes after the block does not depend on it, and no exception inside is hidden.
-    """
+    """The saves are made, what comes after the block does not depend on it, and no exception inside is hidden."""
 
     def fail():
         with sk.trace("/dev/full"):

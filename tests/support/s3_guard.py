@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
             stderr=log,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread only
         )
-    # Held until all is tidied up: whoever comes now waits, and begins anew.
+    # Held until everything is cleaned up, so that the next user waits and starts a new server.
     with (folder / "users").open("a") as users:
         while server.poll() is None and not _alone(users.fileno()):
             time.sleep(_LOOK_S)

@@ -128,7 +128,7 @@ class S3Server:
         (self.folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         (self.folder / "data").mkdir(exist_ok=True)
         (self.folder / "guard.json").write_text(json.dumps(_command(program, self.folder, ports)))
-        # A guard that belongs to nobody: whoever started it may end before others that use it.
+        # A detached guard, because the process that started it may end before other users.
         subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("s3_guard.py")), str(self.folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,

@@ -34,7 +34,7 @@ def _server() -> socket.socket:
     # Threads do not survive a fork, and a pool that believes it still has them waits for ever.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env)
-    process.returncode = 0  # nobody waits for it: it ends when the socket does
+    process.returncode = 0  # not waited for: it ends when the socket is closed
     theirs.close()
     atexit.register(ours.close)
     return ours

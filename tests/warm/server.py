@@ -28,7 +28,7 @@ import torch.distributed.tensor  # noqa: F401
 
 
 def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Start what is asked for until nobody can ask any more; in a fork, return the request."""
+    """Serve requests until the socket is closed; in a fork, return the request."""
     with selectors.DefaultSelector() as watched:
         watched.register(requests, selectors.EVENT_READ)
         while True:
@@ -54,7 +54,7 @@ def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _tell_end(watch: int, pid: int, answers: socket.socket) -> None:
     os.close(watch)
     _, status = os.waitpid(pid, 0)
-    with answers, contextlib.suppress(OSError):  # nobody may wait for it any more
+    with answers, contextlib.suppress(OSError):  # the client may be gone
         answers.send(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
