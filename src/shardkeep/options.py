@@ -91,6 +91,11 @@ def setting(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def settings_with(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Return all environment variables whose names begin with one of these prefixes."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+
 def set_for_children(name: str, value: str | None) -> None:
     """Set an environment variable that child processes inherit; None removes it."""
     if value is None:

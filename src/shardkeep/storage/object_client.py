@@ -101,7 +101,7 @@ class Bucket:
     """Serialises puts of this process where the service checks no conditions."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options it was opened with; they may contain secrets."""
-    environment: Mapping[str, str | None] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     """The environment variables it was opened with, for opening it again; they may contain secrets."""
     server: tuple[str, ...] = ()
     """Identifies server and account, however they were named."""
@@ -185,7 +185,7 @@ def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
     service = SCHEMES[scheme]
     try:
         # The environment is part of the cache key: it may change between two calls.
-        return _open(service, name, _frozen(options), tuple(environment_of(service).items()))
+        return _open(service, name, _frozen(options), tuple(sorted(environment_of(service).items())))
     except TypeError as exc:
         raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
 
@@ -199,9 +199,7 @@ def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _open(
-    service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str | None], ...]
-) -> Bucket:
+def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str], ...]) -> Bucket:
     given, environment = dict(options), dict(read)
     policy = _policy(given)
     url = f"{service}://{name}"
@@ -233,7 +231,7 @@ def _open(
     )
 
 
-def _add_checksums(more: dict[str, Any], environment: Mapping[str, str | None]) -> None:
+def _add_checksums(more: dict[str, Any], environment: Mapping[str, str]) -> None:
     """
     Let S3 verify uploads by a checksum, unless the user chose one, or none.
 
@@ -245,7 +243,7 @@ def _add_checksums(more: dict[str, Any], environment: Mapping[str, str | None]) 
         del more["checksum_algorithm"]
 
 
-def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str | None]) -> None:
+def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
     """Trust the certificates that AWS_CA_BUNDLE names, as the AWS tools do; obstore does not read it."""
     file = environment.get("AWS_CA_BUNDLE")
     if file and "root_certificate" not in client:
@@ -297,14 +295,14 @@ def _client(service: str, name: str, **more: Any) -> Any:
         raise CheckpointError(f"cannot open {service}://{name}: {said}", hint=hint) from None
 
 
-def has_keys(options: dict[str, Any], environment: Mapping[str, str | None]) -> bool:
+def has_keys(options: dict[str, Any], environment: Mapping[str, str]) -> bool:
     """Return whether credentials for S3, or their absence, were chosen explicitly, so that no profile applies."""
     if _KEY_OPTIONS & options.keys():
         return True
     return not options.get("profile") and any(map(environment.get, _OTHER_KEYS))
 
 
-def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str | None]) -> Any:
+def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
     """Return credentials of a profile, if one was chosen, or if there are no others and the machine has profiles."""
     if has_keys(more, environment):
         more.pop("profile", None)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.options import set_for_children, setting
+from shardkeep.options import set_for_children
 from shardkeep.storage.base import (
     BlobInfo,
     Store,
@@ -35,6 +35,7 @@ from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.multipart import ObjectWriter, ReplacingWriter
 from shardkeep.storage.object_client import Bucket, obstore, open_bucket, request_backoff_s
+from shardkeep.storage.object_config import environment_of
 from shardkeep.storage.object_errors import object_errors
 from shardkeep.storage.retry import TRANSIENT
 
@@ -417,7 +418,7 @@ class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
     prefix: str
     url: str
     options: dict[str, Any]
-    environment: dict[str, str | None]
+    environment: dict[str, str]
     """The environment variables with which the bucket was opened."""
 
     def __repr__(self) -> str:
@@ -425,7 +426,8 @@ class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
 
     def open(self) -> Store:
         """Open it in this process; the connections to one bucket are reused."""
-        for name, value in self.environment.items():
-            if setting(name) != value:  # only if necessary: obstore's threads may be reading variables
-                set_for_children(name, value)
+        now = environment_of(self.service)
+        for name in {*now, *self.environment}:
+            if now.get(name) != self.environment.get(name):  # only if necessary: obstore's threads may be reading
+                set_for_children(name, self.environment.get(name))
         return ObjectStore(open_bucket(self.service, self.name, self.options), self.prefix, self.url)
