@@ -19,8 +19,8 @@ from shardkeep._version import __version__
 
 if TYPE_CHECKING:
     from shardkeep.codecs.base import CodecConfig
+    from shardkeep.codecs.chain import register_codec
     from shardkeep.codecs.keys import KeyRing, KeySource, new_key
-    from shardkeep.codecs.registry import register_codec
     from shardkeep.conversion.api import ConvertReport, ExportReport, convert, export
     from shardkeep.conversion.rotate import rotate_keys
     from shardkeep.engine.queue import SaveHandle, SaveProgress
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "codecs.base": ("CodecConfig",),
     "codecs.keys": ("KeyRing", "KeySource", "new_key"),
-    "codecs.registry": ("register_codec",),
+    "codecs.chain": ("register_codec",),
     "conversion.api": ("ConvertReport", "ExportReport", "convert", "export"),
     "conversion.rotate": ("rotate_keys",),
     "engine.queue": ("SaveHandle", "SaveProgress"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardkeep.codecs.base import FRAME_NBYTES
 from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.zstd import Zstd
+from shardkeep.codecs.compression import Zstd
 from shardkeep.errors import CodecFailed, InvalidCodec
 from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbers, place_of
 

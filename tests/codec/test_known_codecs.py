@@ -7,10 +7,9 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from shardkeep.codecs import registry as known
+from shardkeep.codecs import chain as known
 from shardkeep.codecs.base import CodecConfig
-from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.registry import CodecRegistry, register_codec
+from shardkeep.codecs.chain import CodecChain, CodecRegistry, register_codec
 from shardkeep.errors import CodecFailed, CodecUnavailable, DamagedFrame, InvalidCodec, UnknownCodec
 from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
 
@@ -19,8 +18,7 @@ from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
 def fresh(monkeypatch):
     """A registry that no other test sees."""
     registry = CodecRegistry()
-    for module in ("registry", "chain"):
-        monkeypatch.setattr(f"shardkeep.codecs.{module}.known_codecs", lambda: registry)
+    monkeypatch.setattr(known, "known_codecs", lambda: registry)
     return registry
 
 
@@ -192,7 +190,7 @@ def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
     """
     entry = EntryPoint("zstd", "tests.codec.frames:Shout", known.GROUP)
     monkeypatch.setattr(known, "entry_points", lambda **_: [entry])
-    assert fresh.find("zstd").__module__ == "shardkeep.codecs.zstd"
+    assert fresh.find("zstd").__module__ == "shardkeep.codecs.compression"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +207,7 @@ def test_a_package_that_is_not_installed(codec, hidden, extra, monkeypatch):
     The error says what to install, when a checkpoint is begun and when one is read.
     """
     from shardkeep.codecs.base import require_module
-    from shardkeep.codecs.zstd import zstd_module
+    from shardkeep.codecs.compression import zstd_module
 
     chain = CodecChain.begin([codec], keys=KEYS)
     for name in hidden:

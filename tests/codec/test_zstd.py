@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from shardkeep.codecs import stream_extensions
+from shardkeep.codecs.compression import zstd_module
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, ZStandard
-from shardkeep.codecs.zstd import zstd_module
 from shardkeep.errors import CheckpointError, ExtensionUnavailable, MalformedFile
 from tests.codec.samples import DATA, NOISE, Raw
 

@@ -5,7 +5,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.codecs.base import CodecConfig
-from shardkeep.codecs.registry import register_codec
+from shardkeep.codecs.chain import register_codec
 from shardkeep.errors import StorageError
 from shardkeep.storage.buffers import ALIGNMENT, address_of
 from shardkeep.storage.memory import MemoryStore

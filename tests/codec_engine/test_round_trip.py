@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.codecs.registry import register_codec
+from shardkeep.codecs.chain import register_codec
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
 from tests.engine.samples import bits, blank_like, random_tensor, rich_state

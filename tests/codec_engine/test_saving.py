@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.codecs.chain import register_codec
+from shardkeep.codecs.compression import Zstd
 from shardkeep.codecs.keys import new_key
-from shardkeep.codecs.registry import register_codec
-from shardkeep.codecs.zstd import Zstd
 from shardkeep.engine.codecs import plan_codecs
 from shardkeep.errors import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
 from shardkeep.format.tree import Container, decode_tree

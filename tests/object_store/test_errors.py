@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.storage.object_errors import translate
+from shardkeep.storage.object_client import translate
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.s3_server import S3Server

@@ -6,7 +6,7 @@ it touches, on any number of threads. A *config* is what the user asks for ("zst
 becomes a *record*: its name, version and parameters, as JSON, without secrets. From the record every rank, and every
 later reader, opens the *codec* that does the work.
 
-To write a codec, subclass `CodecConfig` and register it (`shardkeep.codecs.registry`).
+To write a codec, subclass `CodecConfig` and register it (`shardkeep.codecs.chain`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace
-from shardkeep.codecs.zstd import PerThread, decompress_frame, huffman_compressor, level_compressor, require_zstd
+from shardkeep.codecs.compression import PerThread, decompress_frame, huffman_compressor, level_compressor, require_zstd
 from shardkeep.errors import DamagedFrame, OversizedFrame
 
 if TYPE_CHECKING:

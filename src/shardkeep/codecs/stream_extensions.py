@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
-from shardkeep.codecs.zstd import MODULES, zstd_module
+from shardkeep.codecs.compression import MODULES, zstd_module
 from shardkeep.errors import ExtensionUnavailable, MalformedFile, StorageError, UnknownExtension
 
 if TYPE_CHECKING:

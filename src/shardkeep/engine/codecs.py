@@ -16,10 +16,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardkeep.codecs.base import CodecConfig
-from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.chain import CodecChain, codec_config
 from shardkeep.codecs.coded_store import EncodingStore, Seal, checksum_of
 from shardkeep.codecs.keys import CachedKeys, KeyRing, KeySource, key_source
-from shardkeep.codecs.registry import codec_config
 from shardkeep.engine.writer import FileJob, WritableStore, file_entry
 from shardkeep.errors import CheckpointError, InvalidCodec, KeyMissing, StateError
 from shardkeep.format.boxes import IntArray

@@ -29,8 +29,7 @@ from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.storage.base import Version, check_fits, checked_end
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import CANCEL_DEADLINE_S, CANCELLED, current_scope, run_cancellable, spawn_daemon
-from shardkeep.storage.object_client import Bucket, obstore
-from shardkeep.storage.object_errors import object_errors
+from shardkeep.storage.object_client import Bucket, object_errors, obstore
 from shardkeep.storage.retry import TRANSIENT
 
 _GRACE_S = 0.1

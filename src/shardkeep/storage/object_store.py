@@ -34,9 +34,8 @@ from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.multipart import ObjectWriter, ReplacingWriter
-from shardkeep.storage.object_client import Bucket, obstore, open_bucket, request_backoff_s
+from shardkeep.storage.object_client import Bucket, object_errors, obstore, open_bucket, request_backoff_s
 from shardkeep.storage.object_config import environment_of
-from shardkeep.storage.object_errors import object_errors
 from shardkeep.storage.retry import TRANSIENT
 
 HEAD_BYTES = 64 << 10

@@ -1,7 +1,8 @@
 """
-Compression with zstd, frame by frame.
+Compression of frames with zstd and lz4. A frame that does not shrink is stored as it is.
 
-Uses `compression.zstd` of Python 3.14, or its backport `backports.zstd`. A frame that does not shrink is stored as it is.
+zstd comes from `compression.zstd` of Python 3.14, or its backport `backports.zstd`. lz4 is very fast, and of little use
+for floating-point numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, add_marker, marked_bound, strip_marker
+from shardkeep.codecs.base import (
+    Codec,
+    CodecConfig,
+    CodecRecord,
+    FramePlace,
+    add_marker,
+    marked_bound,
+    require_module,
+    strip_marker,
+)
 from shardkeep.errors import CodecUnavailable, InvalidCodec
 
 if TYPE_CHECKING:
@@ -172,3 +182,30 @@ class _ZstdCodec:
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         coded, is_raw = strip_marker(data, place, most_nbytes)
         return coded if is_raw else decompress_frame(self._module, coded, most_nbytes)
+
+
+class Lz4(CodecConfig, frozen=True):
+    """Compresses with lz4; frames that do not shrink are stored raw. Needs the package `lz4`."""
+
+    name = "lz4"
+
+    @classmethod
+    def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
+        """Return the codec."""
+        cls.from_recorded(recorded)
+        return _Lz4Codec(require_module("lz4.block", extra="lz4", wanted_by="the codec 'lz4'"))
+
+
+class _Lz4Codec:
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def bound(self, nbytes: int) -> int:
+        return marked_bound(nbytes)
+
+    def encode(self, data: memoryview, place: FramePlace) -> Buffer:  # noqa: ARG002 - the same at any place
+        return add_marker(data, self._block.compress(data, store_size=False))
+
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
+        coded, is_raw = strip_marker(data, place, most_nbytes)
+        return coded if is_raw else self._block.decompress(coded, uncompressed_size=most_nbytes)
