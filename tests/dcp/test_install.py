@@ -335,7 +335,7 @@ def test_pickles_between_processes_with_and_without(script, tmp_path):
     import torch.distributed.checkpoint as torchs
     from torch.distributed.checkpoint import metadata, planner
 
-    from shardkeep.dcp._impl.interop import to_ours
+    from shardkeep.layouts.torch_values import to_ours
 
     box = torchs.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
     table = torchs.TensorStorageMetadata(metadata.TensorProperties(torch.float16), torch.Size([2]), [box])

@@ -103,7 +103,7 @@ ACCEPTED = {
     ("state_dict", "_unflatten_model_state_dict"): ARGUMENT,
     ("state_dict", "_unflatten_optim_state_dict"): OWN_STEP,
     ("state_dict", "_verify_state_dict"): ARGUMENT,
-    ("utils", "ENABLE_PROFILE"): "set in `shardkeep.dcp._impl.calls`: a copy here would do nothing when it is set",
+    ("utils", "ENABLE_PROFILE"): "set in `shardkeep.dcp._impl.driver`: a copy here would do nothing when it is set",
 }
 """What differs, by module and name, and why."""
 

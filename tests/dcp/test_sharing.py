@@ -265,11 +265,11 @@ def load_by(folder: str, kind: str) -> Any:
     ("kind", "said"),
     [
         ("plain", None),
-        ("planner", "the planner, a load_by.<locals>.Resolving, may read in ways of its own"),
-        ("instance", "the planner, a DefaultLoadPlanner, may read in ways of its own"),
-        ("torch's planner", "the planner, a DefaultLoadPlanner, may read in ways of its own"),
-        ("reader", "the reader, a load_by.<locals>.Reading, may read in ways of its own"),
-        ("torch's reader", "the reader, a FileSystemReader, may read in ways of its own"),
+        ("planner", "the planner, a load_by.<locals>.Resolving, may override how it is filled"),
+        ("instance", "the planner, a DefaultLoadPlanner, may override how it is filled"),
+        ("torch's planner", "the planner, a DefaultLoadPlanner, may override how it is filled"),
+        ("reader", "the reader, a load_by.<locals>.Reading, may override how it reads"),
+        ("torch's reader", "the reader, a FileSystemReader, may override how it reads"),
         ("no_dist", "there is only one rank"),
     ],
 )

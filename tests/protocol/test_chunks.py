@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as TheirC
 from torch.distributed.checkpoint.metadata import TensorProperties as TheirProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TheirEntry
 
-from shardkeep.dcp._impl.interop import to_ours
 from shardkeep.dcp._impl.plans import create_read_items_for_chunk_list
 from shardkeep.format.boxes import (
     boxes_overlap,
@@ -25,6 +24,7 @@ from shardkeep.layouts.torch_values import (
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
+    to_ours,
 )
 
 # A shared machine may be slow at any moment.

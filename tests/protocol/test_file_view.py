@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.dcp import utils
+from shardkeep.dcp._impl import driver
 from shardkeep.dcp.metadata import MetadataIndex
 from tests.toolkit.samples import numbered, seen, sharded_tensor
 
@@ -101,12 +102,11 @@ def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """
     Nothing is printed by default; with the switch on, where the time went.
     """
-    from shardkeep.dcp._impl import calls
 
     with utils._profile():
         pass
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(calls, "ENABLE_PROFILE", True)
+    monkeypatch.setattr(driver, "ENABLE_PROFILE", True)
     with utils._profile():
         sorted([2, 1])
     assert "function calls" in capsys.readouterr().out

@@ -20,7 +20,6 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._dedup_save_plans import dedup_save_plans
 from shardkeep.dcp._dedup_tensors import dedup_tensors
-from shardkeep.dcp._impl.interop import to_ours
 from shardkeep.dcp._nested_dict import flatten_state_dict
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import (
@@ -45,6 +44,7 @@ from shardkeep.dcp.planner_helpers import _init_state_dict
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import InvalidShards, StateMismatch
+from shardkeep.layouts.torch_values import to_ours
 from tests.protocol.samples import quietly, state_of_ranks
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 

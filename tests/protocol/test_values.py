@@ -10,7 +10,6 @@ from torch.distributed.checkpoint import metadata as their_metadata
 from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
 
-from shardkeep.dcp._impl.interop import protocol_classes_of, to_ours, translator
 from shardkeep.errors import BrokenProtocol
 from shardkeep.layouts import (
     torch_values as metadata,
@@ -21,6 +20,7 @@ from shardkeep.layouts import (
 from shardkeep.layouts import (
     torch_values as storage,
 )
+from shardkeep.layouts.torch_values import protocol_classes_of, to_ours, translator
 
 OFFSETS = [None, (), (0,), (3, 4)]
 

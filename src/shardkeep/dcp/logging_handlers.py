@@ -2,4 +2,4 @@
 
 from torch.distributed.logging_handlers import _log_handlers as _log_handlers
 
-from shardkeep.dcp._impl.calls import DCP_LOGGER_NAME as DCP_LOGGER_NAME
+from shardkeep.dcp._impl.driver import DCP_LOGGER_NAME as DCP_LOGGER_NAME

@@ -1,10 +1,10 @@
 """The names of `torch.distributed.checkpoint.utils`."""
 
-from shardkeep.dcp._impl.calls import _api_bc_check as _api_bc_check
-from shardkeep.dcp._impl.calls import _profile as _profile
 from shardkeep.dcp._impl.dist import _all_gather_keys as _all_gather_keys
 from shardkeep.dcp._impl.dist import _assert_same_keys as _assert_same_keys
 from shardkeep.dcp._impl.dist import _DistWrapper as _DistWrapper
+from shardkeep.dcp._impl.driver import _api_bc_check as _api_bc_check
+from shardkeep.dcp._impl.driver import _profile as _profile
 from shardkeep.dcp._impl.file_reader import _create_file_view as _create_file_view
 from shardkeep.dcp._impl.file_reader import _ReaderView as _ReaderView
 from shardkeep.dcp._impl.optimizer import _element_wise_add as _element_wise_add

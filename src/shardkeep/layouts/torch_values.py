@@ -1,8 +1,8 @@
 """
-What a checkpoint holds, as plain values: tensors in chunks, objects as bytes, and where each lies.
+The values and interfaces of torch's checkpoint protocol: metadata, items, plans, planners and storages.
 
-Fields, defaults, comparison and hashing are those of torch's classes of the same names. A `MetadataIndex` is also
-equal to torch's own, with the same hash, so that either finds what is stored under the other.
+Fields, defaults, comparison and hashing are those of torch's classes of the same names. A `MetadataIndex` and the members of
+the enums are also equal to torch's own, with the same hashes, so that either finds an entry that is stored under the other.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import abc
 import io
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -508,3 +510,146 @@ class StorageReader(abc.ABC):
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Say whether this storage can hold a checkpoint of this id."""
+
+
+# -- translation between torch's classes and ours ----------------------------------------------------------------------
+#
+# DTensors describe themselves in torch's classes, and a planner, reader or writer of torch's checks that a value is of
+# torch's class. Therefore values from tensors are translated to our classes, and values for an object of torch's to torch's.
+# Both sets of classes have the same names and fields. Torch's classes are looked up in `sys.modules`: if an instance exists,
+# its module is loaded.
+
+Classes = Mapping[str, type]
+
+_CLASSES = {
+    "metadata": (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        StorageMeta,
+        Metadata,
+        MetadataIndex,
+    ),
+    "planner": (
+        WriteItemType,
+        LoadItemType,
+        BytesIOWriteData,
+        TensorWriteData,
+        WriteItem,
+        ReadItem,
+        SavePlan,
+        LoadPlan,
+    ),
+    "storage": (WriteResult,),
+}
+"""The classes, by the module that torch has them in."""
+OURS: Classes = {kind.__name__: kind for kinds in _CLASSES.values() for kind in kinds}
+_PARTIES = {"SavePlanner", "LoadPlanner", "StorageWriter", "StorageReader", "StorageMeta"}
+_LEAVES = {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "BytesIOWriteData"}
+"""Classes whose fields never need translation."""
+_COMPLETE = _LEAVES | {"Metadata"}
+"""Classes whose instances, if of the right class themselves, contain only instances of the right classes."""
+_OPAQUE = {"planner_data", "storage_data", "storage_meta", "modules"}
+"""Fields whose contents belong to a planner or a storage."""
+_DRIVERS = {"torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.optimizer"}
+"""The modules of torch that call readers."""
+
+
+def to_ours(value: Any) -> Any:
+    """Return a value, or a list or dict of values, translated to our classes; anything else unchanged."""
+    return _translated(value, OURS)
+
+
+def protocol_classes_of(party: object) -> Classes:
+    """
+    Return the classes that a planner or a storage expects: torch's if it derives from torch's, else ours.
+
+    A `StorageMeta` stands for the storage that returned it.
+    """
+    for kind in type(party).__mro__:
+        if kind.__name__ in _PARTIES and kind.__module__.startswith("torch.distributed.checkpoint."):
+            return _torchs_classes()
+    return OURS
+
+
+def _torchs_classes() -> Classes:
+    return {
+        kind.__name__: getattr(_torchs_own(f"torch.distributed.checkpoint.{module}"), kind.__name__)
+        for module, kinds in _CLASSES.items()
+        for kind in kinds
+    }
+
+
+def _torchs_own(name: str) -> ModuleType:
+    # If `dcp.install()` was called, the import hook keeps torch's modules.
+    kept: Mapping[str, ModuleType] = next((each.displaced for each in sys.meta_path if hasattr(each, "displaced")), {})
+    return kept.get(name) or sys.modules[name]
+
+
+def translator(source: object, target: object) -> Callable[[Any], Any]:
+    """Return a function that translates values of one object's classes to another's."""
+    from_classes, to_classes = protocol_classes_of(source), protocol_classes_of(target)
+    if from_classes["Metadata"] is to_classes["Metadata"]:
+        return lambda value: value
+    return lambda value: _translated(value, to_classes)
+
+
+def to_classes_of(party: object, value: Any) -> Any:
+    """Return a value translated to the classes that a planner or a storage expects."""
+    return _translated(value, protocol_classes_of(party))
+
+
+def to_classes_of_caller(value: Metadata) -> Metadata:
+    """
+    Return metadata that a reader has read in the classes of its caller: torch's if the caller is torch's own `load`.
+
+    Torch's `load` passes the metadata to its planner, which compares classes: with ours it would refuse objects and skip the
+    comparison of tensor sizes. A reader does not know its caller, so this looks at the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _DRIVERS:
+            made: Metadata = _translated(value, _torchs_classes())
+            return made
+        if name.startswith("shardkeep.dcp._impl.driver"):
+            break
+        frame = frame.f_back
+    return value
+
+
+def translator_to(party: object) -> Callable[[Any], Any]:
+    """Return a function that translates our values to the classes that a planner or a storage expects."""
+    classes = protocol_classes_of(party)
+    return (lambda value: value) if classes is OURS else (lambda value: _translated(value, classes))
+
+
+def _translated(value: Any, classes: Classes) -> Any:
+    kind = type(value)
+    if kind is list:
+        return [_translated(each, classes) for each in value]
+    if isinstance(value, Mapping):
+        return {_translated(key, classes): _translated(each, classes) for key, each in value.items()}
+    name = kind.__name__
+    target = classes.get(name)
+    # A user's subclass of a plan has another name or another module, and is not translated.
+    if target is None or not (kind is target or kind is OURS[name] or is_torchs(value, name)):
+        return value
+    if issubclass(target, Enum):
+        return target[value.name]
+    if kind is target and name in _COMPLETE:
+        return value
+    names = [each.name for each in fields(target)]  # type: ignore[arg-type]  # all are dataclasses
+    held = {key: getattr(value, key, None) for key in names}
+    if name not in _LEAVES:
+        held = {key: each if _opaque(name, key) else _translated(each, classes) for key, each in held.items()}
+    made = target(**held)
+    for key in vars(value).keys() - held.keys():  # of another version of torch
+        object.__setattr__(made, key, getattr(value, key))
+    return made
+
+
+def _opaque(name: str, key: str) -> bool:
+    # The keys of the storage's table are indices of the protocol.
+    return key in _OPAQUE and (name, key) not in {("Metadata", "storage_data"), ("Metadata", "storage_meta")}

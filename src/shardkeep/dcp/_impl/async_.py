@@ -16,23 +16,28 @@ import functools
 import logging
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from shardkeep.dcp._impl.calls import (
+from shardkeep.dcp._impl.dist import _DistWrapper, in_step
+from shardkeep.dcp._impl.driver import (
+    Reservation,
     _dcp_method_logger,
+    _logged_states,
     _profile,
+    _run_save,
     _stateful_to_state_dict,
     _storage_setup,
+    destination_of,
+    is_alone,
+    load,
     logged,
+    save,
     without_ranks,
 )
-from shardkeep.dcp._impl.dist import _DistWrapper, in_step
-from shardkeep.dcp._impl.driver import Reservation, _logged_states, _run_save, destination_of, load, reserve, save
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaveRequest, SaverProcess
 from shardkeep.engine.queue import SaveQueue, wait_for_all
 from shardkeep.engine.stagers import (
@@ -120,11 +125,11 @@ class GroupSaves:
         future: SaveFuture[T] = SaveFuture(where)
         box = [work]
         with self._order:  # the same for all objects
-            turn = reserve(*uses, what=where, thread=lambda: self._thread_id)
+            reservation = Reservation(*uses, what=where, thread=lambda: self._thread_id)
             try:
-                self._queue.begin(future, [functools.partial(self._run, box, turn)])
+                self._queue.begin(future, [functools.partial(self._run, box, reservation)])
             except BaseException:  # no thread can be started when the interpreter shuts down
-                turn.give_up()
+                reservation.release()
                 raise
         return future
 
@@ -134,9 +139,9 @@ class GroupSaves:
             hint="retrieve the result of each future before the next save; this save has been started, and goes on"
         )
 
-    def _run(self, box: list[Callable[[], T]], turn: Reservation) -> T:
+    def _run(self, box: list[Callable[[], T]], reservation: Reservation) -> T:
         self._thread_id = threading.get_ident()
-        with turn.taken():
+        with reservation.taken():
             return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
 
 
@@ -173,12 +178,6 @@ def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives:
 
         ranks.reduce_scatter("plan" if use_collectives else "write", fail, lambda results: results)
     raise error
-
-
-def is_alone(no_dist: bool) -> bool:
-    """Say whether a save is this process's own."""
-    dist = sys.modules.get("torch.distributed")
-    return no_dist or dist is None or not dist.is_available() or not dist.is_initialized()
 
 
 def _name_of(group: ProcessGroup | None) -> str:

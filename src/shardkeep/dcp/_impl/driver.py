@@ -1,42 +1,45 @@
 """
-Writers and planners hold the state of the save that they are used for: two saves at once would mix their data.
+`save` and `load`: the calls to a planner and a storage, in torch's order.
 
-So each save of this process takes a place in line for its writer and its planner when it is called, and begins when
-the saves before it that use one of them have ended. Places are taken for both at once, so that no two saves wait for
-each other; and saves have deadlines, so that nobody waits for ever.
+    save                                                      load
+    all ranks     storage_meta, set_up_planner,               all ranks     read_metadata, set_up_planner,
+                  set_up_storage_writer,                                    set_up_storage_reader,
+                  create_local_plan, prepare_local_plan                     create_local_plan, prepare_local_plan
+    coordinator   create_global_plan, prepare_global_plan     coordinator   create_global_plan, prepare_global_plan
+    all ranks     finish_plan, write_data                     all ranks     finish_plan, read_data
+    coordinator   finish
+
+A planner or a storage may be torch's: values that pass between it and one of ours are translated. All steps are made by all
+ranks together, also where each rank has its own metadata. With `Options.share_reads`, ranks that need the same bytes each
+read a part and exchange them in a further step.
 """
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import inspect
 import logging
 import os
+import pstats
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from uuid import uuid4
 
+from torch.distributed import c10d_logger
+from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
 
-from shardkeep.dcp._impl.calls import (
-    _api_bc_check,
-    _profile,
-    _stateful_to_state_dict,
-    _storage_setup,
-    is_stateful,
-    log_fields_of,
-    logged,
-    takes,
-    without_ranks,
-)
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
-from shardkeep.dcp._impl.file_reader import FileSystemReader
-from shardkeep.dcp._impl.file_writer import _FileSystemWriter
+from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
+from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _FileSystemWriter
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
-from shardkeep.dcp._impl.interop import to_classes_of, to_ours, translator
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from shardkeep.dcp._impl.shared_items import (
     fills_in_place,
@@ -45,7 +48,7 @@ from shardkeep.dcp._impl.shared_items import (
     shared_requests_of_plan,
 )
 from shardkeep.engine.shared_reads import Channel, Exchange, Sharing, all_agree, new_tag, open_channel
-from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, RanksDisagree
+from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     LoadPlan,
@@ -56,134 +59,340 @@ from shardkeep.layouts.torch_values import (
     StorageReader,
     StorageWriter,
     WriteResult,
+    to_classes_of,
+    to_ours,
+    translator,
 )
 from shardkeep.options import Options
-from shardkeep.plan.sharing import plan_sharing as decide_shares
+from shardkeep.plan.sharing import plan_sharing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
 
 log = logging.getLogger("shardkeep")
+logger = logging.getLogger()
+
+ENABLE_PROFILE = False
+"""Set it to profile the coordinator's saves and loads."""
+DCP_LOGGER_NAME = "dcp_logger"
+_NAMED = ("storage_writer", "storage_reader", "planner")
+_READER_METHODS = ("prepare_local_plan", "prepare_global_plan", "read_data")
+_NOT_THERE = (FileNotFoundError, KeyError)
+"""What readers raise if there is no checkpoint: those of files, and those that keep checkpoints in a dict."""
+_HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_files_from_queue")
+
+
+# -- the log of calls --------------------------------------------------------------------------------------------------
+#
+# Each step is logged on torch's logger by two messages, which are dicts, at level DEBUG: event "start" and "end", with the
+# checkpoint, the ranks, the time and, at the end, the duration in nanoseconds; and, where asked for, "exception" at level
+# ERROR. The logger has no handler unless the user adds one. An error in logging never reaches a save or a load.
+
+
+def _make_logger() -> logging.Logger:
+    """Return torch's logger for checkpoints, with the handler from torch's table if there is one."""
+    _log_handlers.setdefault(DCP_LOGGER_NAME, logging.NullHandler())
+    made: logging.Logger = c10d_logger._get_or_create_logger(DCP_LOGGER_NAME)
+    return made
+
+
+_dcp_logger = _make_logger()
+
+
+def _dcp_method_logger(
+    log_exceptions: bool = False, **wrapper_kwargs: Any
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """
+    Log each call of a function.
+
+    Args:
+        log_exceptions: Also log what it raises.
+        **wrapper_kwargs: Arguments for the messages, besides the keyword arguments of the call.
+
+    """
+
+    def decorator(func: Callable[P, T]) -> Callable[P, T]:
+        return functools.wraps(func)(logged(func, func.__name__, log_exceptions=log_exceptions, **wrapper_kwargs))
+
+    return decorator
+
+
+def logged(func: Callable[P, T], name: str, *, log_exceptions: bool = False, **known: Any) -> Callable[P, T]:
+    """Return a function that logs each call under a name."""
+
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _has_listeners():
+            return func(*args, **kwargs)
+        began = time.time_ns()
+        message = _message(name, log_exceptions, args, {**known, **kwargs})
+        _emit(_dcp_logger.debug, message, event="start", time=began)
+        try:
+            result = func(*args, **kwargs)
+        except BaseException as error:
+            if log_exceptions:
+                _emit(_dcp_logger.error, message, event="exception", error=error, time=time.time_ns())
+            raise
+        ended = time.time_ns()
+        _emit(_dcp_logger.debug, message, event="end", time=ended, times_spent=ended - began)
+        return result
+
+    return wrapper
+
+
+def _has_listeners() -> bool:
+    """Return whether a message would reach a handler: making two of them for each of ten thousand values takes time."""
+    handled = any(type(each) is not logging.NullHandler for each in _dcp_logger.handlers)
+    return handled or bool(_dcp_logger.filters) or _dcp_logger.propagate
+
+
+def log_fields_of(storage: object, group: object) -> dict[str, Any]:
+    """Return the arguments for the messages of each step: the checkpoint and the ranks, if the storage has an id."""
+    try:
+        checkpoint_id = getattr(storage, "checkpoint_id", None)
+    except Exception:
+        log.debug("the checkpoint_id of a storage could not be read", exc_info=True)
+        checkpoint_id = None
+    return {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id, "process_group": group}
+
+
+def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ARG001 - torch's arguments
+    """Return the checkpoint, the storage and the planner of a call."""
+    storage = kwargs.get("storage_writer") or kwargs.get("storage_reader")
+    checkpoint_id = kwargs.get("checkpoint_id")
+    if not checkpoint_id and storage:
+        checkpoint_id = getattr(storage, "checkpoint_id", None)
+    message = {"checkpoint_id": None if checkpoint_id is None else str(checkpoint_id), "uuid": str(uuid4().int)}
+    return message | {name: type(kwargs[name]).__name__ for name in _NAMED if kwargs.get(name)}
+
+
+def _get_msg_dict(func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the fields of all messages of a call."""
+    return _msg_dict_from_dcp_method_args(*args, **kwargs) | c10d_logger._get_msg_dict(func_name, *args, **kwargs)
+
+
+def _init_logger(rank: int) -> None:
+    """Make the root logger print, with the rank in front."""
+    logger.setLevel(logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter(f"[{rank}] %(asctime)s - %(name)s - %(levelname)s - %(message)s"))
+    logger.addHandler(handler)
+
+
+def _message(name: str, log_exceptions: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        message = _get_msg_dict(name, *args, **kwargs)
+    except Exception:
+        # For instance a group that this rank is not in. The call itself raises an error for it.
+        log.debug("the arguments of %s could not be logged", name, exc_info=True)
+        message = {"func_name": name}
+    return {**message, "log_exceptions": log_exceptions}
+
+
+def _emit(emit: Callable[[object], None], message: dict[str, Any], **fields: Any) -> None:
+    try:
+        # A new dict for each message: a handler may keep it.
+        emit({**message, **{key: str(each) if key == "error" else each for key, each in fields.items()}})
+    except Exception:
+        log.debug("a handler of %s failed", _dcp_logger.name, exc_info=True)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _profile() -> Iterator[None]:
+    """Profile the block on rank 0 and print the result, if `ENABLE_PROFILE` is set."""
+    dist = sys.modules.get("torch.distributed")
+    distributed = dist is not None and dist.is_available() and dist.is_initialized()
+    if not ENABLE_PROFILE or (distributed and dist is not None and dist.get_rank() != 0):
+        yield
+        return
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        yield
+    finally:
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("time").print_stats(10)
+
+
+def _api_bc_check(func: F) -> F:
+    """Accept a storage as the second positional argument, as old versions did, with a warning."""
+    keywords = [p.name for p in inspect.signature(func).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2:
+            return func(*args, **kwargs)
+        name = next((each for each in ("storage_writer", "storage_reader") if each in keywords), None)
+        if name is None:
+            raise BrokenProtocol(f"{func.__name__} takes one positional argument, and two were given")
+        warnings.warn(f"the second argument of {func.__name__} should be given as {name}=", stacklevel=2)
+        if name in kwargs:
+            raise BrokenProtocol(f"{name} was given twice to {func.__name__}")
+        return func(args[0], **{name: args[1]}, **kwargs)
+
+    return call  # type: ignore[return-value]  # same arguments, see `wraps`
+
+
+def takes(function: Callable[..., Any], *names: str) -> bool:
+    """Return whether a function can be called with these keyword arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return True
+    return set(names) <= {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+
+
+def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> S:
+    """
+    Return the storage to use, reset to the checkpoint if an id was given.
+
+    Without a storage, the id decides: local files and object stores first, then whatever fsspec opens.
+
+    Raises:
+        NoStorage: (a RuntimeError) neither was given, or no storage accepts the id.
+
+    """
+    if storage is not None:
+        if checkpoint_id is not None:
+            storage.reset(checkpoint_id)  # type: ignore[attr-defined]  # every storage has it
+        return storage
+    kind = "storage_reader" if reader else "storage_writer"
+    if not checkpoint_id:
+        raise NoStorage(f"`checkpoint_id` must be specified if {kind} is None")
+    kinds: tuple[type[Any], ...] = (FileSystemReader, FsspecReader) if reader else (FileSystemWriter, FsspecWriter)
+    for each in kinds:
+        if each.validate_checkpoint_id(checkpoint_id):
+            chosen: S = each(checkpoint_id)
+            return chosen
+    raise NoStorage(
+        f"Cannot detect which storage {os.fspath(checkpoint_id)!r} is in",
+        hint=f"check that the directory exists or can be created, or pass a {kind}",
+    )
+
+
+def is_alone(no_dist: bool) -> bool:
+    """Return whether a call involves this process only: because `no_dist` was given, or there are no other ranks."""
+    dist = sys.modules.get("torch.distributed")
+    return no_dist or dist is None or not dist.is_available() or not dist.is_initialized()
+
+
+def without_ranks(no_dist: bool, verb: str) -> bool:
+    """Return whether a call involves this process only, and warn if so."""
+    alone = is_alone(no_dist)
+    if alone:
+        # Three levels up: past the caller's own decorator, to the user.
+        warnings.warn(f"torch.distributed is not in use: this process {verb} on its own", stacklevel=4)
+    return alone
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether an object has a state of its own."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in which stateful values are replaced by their state."""
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+
+
+# -- exclusive use of writers and planners -----------------------------------------------------------------------------
+
+
+class _Reservations:
+    """The reservations of each object in this process, by the object's id, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.of: dict[int, list[Reservation]] = {}
+
+
+@functools.cache  # saves outlive their calls; a forked process has none of its parent's saves
+def _reservations_of(process_id: int) -> _Reservations:
+    del process_id
+    return _Reservations()
 
 
 class Reservation:
-    """The place of one save in the lines for its objects; taken on the thread that saves, or given up."""
+    """
+    The exclusive use of a writer and a planner by one save.
 
-    def __init__(
-        self, lines: ReservationQueues, objects: list[Any], what: str, thread: Callable[[], int | None]
-    ) -> None:
+    Writers and planners hold the state of a save, so two saves must not use one at the same time. A save reserves both when
+    it is called, and starts when all earlier reservations of either are released. Because both are reserved at once, no
+    two saves can wait for each other.
+    """
+
+    def __init__(self, *objects: Any, what: str, thread: Callable[[], int | None] | None = None) -> None:
+        """
+        Reserve objects.
+
+        Args:
+            objects: what the save uses; None is ignored.
+            what: where the save goes, for messages.
+            thread: returns the id of the thread that saves, if it has started; by default this thread.
+
+        """
+        here = threading.get_ident()
         self.what = what
-        self.thread = thread
-        """Tells which thread saves, if it has been started."""
-        self._lines = lines
-        self._objects = objects  # held, so that no other object gets their ids
-        lines.join(self, objects)
+        self.thread = thread or (lambda: here)
+        # Kept alive until released, so that no other object gets their ids.
+        self._objects = list({id(each): each for each in objects if each is not None}.values())
+        self._all = _reservations_of(os.getpid())
+        with self._all.changed:
+            for each in self._objects:
+                self._all.of.setdefault(id(each), []).append(self)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait for the saves before this one, and hold the objects meanwhile."""
+        """Wait for the earlier reservations, and hold this one during the block."""
         try:
-            self._lines.wait(self, self._objects)
+            self._wait()
             yield
         finally:
-            self.give_up()
+            self.release()
 
-    def give_up(self) -> None:
-        """Leave the lines; those behind go on."""
-        self._lines.leave(self, self._objects)
-        self._objects = []
+    def _wait(self) -> None:
+        with self._all.changed:
+            if (found := self._earlier()) is not None:
+                used, other = found
+                kind = type(used).__qualname__
+                log.warning("a save to %s waits for the one to %s, which uses the same %s", self.what, other.what, kind)
+            while self._earlier() is not None:
+                self._all.changed.wait()
 
-
-class ReservationQueues:
-    """Who uses what, and who is next."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._lines: dict[int, list[Reservation]] = {}
-
-    def join(self, turn: Reservation, objects: list[Any]) -> None:
-        """Stand at the end of each object's line."""
-        with self._changed:
-            for each in objects:
-                self._lines.setdefault(id(each), []).append(turn)
-
-    def wait(self, turn: Reservation, objects: list[Any]) -> None:
-        """Wait until a turn is the first everywhere."""
-        with self._changed:
-            told = False
-            while (found := self._before(turn, objects)) is not None:
-                if not told:
-                    told = True
-                    used, other = found
-                    log.warning(
-                        "a save to %s waits for the one to %s, which uses the same %s",
-                        turn.what,
-                        other.what,
-                        type(used).__qualname__,
-                    )
-                self._changed.wait()
-
-    def leave(self, turn: Reservation, objects: list[Any]) -> None:
-        """Stand in no line any more."""
-        with self._changed:
-            for each in objects:
-                line = self._lines[id(each)]
-                line.remove(turn)
-                if not line:
-                    del self._lines[id(each)]
-            self._changed.notify_all()
-
-    def _before(self, turn: Reservation, objects: list[Any]) -> tuple[Any, Reservation] | None:
-        """
-        Return an object that is in use, and by whom.
-
-        A save does not wait for one of its own thread: that is around it, or comes after it.
-        """
-        for each in objects:
-            first = self._lines[id(each)][0]
-            if first is not turn and first.thread() != threading.get_ident():
+    def _earlier(self) -> tuple[Any, Reservation] | None:
+        """Return an object with an earlier reservation. One of the same thread does not count: it encloses this save."""
+        for each in self._objects:
+            first = self._all.of[id(each)][0]
+            if first is not self and first.thread() != threading.get_ident():
                 return each, first
         return None
 
-
-@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's
-def _queues_of(process_id: int) -> ReservationQueues:
-    del process_id
-    return ReservationQueues()
-
-
-def reserve(*objects: Any, what: str, thread: Callable[[], int | None] | None = None) -> Reservation:
-    """
-    Take a place for a save.
-
-    Args:
-        objects: what it uses; None is nothing.
-        what: where it goes, for messages.
-        thread: tells which thread will save; by default this one.
-
-    """
-    distinct = {id(each): each for each in objects if each is not None}
-    here = threading.get_ident()
-    return Reservation(_queues_of(os.getpid()), list(distinct.values()), what, thread or (lambda: here))
+    def release(self) -> None:
+        """Release the objects; the next reservation can proceed."""
+        with self._all.changed:
+            for each in self._objects:
+                queue = self._all.of[id(each)]
+                queue.remove(self)
+                if not queue:
+                    del self._all.of[id(each)]
+            self._all.changed.notify_all()
+        self._objects = []
 
 
 def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> str:
-    """Say where a save goes, for messages."""
+    """Describe where a save goes, for messages."""
     place = checkpoint_id if checkpoint_id is not None else getattr(storage_writer, "checkpoint_id", None)
     return f"{os.fspath(place)!r}" if isinstance(place, (str, os.PathLike)) else type(storage_writer).__qualname__
 
 
-# A save, step by step: any planner, any storage writer.
-#
-#     all ranks       storage_meta, set_up_planner, set_up_storage_writer, create_local_plan, prepare_local_plan
-#     coordinator     create_global_plan, prepare_global_plan
-#     all ranks       finish_plan, write_data
-#     coordinator     finish
-#
-# Nothing here looks at the state or at the data. A planner or a writer may be torch's: what passes between it and one
-# of
-# ours is translated on the way.
+# -- save --------------------------------------------------------------------------------------------------------------
 
 
 @_api_bc_check
@@ -198,51 +407,51 @@ def save(
     use_collectives: bool = True,
 ) -> Metadata:
     """
-    Save a state that is spread over ranks, each of which writes its own part.
+    Save a distributed state; each rank writes its own part.
 
-    Top-level values with `state_dict` and `load_state_dict` are saved as what their `state_dict` returns.
+    For top-level values with `state_dict` and `load_state_dict`, the result of `state_dict` is saved.
 
     Args:
         state_dict: This rank's part of the state.
-        checkpoint_id: Where to save, in the terms of the storage.
+        checkpoint_id: Where to save; its meaning depends on the storage.
         storage_writer: Writes the data.
         planner: Decides what is written; by default everything, replicated values once.
         process_group: The ranks that save; all of them by default.
-        no_dist: Save on this process alone.
-        use_collectives: False to have each rank write a checkpoint of its own, with its own metadata.
+        no_dist: Save in this process only.
+        use_collectives: If False, each rank writes a checkpoint of its own, with its own metadata.
 
     Returns:
-        What was saved; on every rank.
+        The metadata of what was saved, on every rank.
 
     Raises:
-        CheckpointException: a rank failed; on all ranks, with what each one raised.
+        CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
     no_dist = without_ranks(no_dist, "saves")
 
     def call() -> Metadata:
-        turn = reserve(storage_writer, planner, what=destination_of(checkpoint_id, storage_writer))
-        with turn.taken(), _profile():
+        reservation = Reservation(storage_writer, planner, what=destination_of(checkpoint_id, storage_writer))
+        with reservation.taken(), _profile():
             writer = _storage_setup(storage_writer, checkpoint_id)
             ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
             state = in_step(ranks, lambda: _logged_states(state_dict))
             return _run_save(ranks, state, writer, planner, use_collectives)
 
-    said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
-    return logged(call, "save", log_exceptions=True, process_group=process_group, **said)()
+    fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+    return logged(call, "save", log_exceptions=True, process_group=process_group, **fields)()
 
 
 def _logged_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """Ask each value for its state, one by one, so that the log says which of them takes long."""
+    """Replace each stateful value by its state, and log how long each of them takes."""
     name = _stateful_to_state_dict.__name__
 
-    def ask(key: str, value: Any) -> Any:
+    def state_of(key: str, value: Any) -> Any:
         return logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
 
-    def ask_all() -> STATE_DICT_TYPE:
-        return {key: ask(key, value) for key, value in state_dict.items()}
+    def states() -> STATE_DICT_TYPE:
+        return {key: state_of(key, value) for key, value in state_dict.items()}
 
-    return logged(ask_all, name, log_exceptions=True)()
+    return logged(states, name, log_exceptions=True)()
 
 
 @deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
@@ -254,9 +463,9 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """Save a state as it is, without asking its values for theirs; `save` is what to use."""
-    turn = reserve(storage_writer, planner, what=destination_of(None, storage_writer))
-    with turn.taken(), _profile():
+    """Save a state without replacing stateful values by their state. Deprecated: use `save`."""
+    reservation = Reservation(storage_writer, planner, what=destination_of(None, storage_writer))
+    with reservation.taken(), _profile():
         storage_writer.reset()
         return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
 
@@ -282,13 +491,13 @@ def _run_save(
     use_collectives: bool,
 ) -> Metadata:
     call = _Save(ranks, DefaultSavePlanner() if planner is None else planner, storage_writer, use_collectives)
-    place = log_fields_of(storage_writer, ranks.group)
-    local_step = logged(lambda: call.plan(state()), "local_step", **place)
-    global_step = logged(call.decide, "global_step", **place)
-    write_data = logged(call.write, "write_data", **place)
-    finish_checkpoint = logged(call.finish, "finish_checkpoint", **place)
+    fields = log_fields_of(storage_writer, ranks.group)
+    local_step = logged(lambda: call.plan(state()), "local_step", **fields)
+    global_step = logged(call.decide, "global_step", **fields)
+    write_data = logged(call.write, "write_data", **fields)
+    finish_checkpoint = logged(call.finish, "finish_checkpoint", **fields)
     if not use_collectives:
-        # One step for all of it: ranks need nothing of each other, but each must learn when another one fails.
+        # One step for everything: ranks need nothing from each other, but each must learn when another one fails.
         mine: list[Metadata] = []
 
         def alone() -> None:
@@ -309,7 +518,8 @@ def _run_save(
     try:
         return ranks.patient(alone_s).all_reduce("write", lambda: write_data(plan), finish_checkpoint)
     except CheckpointException as failed:
-        # The coordinator ends a save only where no rank failed. Where it failed itself, only it knows if that was before.
+        # The coordinator commits only if no rank failed. If the coordinator itself failed, only it knows whether that was
+        # before the commit.
         unfinished = ranks.coordinator_rank not in failed.failures or (ranks.is_coordinator and not call.finishing)
         if unfinished and isinstance(storage_writer, _FileSystemWriter):
             storage_writer._discard_written()
@@ -330,7 +540,7 @@ class _Save:
         self._to_planner = translator(storage_writer, planner)
         self._metadata: Any = None
         self.finishing = False
-        """Whether the coordinator has begun to make the checkpoint complete."""
+        """Whether the coordinator has started to commit."""
 
     def plan(self, state_dict: STATE_DICT_TYPE) -> SavePlan:
         """Return this rank's plan."""
@@ -343,7 +553,7 @@ class _Save:
                 f"{type(self._planner).__qualname__}.set_up_planner should take storage_meta as its second argument",
                 stacklevel=2,
             )
-            self._planner.set_up_planner(state_dict, leads)  # type: ignore[arg-type]  # as planners once were
+            self._planner.set_up_planner(state_dict, leads)  # type: ignore[arg-type]  # the signature of old planners
         if takes(self._writer.set_up_storage_writer, "rank", "use_collectives"):
             self._writer.set_up_storage_writer(leads, rank=self._ranks.rank, use_collectives=self._use_collectives)
         else:
@@ -357,52 +567,34 @@ class _Save:
         return self._writer.prepare_global_plan(self._to_writer(list(decided)))
 
     def alone_s(self) -> float:
-        """Return how long the coordinator may be at work when the other ranks are done."""
+        """Return how many seconds the coordinator may still work when the other ranks are done."""
         if not isinstance(self._writer, _FileSystemWriter) or self._metadata is None:
             return 0.0
         return self._writer._alone_s(self._metadata)
 
     def write(self, plan: SavePlan) -> list[WriteResult]:
-        """Carry out this rank's plan."""
+        """Write the items of this rank's plan."""
         final = self._to_writer(self._planner.finish_plan(self._to_planner(plan)))
         if not plan.usable and plan.storage_data is not None:
-            # A plan that the planner kept of an earlier save; what the writer decided for this one came with the word.
+            # The planner returned its cached plan of an earlier save; the writer's data for this save are in `plan`.
             final = replace(final, storage_data=plan.storage_data)
         writes = self._writer.write_data(final, self._planner)
         writes.wait()
         return writes.value()
 
     def finish(self, results: list[list[WriteResult]]) -> Metadata:
-        """Make the checkpoint complete, and return what is in it."""
+        """Commit the checkpoint, and return its metadata."""
         self.finishing = True
         if self._metadata is None:
-            raise BrokenProtocol("create_global_plan gave no metadata", hint="return the plans and the metadata")
-        # In the writer's classes, index by index: it may pickle them.
+            raise BrokenProtocol("create_global_plan returned no metadata", hint="return the plans and the metadata")
+        # In the writer's classes, including every index: the writer may pickle them.
         metadata = self._to_writer(self._metadata)
         self._writer.finish(metadata=metadata, results=self._to_writer(results))
         finished: Metadata = to_ours(metadata)
         return finished
 
 
-# A load, step by step: any planner, any storage reader.
-#
-#     all ranks       read_metadata, set_up_planner, set_up_storage_reader, create_local_plan, prepare_local_plan
-#     coordinator     create_global_plan, prepare_global_plan
-#     all ranks       finish_plan, read_data
-#
-# Where `Options.share_reads` is set, ranks that want the same of a checkpoint each read a part of it, and exchange
-# what
-# they have read in a step of its own.
-#
-# All steps are made by all ranks together, also where each rank has metadata of its own. A planner or a reader may be
-# torch's: what passes between it and one of ours is translated on the way.
-
-logger = logging.getLogger("shardkeep")
-
-_READER_METHODS = ("prepare_local_plan", "prepare_global_plan", "read_data")
-_NOT_THERE = (FileNotFoundError, KeyError)
-"""What readers raise where there is nothing: those of files, and those that keep checkpoints in a dict."""
-_HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_files_from_queue")
+# -- load --------------------------------------------------------------------------------------------------------------
 
 
 @_api_bc_check
@@ -416,21 +608,21 @@ def load(
     no_dist: bool = False,
 ) -> None:
     """
-    Fill a state that is spread over ranks, each of which reads its own part.
+    Fill a distributed state; each rank reads its own part.
 
-    Tensors are filled in place and other values replaced. Top-level values with `state_dict` and `load_state_dict` are
-    asked for their state, and given it once it is filled. All ranks must pass the same keys.
+    Tensors are filled in place, other values are replaced. For top-level values with `state_dict` and `load_state_dict`,
+    their state is filled and given back to them. All ranks must pass the same keys.
 
     Args:
         state_dict: This rank's part of the state.
-        checkpoint_id: Where to load from, in the terms of the storage.
+        checkpoint_id: Where to load from; its meaning depends on the storage.
         storage_reader: Reads the data.
         planner: Decides what is read; by default every value of the state.
         process_group: The ranks that load; all of them by default.
-        no_dist: Load on this process alone.
+        no_dist: Load in this process only.
 
     Raises:
-        CheckpointException: a rank failed; on all ranks, with what each one raised.
+        CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
     no_dist = without_ranks(no_dist, "loads")
@@ -438,7 +630,7 @@ def load(
     def call() -> None:
         with _profile():
             reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
-            # Sorted, as objects that communicate when asked for their state must be asked in one order on all ranks.
+            # Sorted, because objects that communicate in `state_dict` must be called in the same order on all ranks.
             keys = sorted(state_dict)
             ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
             state = in_step(ranks, lambda: _stateful_to_state_dict({key: state_dict[key] for key in keys}))
@@ -450,8 +642,8 @@ def load(
                 else:
                     state_dict[key] = filled[key]
 
-    said = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
-    logged(call, "load", log_exceptions=True, process_group=process_group, **said)()
+    fields = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
+    logged(call, "load", log_exceptions=True, process_group=process_group, **fields)()
 
 
 @deprecated("`load_state_dict` is deprecated: use `load`", category=FutureWarning)
@@ -463,7 +655,7 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """Fill a state as it is, without asking its values for theirs; `load` is what to use."""
+    """Fill a state without replacing stateful values by their state. Deprecated: use `load`."""
     storage_reader.reset()
     with _profile():
         _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
@@ -477,7 +669,7 @@ def _load_state_dict_from_keys(
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """
-    Return what a checkpoint holds, whole and on the CPU: all of it, or what is under some keys.
+    Return the contents of a checkpoint, whole and on the CPU: all of it, or the given keys.
 
     A key is a flat name or the first parts of one: "model" stands for "model.weight" and "model.bias".
     """
@@ -504,26 +696,26 @@ def _run_load(
     ranks: _DistWrapper, state: Callable[[], dict[str, Any]], storage_reader: StorageReader, planner: LoadPlanner | None
 ) -> None:
     call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
-    place = log_fields_of(storage_reader, ranks.group)
-    local_step = logged(lambda: call.plan(state()), "local_step", **place)
-    global_step = logged(call.decide, "global_step", **place)
-    read_data = logged(call.read, "read_data", **place)
-    plan, orders = ranks.reduce_scatter("plan", local_step, global_step)
-    ranks.all_gather("read", lambda: read_data(plan, orders))
-    if orders is not None:  # on all ranks, none of which has failed to read
+    fields = log_fields_of(storage_reader, ranks.group)
+    local_step = logged(lambda: call.plan(state()), "local_step", **fields)
+    global_step = logged(call.decide, "global_step", **fields)
+    read_data = logged(call.read, "read_data", **fields)
+    plan, shares = ranks.reduce_scatter("plan", local_step, global_step)
+    ranks.all_gather("read", lambda: read_data(plan, shares))
+    if shares is not None:  # on all ranks, none of which has failed to read
         ranks.all_gather("share", call.exchange)
 
 
 class _RankReport(NamedTuple):
-    """What a rank tells the coordinator."""
+    """What a rank sends to the coordinator."""
 
     common: bool
-    """The metadata are those of all ranks."""
+    """Whether the metadata are those of all ranks."""
     plan: LoadPlan
     cannot_share: str | None
-    """Why it does not share its reads; empty where it does, None where nobody asked for it."""
+    """Why it cannot share its reads; empty if it can, None if `share_reads` is not set."""
     offer: bytes
-    """What it offers to share."""
+    """The reads it offers to share."""
 
 
 class _Load:
@@ -539,7 +731,7 @@ class _Load:
         self._exchange: Exchange | None = None
 
     def plan(self, state_dict: dict[str, Any]) -> _RankReport:
-        """Return what this rank tells the coordinator."""
+        """Return this rank's plan, and what it offers to share."""
         leads = self._ranks.is_coordinator
         metadata, common = self._read_metadata()
         self._planner.set_up_planner(state_dict, to_classes_of(self._planner, metadata), leads)
@@ -552,7 +744,7 @@ class _Load:
         return _RankReport(common, plan, cannot_share, offer)
 
     def _offer(self, plan: LoadPlan, metadata: Metadata, *, common: bool) -> tuple[str | None, bytes]:
-        """Return why this rank does not share its reads (None: nobody asked for it), or what it offers to share."""
+        """Return why this rank cannot share its reads (None: `share_reads` is not set), and the reads it offers."""
         options, planner = Options(), self._planner
         if not options.share_reads:
             return None, b""
@@ -561,74 +753,75 @@ class _Load:
         if not isinstance(channel, Channel):
             return channel, b""
         if not _reads_items(self._reader):
-            return f"the reader, a {type(self._reader).__qualname__}, may read in ways of its own", b""
+            return f"the reader, a {type(self._reader).__qualname__}, may override how it reads", b""
         if not fills_in_place(planner) or type(plan) is not LoadPlan:
-            return f"the planner, a {type(planner).__qualname__}, may read in ways of its own", b""
+            return f"the planner, a {type(planner).__qualname__}, may override how it is filled", b""
         if not common:
-            return "the ranks have metadata of their own", b""
+            return "the ranks have their own metadata", b""
         wants = shared_requests_of_plan(plan, planner, metadata)
         self._sharing = Sharing(channel, wants, budget_nbytes=options.host_budget_bytes)
         return "", self._sharing.offer()
 
-    def decide(self, said: list[_RankReport]) -> list[tuple[LoadPlan, bytes | None]]:
-        """Return the plan of each rank, and its part in sharing the reads; None where they are not shared."""
-        found = [rank for rank, each in enumerate(said) if each.common]
-        if 0 < len(found) < len(said):
+    def decide(self, reports: list[_RankReport]) -> list[tuple[LoadPlan, bytes | None]]:
+        """Return the plan of each rank, and its part in sharing the reads; None if they are not shared."""
+        found = [rank for rank, each in enumerate(reports) if each.common]
+        if 0 < len(found) < len(reports):
             raise RanksDisagree(
-                f"only ranks {found} of {len(said)} found the checkpoint's metadata, the others only their own",
+                f"only ranks {found} of {len(reports)} found the checkpoint's metadata, the others only their own",
                 hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
             )
-        plans = self._planner.create_global_plan(self._to_planner([each.plan for each in said]))
+        plans = self._planner.create_global_plan(self._to_planner([each.plan for each in reports]))
         final = self._reader.prepare_global_plan(self._to_reader(list(plans)))
-        orders: list[bytes] | None = None
-        if all_agree([each.cannot_share for each in said]):
-            orders = decide_shares([each.offer for each in said], first_tag=new_tag())
-        return [(plan, orders[rank] if orders is not None else None) for rank, plan in enumerate(final)]
+        shares: list[bytes] | None = None
+        reasons = [each.cannot_share for each in reports]
+        if any(each is not None for each in reasons) and all_agree(reasons):
+            shares = plan_sharing([each.offer for each in reports], first_tag=new_tag())
+        return [(plan, shares[rank] if shares is not None else None) for rank, plan in enumerate(final)]
 
-    def read(self, plan: LoadPlan, orders: bytes | None) -> None:
-        """Carry out this rank's plan, as far as other ranks do not read it for this one."""
+    def read(self, plan: LoadPlan, shares: bytes | None) -> None:
+        """Read this rank's items, except for those that other ranks read for it."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
-        if orders is not None and self._sharing is not None:
-            part = self._sharing.accept(orders)
+        if shares is not None and self._sharing is not None:
+            part = self._sharing.accept(shares)
             final, self._exchange = remaining_plan(final, part.rows, part.cuts), part.exchange
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
-        # A reader that fails in the background says so only in its future.
+        # A reader that fails in the background reports it only through its future.
         reads.value()
 
     def exchange(self) -> None:
-        """Send the others what this rank has read for them, and receive what they have read for it."""
+        """Send the other ranks what this rank has read for them, and receive what they have read for it."""
         if self._exchange is not None:
             self._exchange.run()
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """
-        Return the checkpoint's metadata, or else those that this rank alone wrote; and which of them it is.
+        Return the checkpoint's metadata, or else those that this rank alone wrote; and whether they are the checkpoint's.
 
-        Those of this rank count only where there are no others: beside metadata that cannot be read just now, they are
-        what an older save left.
+        The rank's own metadata count only if there are no others. If the checkpoint's metadata exist but cannot be read,
+        the rank's own were left by an older save.
         """
-        said = ["metadata is None"]
+        causes = ["metadata is None"]
         try:
             if (metadata := self._reader.read_metadata()) is not None:
                 return metadata, True
-        except Exception as error:  # the storage is foreign code
-            said.append(f"global metadata read failed: {error}")
+        except Exception as error:  # the storage may be the user's
+            causes.append(f"global metadata read failed: {error}")
             if not isinstance(error, _NOT_THERE):
-                hint = "the checkpoint may be sound: try again, or see what is wrong with its metadata"
-                raise NoMetadata("; ".join(said), hint=hint) from error
+                hint = "the checkpoint may be intact: try again, or find out what is wrong with its metadata"
+                raise NoMetadata("; ".join(causes), hint=hint) from error
         if takes(self._reader.read_metadata, "rank"):
             try:
                 if (metadata := self._reader.read_metadata(rank=self._ranks.rank)) is not None:
-                    logger.warning("there are no metadata of the whole checkpoint; this rank's own are used")
+                    log.warning("the checkpoint has no common metadata; this rank's own are used")
                     return metadata, False
-            except Exception as error:  # noqa: BLE001 - the storage is foreign code; told below
-                said.append(f"rank local metadata read failed: {error}")
-        raise NoMetadata("; ".join(said), hint="is there a complete checkpoint at this place?")
+            except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
+                causes.append(f"rank local metadata read failed: {error}")
+        raise NoMetadata("; ".join(causes), hint="is there a complete checkpoint at this place?")
 
 
 def _reads_items(reader: object) -> bool:
-    """Say whether a reader reads any part of an item that it is asked for, straight into what the planner gives."""
+    """Return whether a reader reads any part of an item straight into the planner's tensor, as ours do."""
     if isinstance(reader, HuggingFaceStorageReader):
         return keeps(reader, HuggingFaceStorageReader, ("_read", *_HF_METHODS, *_READER_METHODS))
     return isinstance(reader, FileSystemReader) and keeps(reader, FileSystemReader, _READER_METHODS)

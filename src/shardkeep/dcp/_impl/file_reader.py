@@ -18,7 +18,6 @@ import torch
 from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, _StorageReaderTransforms
-from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.sources import latest
@@ -41,6 +40,7 @@ from shardkeep.layouts.torch_values import (
     StorageReader,
     _StorageInfo,
     is_tensor_entry,
+    to_classes_of_caller,
 )
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices

@@ -14,7 +14,6 @@ from torch.futures import Future
 
 from shardkeep.dcp._impl.file_reader import FileSystemReader
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
-from shardkeep.dcp._impl.interop import to_classes_of_caller
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.reader import ReadableStore
@@ -39,6 +38,7 @@ from shardkeep.layouts.torch_values import (
     TensorProperties,
     TensorStorageMetadata,
     is_torchs,
+    to_classes_of_caller,
 )
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices

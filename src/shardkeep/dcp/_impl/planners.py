@@ -20,7 +20,6 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import _utils as rebuilding
 
-from shardkeep.dcp._impl.interop import translator_to
 from shardkeep.dcp._impl.plans import (
     _init_state_dict,
     _validate_global_plan,
@@ -51,6 +50,7 @@ from shardkeep.layouts.torch_values import (
     WriteItem,
     WriteItemType,
     is_tensor_entry,
+    translator_to,
 )
 from shardkeep.options import Options
 from shardkeep.state.flatten import (

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkeep.dcp._impl.interop import to_ours
 from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts.torch_values import (
@@ -34,6 +33,7 @@ from shardkeep.layouts.torch_values import (
     WriteItemType,
     chunk_nbytes,
     is_tensor_entry,
+    to_ours,
 )
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
 

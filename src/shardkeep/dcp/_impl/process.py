@@ -31,8 +31,7 @@ from typing import Any, Final
 import torch
 import torch.multiprocessing
 
-from shardkeep.dcp._impl.calls import _storage_setup
-from shardkeep.dcp._impl.driver import _Save
+from shardkeep.dcp._impl.driver import _Save, _storage_setup
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.process.rpc import (
     SLOWEST_BYTES_PER_S,
