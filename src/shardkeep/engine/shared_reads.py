@@ -1,9 +1,11 @@
 """
-The exchange of what ranks have read for each other: from the memory it was read into, into the memory that wants it.
+Shared reads: ranks that want the same bytes read a part each and send it to each other.
 
-Messages go from rank to rank over the group's CPU backend, a few at a time and in one order on all ranks: the first one
-that is not done yet is under way at both its ends, so nobody waits for ever. Memory that is not one run of host bytes
-is reached through a few buffers of a message's length. Nothing is ever sent through an accelerator's communicator.
+Each rank offers what it wants (`Sharing.offer`), rank 0 plans who reads what (`plan.sharing`), every rank reads its part, and
+then the ranks exchange the parts (`Exchange`), from the memory they were read into, into the memory that wants them.
+Messages go over the process group's CPU backend, a few at a time and in the same order on all ranks, so that the first
+unfinished message is always in progress at both of its ends and no rank waits for ever. Nothing is sent through an
+accelerator's communicator.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Whether ranks can send each other what they read: over which backend, and whether all of them are asked to.
+# -- the channel -------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger("shardkeep")
 
 TAGS = 1 << 31
-"""How many tags there are, by which messages are told from each other, and from those of others on the same group."""
+"""Number of tags, which distinguish messages from each other and from those of other users of the group."""
 
 
 class Channel(NamedTuple):
-    """The ranks of a group, and what carries bytes between them."""
+    """The backend that carries bytes between the ranks of a group."""
 
     backend: Any
-    """Of torch, for the CPU."""
+    """Torch's backend for the CPU."""
     rank: int
     timeout_s: float
     """How long a message may take."""
@@ -56,19 +58,13 @@ class Channel(NamedTuple):
 
 def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: float) -> Channel | str:
     """
-    Return what the ranks of a group can send each other bytes by, or why they cannot.
-
-    Args:
-        group: the ranks; None for all.
-        size: how many they are.
-        timeout_s: how long they wait for each other in a step that they make together.
-
+    Return a channel between the `size` ranks of a group (None: the default group), or the reason why there is none.
     """
     if size == 1:
         return "there is only one rank"
     if isinstance(group, World):
         return "the ranks have no process group"
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there are several ranks
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - already loaded if there are several ranks
 
     members = group if group is not None else c10d._get_default_group()
     try:
@@ -77,33 +73,35 @@ def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: fl
         return f"the process group ({c10d.get_backend_config(members)}) has no backend for the CPU"
     if backend.name() != "gloo":
         return f"the process group's backend for the CPU is {backend.name()}, not gloo"
-    # Half of it, so that a rank whose messages are not answered says so while rank 0 still waits for its word.
+    # Half of it, so that a rank whose messages are not answered reports that while rank 0 is still waiting for it.
     return Channel(backend, c10d.get_rank(members), timeout_s / 2)
 
 
 def new_tag() -> int:
-    """Return where to number the messages of an exchange from; rank 0 does, for all."""
+    """Return the first tag of an exchange; rank 0 chooses it for all ranks."""
     return secrets.randbelow(TAGS)
 
 
-def all_agree(words: Sequence[str | None]) -> bool:
+def all_agree(reasons: Sequence[str | None]) -> bool:
     """
-    Say whether all ranks share their reads; where only some would, one line of the log says why it is not done.
+    Return whether all ranks share their reads. If only some of them would, log why reads are not shared.
 
-    `words` has for each rank None where nobody asked for it, else why it cannot, which is empty where it can.
+    `reasons` has for each rank None if it was not asked to, else why it cannot, or "" if it can.
     """
-    if all(word == "" for word in words):
+    if all(reason == "" for reason in reasons):
         return True
-    if any(word is not None for word in words):
-        rank, word = next((rank, word) for rank, word in enumerate(words) if word != "")
-        log.warning("reads are not shared: rank %d: %s", rank, "share_reads is not set" if word is None else word)
+    if any(reason is not None for reason in reasons):
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason != "")
+        log.warning("reads are not shared: rank %d: %s", rank, "share_reads is not set" if reason is None else reason)
     return False
 
 
-_UNDER_WAY = 6
-"""Messages that a rank sends and receives at a time."""
+# -- the exchange ------------------------------------------------------------------------------------------------------
+
+_IN_PROGRESS = 6
+"""Messages that a rank sends and receives at the same time."""
 _KEPT = 2
-"""Buffers besides those: of messages that were sent to some of their receivers, and go to others next."""
+"""Additional buffers, for messages that were sent to some of their receivers and go to others next."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +112,9 @@ class _Message:
     turn: int
     team: list[int]
     place: dict[int, int]
-    """Of each rank in the team."""
+    """Position of each rank in the team."""
     parts: list[tuple[int, int, int]]
-    """Wants, and the bytes of each, from and to."""
+    """Requests, and the byte range of each."""
 
     @property
     def nbytes(self) -> int:
@@ -124,22 +122,22 @@ class _Message:
 
 
 class _Step(NamedTuple):
-    """A message to one of its receivers. Steps are sorted by their first three fields, in one order on all ranks."""
+    """A message to one of its receivers. Sorted by their first three fields, steps have the same order on all ranks."""
 
     turn: int
     shift: int
-    """How far the receiver is from the owner in the team: so every rank sends to one and hears from one at a time."""
+    """Distance of the receiver from the owner in the team, so that each rank sends to one and receives from one at a time."""
     owner: int
     message: _Message
     peer: int
-    """At the other end."""
+    """The rank at the other end."""
 
 
-class _UnderWay(NamedTuple):
+class _Transfer(NamedTuple):
     step: _Step
     data: memoryview
     buffer: memoryview | None
-    """What `data` is a part of, where it is not the memory of a tensor."""
+    """The buffer that `data` is a part of, if it is not the memory of a tensor."""
     work: Any
 
 
@@ -150,22 +148,14 @@ class _Packed:
     data: memoryview
     buffer: memoryview | None
     left: int
-    """How many have not got it yet."""
+    """Receivers that do not have it yet."""
 
 
 class Exchange:
-    """One rank's part in an exchange. Made before the ranks agree to begin it, as it may fail for lack of memory."""
+    """One rank's part in an exchange. It allocates all buffers when it is made, before any rank begins to exchange."""
 
     def __init__(self, channel: Channel, orders: SharePlan, into: Sequence[torch.Tensor]) -> None:
-        """
-        Prepare to send and receive.
-
-        Args:
-            channel: carries the bytes.
-            orders: this rank's part.
-            into: the tensor of each row of the rank's offer: of any device and stride, in the stored dtype.
-
-        """
+        """`into` has the tensor of each row of the rank's offer: on any device, of any stride, in the stored dtype."""
         self._channel = channel
         messages = list(_messages(orders))
         self._steps = sorted(
@@ -180,7 +170,7 @@ class Exchange:
         self._first_tag = orders.first_tag
         self._message_nbytes = orders.message_nbytes
         packed = sum(not self._in_place(message) for message in messages)
-        self._free = [aligned_buffer(orders.message_nbytes) for _ in range(min(packed, _UNDER_WAY + _KEPT))]
+        self._free = [aligned_buffer(orders.message_nbytes) for _ in range(min(packed, _IN_PROGRESS + _KEPT))]
         self._packed: dict[int, _Packed] = {}
         self._lost: dict[int, str] = {}
         self._failure: Exception | None = None
@@ -198,16 +188,16 @@ class Exchange:
 
         """
         synchronize_devices(self._tensors.values())
-        under_way: deque[_UnderWay] = deque()
+        transfers: deque[_Transfer] = deque()
         for step in self._steps:
-            if len(under_way) == _UNDER_WAY:
-                self._end(under_way.popleft())
+            if len(transfers) == _IN_PROGRESS:
+                self._end(transfers.popleft())
             if step.peer not in self._lost:
-                under_way.append(self._begin(step))
+                transfers.append(self._begin(step))
             elif step.owner == self._channel.rank:
                 self._done(step.message)
-        while under_way:
-            self._end(under_way.popleft())
+        while transfers:
+            self._end(transfers.popleft())
         synchronize_devices(self._tensors.values())
         # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
         torch.autograd.graph.increment_version(list(self._tensors.values()))
@@ -217,7 +207,7 @@ class Exchange:
             raise self._failure
         return self._bytes_received
 
-    def _begin(self, step: _Step) -> _UnderWay:
+    def _begin(self, step: _Step) -> _Transfer:
         if step.owner == self._channel.rank:
             packed = self._pack(step.message)
             data, buffer, post = packed.data, packed.buffer, self._channel.backend.send
@@ -228,9 +218,9 @@ class Exchange:
             work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, (self._first_tag + step.turn) % TAGS)
         except RuntimeError as error:  # the connection is closed already
             work = error
-        return _UnderWay(step, data, buffer, work)
+        return _Transfer(step, data, buffer, work)
 
-    def _end(self, each: _UnderWay) -> None:
+    def _end(self, each: _Transfer) -> None:
         step, timeout_s = each.step, self._channel.timeout_s
         sends = step.owner == self._channel.rank
         began = time.monotonic()
@@ -238,11 +228,11 @@ class Exchange:
             if isinstance(each.work, RuntimeError):
                 raise each.work
             each.work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:  # what backends raise, for a peer that is gone and for one that is silent
+        except RuntimeError as error:  # raised for a lost peer as well as for a silent one
             waited_s = time.monotonic() - began
-            verb = "did not take what was sent" if sends else "did not send"
+            verb = "did not receive what was sent" if sends else "did not send"
             self._lost.setdefault(step.peer, f"{verb} ({waited_s:.1f} s): {error!s:.160}")
-            if waited_s >= timeout_s:  # the backend gives up all its connections then, which says nothing of others
+            if waited_s >= timeout_s:  # the backend then closes all connections, so the state of the others is unknown
                 raise self._loss() from error
         else:
             if not sends:
@@ -253,9 +243,9 @@ class Exchange:
             self._done(step.message)
 
     def _loss(self) -> RanksSilent:
-        told = "; ".join(f"rank {rank} {text}" for rank, text in self._lost.items())
+        reasons = "; ".join(f"rank {rank} {text}" for rank, text in self._lost.items())
         return RanksSilent(
-            f"ranks that share their reading were lost while they exchanged it: {told}",
+            f"ranks that share their reading were lost while they exchanged it: {reasons}",
             hint="look at what these ranks logged last, then load again",
             ranks=list(self._lost),
         )
@@ -266,16 +256,16 @@ class Exchange:
         return len(message.parts) == 1 and self._address[message.parts[0][0]] != 0
 
     def _room(self, message: _Message) -> tuple[memoryview, memoryview | None]:
-        """Return the memory that a message lies in, and the buffer it is of, if it is one."""
+        """Return the memory of a message, and the buffer that it is part of, if any."""
         if self._in_place(message):
             want, start, _ = message.parts[0]
             return view_memory(self._address[want] + start, message.nbytes), None
-        # There are none left where messages failed, of which nobody knows who still writes to them.
+        # Buffers of failed messages are not reused, because the backend may still write to them.
         buffer = self._free.pop() if self._free else aligned_buffer(self._message_nbytes)
         return buffer[: message.nbytes], buffer
 
     def _pack(self, message: _Message) -> _Packed:
-        """Return the bytes of a message that goes out, put together when it goes to its first receiver."""
+        """Return the bytes of an outgoing message, which is put together for its first receiver."""
         packed = self._packed.get(message.turn)
         if packed is None:
             data, buffer = self._room(message)
@@ -285,7 +275,7 @@ class Exchange:
         return packed
 
     def _done(self, message: _Message) -> None:
-        """Note that one receiver has a message, or never will."""
+        """Record that one receiver has a message, or never will."""
         packed = self._packed.get(message.turn)
         if packed is None:  # its first receiver is lost
             packed = self._pack(message)
@@ -307,7 +297,7 @@ class Exchange:
             self._failure = self._failure or error
 
     def _copy(self, message: _Message, data: memoryview, *, out: bool) -> None:
-        """Copy the parts of a message from tensors to a buffer, or back."""
+        """Copy the parts of a message from tensors to a buffer (`out`), or back."""
         at = 0
         for want, start, stop in message.parts:
             some = data[at : at + stop - start]
@@ -330,7 +320,7 @@ class Exchange:
 
 
 def _messages(orders: SharePlan) -> Iterator[_Message]:
-    """Put rows of one owner and turn together."""
+    """Group rows of the same owner and turn."""
     places = [{rank: place for place, rank in enumerate(team)} for team in orders.teams]
     made: _Message | None = None
     for owner, turn, team, *part in zip(*(column.tolist() for column in orders.share.columns()), strict=True):
@@ -354,26 +344,26 @@ def _steps(message: _Message, rank: int) -> Iterator[_Step]:
         yield _Step(message.turn, (message.place[rank] - first) % len(team), owner, message, owner)
 
 
-# What a rank offers to share, and what is left for it to read.
-#
-# Only what is exactly alike is shared: plain tensors in the dtype that is stored, whose memory nothing else is loaded
-# into. A rank reads everything else itself, and so it does with what turns out to be wanted by no other.
+# -- offers ------------------------------------------------------------------------------------------------------------
+
+# Only what is exactly the same is shared: plain tensors in the stored dtype, whose memory nothing else is loaded into. A rank
+# reads everything else itself, and also what no other rank wants.
 
 
 class SharedRequest(NamedTuple):
-    """A box of a stored tensor that a rank wants."""
+    """A box of a stored tensor that a rank wants to read."""
 
     what: bytes
-    """Equal on all ranks that want the same bytes."""
+    """Identifies the bytes: equal on all ranks that want the same ones."""
     target: torch.Tensor
     file: str
     start: int
-    """Where in the file it is, about."""
+    """About where it begins in the file."""
     can_share: bool
 
 
 class Cut(NamedTuple):
-    """The part of a shared want that this rank reads."""
+    """The part of a shared request that this rank reads."""
 
     want: int
     axis: int
@@ -399,12 +389,12 @@ class Sharing:
         self._channel = channel
         self._budget_nbytes = budget_nbytes
         self._alone_nbytes = sum(want.target.nbytes for want in wants if not want.can_share)
-        # Rows of the offer, as positions among the wants.
+        # The positions of the offered requests among all requests.
         self._offered = [row for row, want in enumerate(wants) if want.can_share]
         self._wants = [wants[row] for row in self._offered]
 
     def offer(self) -> bytes:
-        """Return what rank 0 is told."""
+        """Return this rank's offer, encoded for rank 0."""
         digests = [blake2b(want.what, digest_size=16).digest() for want in self._wants]
         files = {want.file: _number(want.file) for want in self._wants}
         offer = ShareOffer(
@@ -421,7 +411,7 @@ class Sharing:
         planned = decode_share_plan(plan)
         share = planned.share
         exchange = Exchange(self._channel, planned, [want.target for want in self._wants])
-        # A rank has at most one slice of a want, which may be sent in several messages.
+        # A rank has at most one slice of a request, which may be sent in several messages.
         slices: dict[int, tuple[int, int]] = {}
         own = share.take(share.owner == self._channel.rank)
         for row, start, stop in zip(own.want.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
@@ -437,7 +427,7 @@ class Sharing:
 
 
 def is_plain(tensor: torch.Tensor, stored: torch.dtype) -> bool:
-    """Say whether a tensor's memory holds what is stored, byte by byte, and nothing twice."""
+    """Return whether a tensor's memory holds the stored bytes as they are, each element once."""
     return (
         _in_memory(tensor)
         and tensor.dtype == stored
@@ -456,10 +446,10 @@ def _in_memory(tensor: torch.Tensor) -> bool:
 
 def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """
-    Say of each tensor whether no other one begins or ends in the memory between its first and its last element.
+    Return for each tensor whether no other one begins or ends between its first and its last element in memory.
 
-    What is loaded into memory of two tensors may be one or the other, which is no matter for the rank that has them, but
-    not for those that it sends one of them to.
+    Memory that two tensors share ends up with the contents of either of them. That is fine on the rank that has them, but such
+    memory must not be sent to other ranks.
     """
     spans = []
     alone = [_in_memory(tensor) for tensor in tensors]
@@ -478,7 +468,7 @@ def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _rows(shape: Ints) -> tuple[int, int]:
-    """Return the axis along which a box is cut, the first that can be, and its extent."""
+    """Return the axis along which a box is cut, the first with more than one index, and its extent."""
     axis = next((axis for axis, n in enumerate(shape) if n > 1), 0)
     return axis, shape[axis] if shape else 1
 
@@ -487,11 +477,11 @@ def _number(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-# Boxes of an opened checkpoint, as they are wanted and shared by `load`.
+# -- requests of a load ------------------------------------------------------------------------------------------------
 
 
 class Destinations(NamedTuple):
-    """Tensors that are to be filled, and with what: rows of the index, and boxes."""
+    """Tensors to fill: for each one, the row of a tensor in the index, and a box."""
 
     tensor: IntArray
     boxes: Boxes
@@ -499,7 +489,7 @@ class Destinations(NamedTuple):
 
 
 def shared_requests(source: Source, to: Destinations) -> list[SharedRequest]:
-    """Describe what is to be filled from a checkpoint; all ranks have opened one and the same."""
+    """Return what is to be read from a checkpoint; all ranks have opened the same one."""
     index = source.index
     owner = np.asarray(index.tensors.alias, np.int64)[to.tensor]
     alone = in_disjoint_memory(to.into)
@@ -513,7 +503,7 @@ def shared_requests(source: Source, to: Destinations) -> list[SharedRequest]:
 
 
 def remaining_reads(to: Destinations, shared: set[int], cuts: Sequence[Cut]) -> Destinations:
-    """Return what is left to be filled by a rank that reads of shared wants only some parts."""
+    """Return what a rank reads itself, if it reads only parts of its shared requests."""
     whole = [want for want in range(len(to.into)) if want not in shared]
     rows = np.array([*whole, *(cut.want for cut in cuts)], np.int64)
     offsets, sizes = to.boxes.offsets[rows], to.boxes.sizes[rows]  # copies, as the rows are a list
@@ -529,11 +519,11 @@ def remaining_reads(to: Destinations, shared: set[int], cuts: Sequence[Cut]) -> 
 
 
 def _place(source: Source, row: int, offsets: tuple[int, ...]) -> tuple[str, int]:
-    """Return the file, and about where in it, that a box of a tensor begins in."""
+    """Return the file in which a box of a tensor begins, and about where."""
     index = source.index
     rows = index.chunk_rows(row)
     at = rows.start
-    if rows.stop == rows.start:  # reading says what is wrong
+    if rows.stop == rows.start:  # reading reports what is wrong
         return "", 0
     if rows.stop - rows.start > 1 and offsets:
         chunks = index.chunks.take(rows)

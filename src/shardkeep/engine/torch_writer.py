@@ -1,9 +1,9 @@
 """
-Files of torch's layout: items end to end, objects first, each tensor an archive as `torch.save` writes it.
+Writing files of torch's layout: items end to end, objects first, each tensor an archive as `torch.save` writes it.
 
-Where the size of every item is known beforehand, a file is laid out and goes through the write pipeline, straight from
-the tensors' memory. Where it is not (items that are transformed, places that only take a stream), items are written
-one after the other. Both take the digests of the file's blocks on the way.
+If the size of every item is known beforehand, a file is laid out and goes through the write pipeline, straight from the
+tensors' memory. Otherwise (stream extensions, stores that only take a stream) items are written one after the other. Both
+ways compute the digests of the file's blocks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shardkeep.storage.buffers import address_of, view_memory
 _ALIGNMENT = 64
 _LARGE_NBYTES = 1 << 20
 _LARGE_ALIGNMENT = 4096
-"""What is large is read and written past the page cache, in whole pages."""
+"""Large tensors are read and written with direct I/O, in whole pages."""
 _STREAM_BLOCK_NBYTES = 256 << 10
-"""Of files whose size is not known when their first block is hashed."""
+"""For files whose size is not known when their first block is hashed."""
 
 Data = torch.Tensor | memoryview
 Wrap = Callable[[IO[bytes]], tuple[IO[bytes], list[str]]]
-"""Puts a stream before another one that transforms what is written, and says what to undo when it is read."""
+"""Wraps a stream in one that transforms what is written; returns it and the descriptors of the extensions."""
 
 
 class WrittenItem(NamedTuple):
@@ -44,13 +44,13 @@ class WrittenItem(NamedTuple):
     offset: int
     nbytes: int
     data_start: int | None
-    """Where the bytes of a dense tensor lie, row-major, as its metadata describe it; None for everything else."""
+    """Where the bytes of a dense row-major tensor begin; None for everything else."""
     descriptors: list[str]
 
 
 def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """
-    Return a tensor as one whose elements can be taken from memory as they are; None for one that only torch can write.
+    Return a tensor whose memory can be written as it is; None for one that only torch can write.
     """
     tensor = wait_tensor(tensor.detach())
     if tensor.device.type == "meta":
@@ -64,9 +64,9 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
 
 def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[FileJob, list[WrittenItem]]:
     """
-    Find the place of every item in a new file, and the memory that each of the file's bytes comes from.
+    Lay items out in a new file: the location of each, and the memory that each byte of the file comes from.
 
-    Tensors are `framed` as archives of torch, or bare bytes.
+    Tensors are `framed` as archives of `torch.save`, or plain bytes.
     """
     laying = _Laying(framed=framed)
     placed = [laying.tensor(item) if isinstance(item, torch.Tensor) else laying.raw(item) for item in items]
@@ -81,7 +81,7 @@ class _Laying:
     address: list[int] = field(default_factory=list)
     others: dict[int, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
-    """What the addresses point into."""
+    """The owners of the memory that the addresses point to."""
 
     def raw(self, data: memoryview) -> WrittenItem:
         offset = self.at
@@ -133,7 +133,7 @@ def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
 
 
 class HashingStream:
-    """A file that is written from its beginning to its end, and hashed on the way."""
+    """A file that is written from beginning to end and hashed at the same time."""
 
     def __init__(self, raw: IO[bytes], at: int = 0) -> None:
         self._raw = raw
@@ -144,7 +144,7 @@ class HashingStream:
 
     @property
     def block_nbytes(self) -> int:
-        """The size of what each digest is of."""
+        """Bytes of the file per digest."""
         return _STREAM_BLOCK_NBYTES
 
     def write(self, data: Any) -> int:
@@ -152,7 +152,7 @@ class HashingStream:
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            # Some streams take less than they are given.
+            # Some streams write less than they are given.
             done = self._raw.write(view[at:])
             at += len(view) - at if done is None else done
         self._add(view)
@@ -174,22 +174,22 @@ class HashingStream:
         self._room = _STREAM_BLOCK_NBYTES
 
     def flush(self) -> None:
-        """Pass on what the stream below holds back."""
+        """Flush the stream below."""
         self._raw.flush()
 
     def tell(self) -> int:
-        """Return how much was written."""
+        """Return how many bytes were written."""
         return self.nbytes
 
     def digests(self) -> bytes:
-        """End the file; return the digest of each block."""
+        """Finish the last block; return the digests of all blocks."""
         if self._room < _STREAM_BLOCK_NBYTES:
             self._end_block()
         return b"".join(self._digests)
 
 
 def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, framed: bool = True) -> list[WrittenItem]:
-    """Write items one after the other, tensors framed or bare; each is asked for when its turn comes."""
+    """Write items one after the other, each taken from the iterable when it is written."""
     placed = []
     for item in items:
         offset = out.nbytes
@@ -217,7 +217,7 @@ def _write_item(stream: IO[bytes], item: Data, offset: int, out: HashingStream, 
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[memoryview]:
-    """Return a tensor's bytes in windows."""
+    """Yield a tensor's bytes in windows."""
     nbytes = tensor.numel() * tensor.element_size()
     address = host_address(tensor)
     source = None if address or not nbytes else scattered_memory(tensor, tensor.dtype)

@@ -1,9 +1,9 @@
 """
-Who reads what several ranks want: each of them a share, balanced by bytes, which it then sends to the others.
+Which rank reads what several ranks want: each reads a share, balanced by bytes, and sends it to the others.
 
-Wants are equal where their digests are. Large ones are cut by rows over the ranks that want them. Small ones that the
-same ranks want and that lie side by side in the files are kept together, or every share would touch every block. Pure:
-the same offers give the same shares.
+Requests with equal digests are equal. Large ones are divided by rows over the ranks that want them. Small ones that the same
+ranks want and that lie side by side in the files are kept together, because otherwise every share would touch every block.
+Pure functions: the same offers give the same shares.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from shardkeep.format.boxes import IntArray, Rows, concat_ranges
 from shardkeep.plan.save_plan import SLICE_NBYTES, assign_replicas
 
 MESSAGE_NBYTES = 8 << 20
-"""Most bytes of a message: enough for the full speed of a network, and small beside the memory that may be used."""
+"""The most bytes of a message: enough for the full speed of a network, and little compared with the memory budget."""
 _LEAST_MESSAGE_NBYTES = 64 << 10
 _WINDOW_PARTS = 32
-"""A message is at most this part of the memory that may be used: several are under way at a time."""
+"""A message takes at most this fraction of the memory budget, because several are in progress at a time."""
 
 
 @dataclass(frozen=True)
 class ShareOffer(Rows):
-    """What one rank wants and others may want too, one row each."""
+    """What one rank wants and others may want, too; one row each."""
 
     what: IntArray
-    """A digest of what is wanted, as two numbers: equal wants are the same bytes."""
+    """A digest that identifies the wanted bytes, as two numbers."""
     nbytes: IntArray
     rows: IntArray
-    """How many equal parts the bytes can be cut into."""
+    """How many equal parts the bytes can be divided into."""
     file: IntArray
-    """A number for the file it is in; only what is near to what depends on it."""
+    """A number for its file; used only to keep neighbours together."""
     start: IntArray
 
 
 @dataclass(frozen=True)
 class Share(Rows):
     """
-    What is sent of what one rank wants, one row each: by itself to all others of the team, or by another to it.
+    The parts of one rank's requests that are sent: by itself to the rest of the team, or by another rank to it.
 
-    Rows of one owner and turn are one message. A rank reads what it owns, and what is in no row.
+    Rows with the same owner and turn are one message. A rank reads what it owns, and what is in no row.
     """
 
     owner: IntArray
-    """The rank that reads it, and sends it."""
+    """The rank that reads and sends it."""
     turn: IntArray
     """Counts the messages of each owner."""
     team: IntArray
-    """Of ranks that want it, the owner among them."""
+    """The team of ranks that want it, including the owner."""
     want: IntArray
     """Row in the rank's offer."""
     start: IntArray
-    """First byte, in the row-major order of what is wanted."""
+    """First byte, in row-major order of the request."""
     stop: IntArray
 
 
@@ -74,30 +74,30 @@ class _ShareLetter(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class SharePlan:
-    """One rank's part in a sharing, as it gets it."""
+    """One rank's part in a shared read, as rank 0 sends it."""
 
     share: Share
     teams: list[list[int]]
     message_nbytes: int
     first_tag: int
-    """From which messages are numbered, so that nothing of an exchange that broke off is taken for one of them."""
+    """The first tag of the messages, so that messages of an aborted exchange are not mistaken for them."""
 
 
 def encode_offer(offer: ShareOffer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
-    """Write an offer for rank 0, with the bytes that the rank reads in any case, and the memory it may use."""
+    """Encode an offer for rank 0, with the bytes that the rank reads in any case, and its memory budget."""
     columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in offer.columns()]
     return msgspec.msgpack.encode(_OfferLetter(alone_nbytes, budget_nbytes, columns))
 
 
 def decode_share_plan(data: bytes) -> SharePlan:
-    """Read what rank 0 sent."""
+    """Decode what rank 0 sent."""
     letter = msgspec.msgpack.decode(data, type=_ShareLetter)
     share = Share(*(np.frombuffer(column, "<i8") for column in letter.columns))
     return SharePlan(share, letter.teams, letter.message_nbytes, letter.first_tag)
 
 
 def plan_sharing(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | None:
-    """Share out what all ranks offer; return each rank's orders, or None where no two want the same."""
+    """Divide what all ranks offer; return each rank's plan, or None if no two ranks want the same."""
     decoded = [msgspec.msgpack.decode(letter, type=_OfferLetter) for letter in letters]
     columns = [[np.frombuffer(column, "<i8") for column in letter.columns] for letter in decoded]
     offers = [ShareOffer(what.reshape(-1, 2), *rest) for what, *rest in columns]
@@ -110,7 +110,7 @@ def plan_sharing(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | N
 
 
 def message_nbytes_for(budget_nbytes: int) -> int:
-    """Return how long a message may be; a multiple of every element's size."""
+    """Return the most bytes of a message, a multiple of every element size."""
     return max(_LEAST_MESSAGE_NBYTES, min(MESSAGE_NBYTES, budget_nbytes // _WINDOW_PARTS)) & ~15
 
 
@@ -126,15 +126,10 @@ def share_out(
     offers: Sequence[ShareOffer], alone_nbytes: IntArray, *, message_nbytes: int
 ) -> tuple[list[Share], list[list[int]]]:
     """
-    Share out equal wants over the ranks that have them.
+    Divide equal requests over the ranks that have them.
 
-    Args:
-        offers: of each rank.
-        alone_nbytes: what each rank reads besides, which counts in the balance.
-        message_nbytes: most bytes of a message; a multiple of every element's size.
-
-    Returns:
-        The share of each rank, its rows in the order of turns and owners, and the teams.
+    `alone_nbytes` is what each rank reads in any case, which counts in the balance. Returns the share of each rank, its rows in
+    the order of turns and owners, and the teams.
 
     """
     groups = _groups(_wanted(offers))
@@ -162,7 +157,7 @@ def share_out(
 
 @dataclass(frozen=True)
 class _Wanted(Rows):
-    """All wants of all ranks, equal ones next to each other, and one a rank among those."""
+    """All requests of all ranks, equal ones next to each other, at most one per rank among those."""
 
     rank: IntArray
     want: IntArray
@@ -175,7 +170,7 @@ class _Wanted(Rows):
 
 @dataclass(frozen=True)
 class _Groups:
-    """Wants that several ranks have: first what is known of each group, then all members, group after group."""
+    """Groups of equal requests of several ranks: the columns of the groups, then those of their members."""
 
     first: IntArray
     count: IntArray
@@ -197,7 +192,7 @@ def _wanted(offers: Sequence[ShareOffer]) -> _Wanted:
     )
     table = _Wanted(rank, want, what, nbytes, rows, file, start)
     table = table.take(np.lexsort((want, rank, what[:, 1], what[:, 0])))
-    # What one rank wants twice is shared once; the rank reads the others as if nobody else wanted them.
+    # If a rank has equal requests, one of them is shared, and the rank reads the others itself.
     again = np.zeros(len(table), bool)
     again[1:] = np.all(table.what[1:] == table.what[:-1], axis=1) & (table.rank[1:] == table.rank[:-1])
     return table.take(~again)
@@ -226,7 +221,7 @@ def _groups(wanted: _Wanted) -> _Groups:
 
 
 def _teams(groups: _Groups) -> tuple[list[list[int]], IntArray]:
-    """Number the different sets of ranks; return them, and that of each group."""
+    """Return the distinct sets of ranks, and the number of each group's set."""
     number: dict[bytes, int] = {}
     teams: list[list[int]] = []
     team = np.empty(len(groups.first), np.int64)
@@ -240,7 +235,7 @@ def _teams(groups: _Groups) -> tuple[list[list[int]], IntArray]:
 
 
 def _parts(groups: _Groups, teams: list[list[int]], team: IntArray, load: IntArray, message_nbytes: int) -> Share:
-    """Return everything that is sent, with the group in the place of a rank's want."""
+    """Return everything that is sent, with the group instead of a rank's request."""
     unit, order = _units(groups, team, min(SLICE_NBYTES, message_nbytes))
     first = np.flatnonzero(np.diff(unit, prepend=-1))
     members = np.diff(np.append(first, len(unit)))
@@ -266,15 +261,15 @@ def _parts(groups: _Groups, teams: list[list[int]], team: IntArray, load: IntArr
             made.append((owner, turns[owner], its_team, some[0], start, stop))
             turns[owner] += 1
     columns = np.array(made, np.int64).reshape(-1, 6)
-    # Stable: the parts of a message stay in one order, on which sender and receivers count.
+    # The sort must be stable, because sender and receivers rely on the order of the parts of a message.
     return Share(*columns[np.lexsort((columns[:, 0], columns[:, 1]))].T)
 
 
 def _units(groups: _Groups, team: IntArray, bundle_nbytes: int) -> tuple[IntArray, IntArray]:
     """
-    Put small groups of one team together in the order in which they lie in the files.
+    Bundle small groups of the same team in the order in which they lie in the files.
 
-    Returns the number of each group's unit, ascending, and the groups in that order.
+    Returns the number of each group's bundle, ascending, and the groups in that order.
     """
     order = np.lexsort((groups.start, groups.file, team))
     unit = np.empty(len(order), np.int64)
