@@ -1,8 +1,12 @@
 """
-Which tensors a set of safetensors files holds, and in which chunks; taken only if they are one checkpoint.
+Safetensors files, of any program, as a `Source`; and which tensors a set of such files holds.
 
-In come headers, out goes a table of tensors. Files of different saves, shards that overlap or leave a hole, shards of
-one tensor that differ in dtype are errors that name the files: torch reads such a set as if it were whole.
+The catalog is made of headers alone. Files of different saves, shards that overlap or leave a hole, and shards of one tensor
+with different dtypes are errors that name the files; torch reads such a set as if it were complete.
+
+Which files count is what Hugging Face's index file says. Without one, `model.safetensors` alone if it exists, as in
+transformers (other files beside it are adapters and the like), else all of them. The files have no digests, so what is read is
+checked only against the headers: sizes, ranges, and whether all shards are there. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ _MOST_INDEX_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class CatalogChunk:
-    """A box of a tensor, in one piece in one file."""
+    """A box of a tensor that lies in one file."""
 
     path: str
     start: int
@@ -99,11 +103,11 @@ Catalog = dict[str, CatalogEntry]
 
 def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, CatalogEntry]:
     """
-    Find out what a directory holds. Its index file, where there is one, says which files count, and which of them has a
-    tensor: a file is then opened when one of its tensors is asked for.
+    Return what a directory holds. If it has an index file, that says which files count and which file has a tensor; a file is
+    then opened when one of its tensors is asked for.
 
     Raises:
-        MalformedFile: the files are not one whole checkpoint.
+        MalformedFile: the files are not one complete checkpoint.
 
     """
     if not folder.files and folder.index is None:
@@ -125,10 +129,10 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, Catalo
 
 
 def _warn_of_gone(folder: ModelDirectory, gone: Mapping[str, str]) -> None:
-    """Tell of tensors that the index file names: of a model that was downloaded in part, the rest can be loaded."""
+    """Warn of missing tensors that the index file names: of a partly downloaded model, the rest can be loaded."""
     if gone:
         logger.warning(
-            "%s: names %d tensors that are not there, which cannot be loaded: %s",
+            "%s: names %d tensors that are missing and cannot be loaded: %s",
             folder.index,
             len(gone),
             _some([f"{key!r} in {name}" for key, name in gone.items()]),
@@ -136,7 +140,7 @@ def _warn_of_gone(folder: ModelDirectory, gone: Mapping[str, str]) -> None:
 
 
 class _IndexedCatalog(Mapping[str, CatalogEntry]):
-    """What an index file speaks of; whatever it does not answer is answered by opening all files."""
+    """The tensors that an index file names. Questions that it cannot answer open all files."""
 
     def __init__(self, folder: ModelDirectory, weight_map: dict[str, str], threads: int) -> None:
         self._folder = folder
@@ -164,7 +168,7 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         return len(self._whole())
 
     def _alone(self, key: str) -> CatalogEntry | None:
-        """Return a tensor that the index gives to one file, and that is whole there; None where that is not certain."""
+        """Return a tensor that the index file assigns to one file and that is complete there; None if that is not certain."""
         name = self._weight_map.get(key) if isinstance(key, str) else None
         if name is None or name not in self._folder.files:
             return None
@@ -173,7 +177,7 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
             self._offsets[name] = saved_offsets(self._files[name])
         file, offsets = self._files[name], self._offsets[name]
         part = file.tensors.get(key)
-        # Writers cut tensors only into files that are named as shards, of which there is no index.
+        # Tensors are cut only into files that are named as shards, for which there is no index file.
         if part is None or name.startswith(_SHARD_PREFIX) or not self._of_one_save():
             return None
         if offsets is not None and any(_offset_of(file, key, part, offsets)):
@@ -201,7 +205,7 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
 
 
 def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
-    """Return what an index file says: the file of each tensor."""
+    """Return the file of each tensor, by an index file."""
     raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
     try:
         index = json.loads(raw)
@@ -217,7 +221,7 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
 
 
 def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
-    """Read the headers of files, and nothing else of them, several at a time; in the order of `paths`."""
+    """Read the headers of files, several at a time; in the order of `paths`."""
     wanted = list(dict.fromkeys(paths))
     found: dict[str, SafetensorsFile] = {}
 
@@ -231,10 +235,10 @@ def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = No
 
 def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
     """
-    Put the tensors of files together. `homes` says where a tensor is, for those that several files have whole.
+    Return the tensors of files. `homes` has the file of each tensor that several files hold completely.
 
     Raises:
-        MalformedFile: the files are not one whole checkpoint.
+        MalformedFile: the files are not one complete checkpoint.
 
     """
     check_one_save(files)
@@ -261,7 +265,7 @@ def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | N
 
 def _stored(dtype: DType, chunks: list[CatalogChunk]) -> CatalogEntry:
     shape = tuple(map(max, zip(*(_end(chunk.box) for chunk in chunks), strict=True)))
-    # Ranks without a part of a tensor may have stored an empty one.
+    # Ranks without a part of a tensor may have stored an empty chunk.
     filled = [chunk for chunk in chunks if all(chunk.box.sizes)]
     if not filled:
         filled = [CatalogChunk(chunks[0].path, chunks[0].start, Box((0,) * len(shape), shape))]
@@ -273,7 +277,7 @@ def _end(box: Box) -> Ints:
 
 
 def saved_offsets(file: SafetensorsFile) -> dict[str, Any] | None:
-    """Return what a file says about where its tensors lie in their wholes; None for one that was not cut."""
+    """Return the offsets of a file's chunks in their tensors; None for a file with whole tensors."""
     text = file.metadata.get(CUSTOM_METADATA_KEY)
     if not text:
         return None
@@ -302,7 +306,7 @@ def _offset_of(file: SafetensorsFile, key: str, part: HeaderTensor, said: Mappin
 
 
 def check_one_save(files: Iterable[SafetensorsFile]) -> None:
-    """Make sure that the files which were written as a checkpoint are all of the same save, and all there."""
+    """Check that the files which were written as a checkpoint are of the same save and complete."""
     saves: dict[str | None, list[SafetensorsFile]] = {}
     for file in files:
         if CUSTOM_METADATA_KEY in file.metadata:
@@ -359,13 +363,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
 
 
-# A directory of safetensors files, or one such file, opened: in the terms of the native index, like any checkpoint.
-#
-# Which files count is what the index file of Hugging Face says; without one, `model.safetensors` alone where it is
-# there,
-# as transformers has it (others beside it are adapters and alike), else all of them. Nobody took digests of them, so
-# what
-# is read is checked against the headers alone: sizes, ranges, whether all shards are there. No torch is needed.
+# -- the source --------------------------------------------------------------------------------------------------------
 
 FORMAT = "safetensors"
 
@@ -413,12 +411,12 @@ class FoundSafetensors:
 
 def find_safetensors(store: Store) -> FoundSafetensors | None:
     """
-    Find safetensors files that are a checkpoint by themselves; None where there are none.
+    Find safetensors files that are a checkpoint by themselves; None if there are none.
 
-    Data files of a native save that was never committed are none.
+    Data files of a native save that was never committed do not count.
 
     Raises:
-        DamagedCheckpoint: the files are not one whole checkpoint.
+        DamagedCheckpoint: the files are not one complete checkpoint.
 
     """
     folder = _folder(store)
@@ -438,7 +436,7 @@ def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile], options:
     Open files whose headers were read as one checkpoint: a flat dict of tensors.
 
     Raises:
-        MalformedFile: the files are not one whole checkpoint.
+        MalformedFile: the files are not one complete checkpoint.
 
     """
     return _found_files(folder, headers, catalog_of(headers), None).open(options)
@@ -456,28 +454,28 @@ def _found_files(
 
 def open_safetensors(store: Store, record: Record, options: Options) -> SafetensorsSource:
     """
-    Open the files that a record, which may be from another rank, is of.
+    Open the files of a record, which may come from another rank.
 
     Raises:
-        CheckpointError: they are others than the record is of.
+        CheckpointError: the files were replaced since.
 
     """
     found = find_safetensors(store)
     if found is None or found.record.index.checksum != record.index.checksum:
         raise CheckpointError(
-            f"{store.url}: the safetensors files were replaced by others meanwhile", hint="open or load it again"
+            f"{store.url}: the safetensors files were replaced meanwhile", hint="open or load it again"
         )
     return found.open(options)
 
 
 def is_single_file(store: object) -> bool:
-    """Say whether a place is a file, and so no directory that a checkpoint could be in."""
+    """Return whether a place is a single local file."""
     path = local_path(store)
     return path is not None and os.path.isfile(path)
 
 
 def _single_blob(store: Store) -> tuple[Store, str] | None:
-    """Return the store that a place is a blob of, and its name, if it is called like a safetensors file."""
+    """Return the parent store and the name of a place that is itself a safetensors blob."""
     above, _, name = store.url.rpartition("/")
     if not name.endswith(SUFFIX) or "://" not in above:
         return None
@@ -492,7 +490,7 @@ def _single_blob(store: Store) -> tuple[Store, str] | None:
 
 
 def _folder(store: Store) -> ModelDirectory | None:
-    """Return which files count, and what opens them by name."""
+    """Return the files of a place, and the store that opens them by name."""
     if local_path(store) is not None:
         if is_single_file(store):
             where, name = os.path.split(os.path.abspath(store.url))
@@ -528,7 +526,7 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
 
 
 def _path(folder: ModelDirectory, name: str) -> str:
-    """Return the path of a file that the index file names; one that is not there is an error: what is opened is whole."""
+    """Return the path of a file that the index file names; raise if it is missing."""
     if name not in folder.files:
         raise WrongSize(
             f"{os.path.join(folder.path, name)}: the file is missing, and {folder.index} names it",
@@ -539,7 +537,7 @@ def _path(folder: ModelDirectory, name: str) -> str:
 
 
 def _check_homes(folder: ModelDirectory, homes: Mapping[str, str] | None, headers: list[SafetensorsFile]) -> None:
-    """Insist that every tensor that the index file names is in the file it names."""
+    """Check that every tensor is in the file that the index file names."""
     by_path = _by_path(headers)
     for key, path in (homes or {}).items():
         if key not in by_path[path].tensors:
@@ -572,7 +570,7 @@ def _record(
     ids = {file.metadata.get(SAVE_ID_KEY) for file in headers}
     save_id = ids.pop() if len(ids) == 1 else None
     name = folder.index or (headers[0].path if headers else INDEX_NAME)
-    nbytes = 0  # without an index file, headers say what there is
+    nbytes = 0  # without an index file
     if folder.index is not None:
         with closing(folder.opens.open(name)) as reader:
             nbytes = reader.nbytes
@@ -599,7 +597,7 @@ def _record(
 
 
 def _when(folder: ModelDirectory, names: list[str]) -> str:
-    """Return when the last of the files was written."""
+    """Return when the last file was written."""
     if local_path(folder.opens) is not None:
         times = [os.stat(os.path.join(folder.path, name)).st_mtime for name in names]
     else:
@@ -655,5 +653,5 @@ def _values(kept: HeaderState | None, where: str) -> list[tuple[str, bytes]]:
 
 
 def _flat_tree(catalog: Mapping[str, CatalogEntry]) -> bytes:
-    """Return the skeleton of a dict of all tensors, in the order of the files: names are as they are, dots and all."""
+    """Return the skeleton of a flat dict of all tensors, in the order of the files."""
     return encode_tree(Container("dict", tuple((key, None) for key in catalog)))

@@ -1,4 +1,4 @@
-"""Items of a load plan, as a default planner wants them and ranks share them."""
+"""Shared reads of `dcp.load`: the items of a default planner's load plan as requests that ranks can share."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, Met
 from shardkeep.plan.tiling import tiled
 
 _ASKED = ("create_global_plan", "finish_plan", "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
-"""What is asked of a planner that is filled by other ranks: its tensors stay in place, and are only looked for."""
+"""Methods that must be the default planner's own, so that other ranks can fill its tensors in place."""
 
 _FAR = 1 << 62
-"""No file reaches so far; where metadata say so, reading finds out what is wrong with them."""
+"""No file is that large; if metadata say so, reading reports what is wrong."""
 
 
 def fills_in_place(planner: object) -> TypeGuard[DefaultLoadPlanner]:
-    """Say whether a planner fills the state as the default one does."""
+    """Return whether a planner fills the state as the default one does."""
     return isinstance(planner, DefaultLoadPlanner) and keeps(planner, DefaultLoadPlanner, _ASKED)
 
 
 def keeps(party: object, own: type, names: Sequence[str]) -> bool:
-    """Say whether neither a party nor its class overrides these methods of a class it derives from."""
+    """Return whether neither an object nor its class overrides these methods of a base class."""
     return all(getattr(type(party), name) is getattr(own, name) and name not in vars(party) for name in names)
 
 
 def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) -> list[SharedRequest]:
-    """Describe what the items of a plan ask for."""
+    """Return the items of a plan as requests."""
     targets = _Targets(plan.items, planner)
     places: Any = metadata.storage_data or {}
     save = getattr(metadata.storage_meta, "save_id", None)
@@ -45,7 +45,7 @@ def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadat
         file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", 0)
         known = is_tensor_entry(entry) and place is not None and type(start) is int and 0 <= start < _FAR
         fits = known and tuple(target.shape) == tuple(item.lengths)
-        # Each rank may load from a place of its own. Without an id, files of one name may be of different checkpoints.
+        # Each rank may load from its own place. Without an id, files with the same name may belong to different checkpoints.
         told_apart = bool(save) or os.path.isabs(file)
         can_share = alone and fits and told_apart and is_plain(target, entry.properties.dtype)
         what = repr((str(save), file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
@@ -54,7 +54,7 @@ def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadat
 
 
 def remaining_plan(plan: LoadPlan, shared: set[int], cuts: Sequence[Cut]) -> LoadPlan:
-    """Return the plan of a rank that reads of shared items only some parts."""
+    """Return the plan of a rank that reads only parts of its shared items."""
     items = [item for row, item in enumerate(plan.items) if row not in shared]
     return replace(plan, items=[*items, *(_cut(plan.items[cut.want], cut) for cut in cuts)])
 
@@ -109,7 +109,7 @@ class _Targets:
 
 
 def _tile(shape: Ints, items: Sequence[ReadItem]) -> bool:
-    """Say whether items fill each element of a tensor once."""
+    """Return whether items fill each element of a tensor exactly once."""
     axes = len(shape)
     sizes = [tuple(item.lengths) for item in items if 0 not in item.lengths]
     offsets = [tuple(item.dest_offsets) for item in items if 0 not in item.lengths]
