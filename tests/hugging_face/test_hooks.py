@@ -107,16 +107,16 @@ class Elsewhere(filesystem.FileSystem):
 
 def test_another_file_system_is_refused(tmp_path):
     """
-    A file system that would not be asked is an error before anything is written or read.
+    A file system that would not be used is an error before anything is written or read.
     """
     state = {"a": numbered(3)}
     save("ours", state, tmp_path / "there", no_dist=True)
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path / "new"))
     reader = hf_storage.HuggingFaceStorageReader(str(tmp_path / "there"))
     writer.fs = reader.fs = Elsewhere()
-    with pytest.raises(CheckpointException, match="Elsewhere, which would not be asked"):
+    with pytest.raises(CheckpointException, match="Elsewhere, which would not be used"):
         quietly(state_dict_saver.save, state, storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointException, match="Elsewhere, which would not be asked"):
+    with pytest.raises(CheckpointException, match="Elsewhere, which would not be used"):
         quietly(state_dict_loader.load, {"a": torch.zeros(3)}, storage_reader=reader, no_dist=True)
     assert os.listdir(tmp_path) == ["there"]
 

@@ -1,8 +1,8 @@
 """
-Rotation of keys: the data keys of a checkpoint are wrapped by another key of the user, and nothing else changes.
+Rotates keys: wraps the data keys of a checkpoint with another key of the user, and changes nothing else.
 
-Only the commit record is written anew, over the version that was read; its signature leaves the wrapped keys out, so it
-holds before and after.
+Only the commit record is rewritten, over the version that was read. Its signature does not cover the wrapped keys, so it
+stays valid.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from shardkeep.storage.resolve import open_store
 
 def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> bool:
     r"""
-    Wrap the data keys of an encrypted checkpoint by the first of your keys; its files stay as they are.
+    Wrap the data keys of an encrypted checkpoint with the first of your keys; its files stay as they are.
 
-    Put the new key before the old one (in the key file, or in `KeyRing`), rotate every checkpoint, then take the old one
-    away. A copy of the old commit record still opens with the old key: keys that leaked call for a new save.
+    Put the new key before the old one (in the key file, or in `KeyRing`), rotate every checkpoint, then remove the old
+    key. A copy of the old commit record still opens with the old key, so if a key leaked, save again instead.
 
     Args:
         where: a native checkpoint.
         options: `keys`, else what SHARDKEEP_KEY_FILE or SHARDKEEP_KEY names.
 
     Returns:
-        Whether anything was to do.
+        Whether anything had to be done.
 
     Raises:
         StateError: the checkpoint is not encrypted.
         KeyMissing: there are no keys.
         WrongKey: none of the keys opens it.
-        NotAuthentic: its commit record was changed by somebody who has not the key.
-        CheckpointExists: another save has replaced it meanwhile.
+        NotAuthentic: its commit record was changed without the key.
+        CheckpointExists: another save replaced it meanwhile.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -69,7 +69,7 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
     renewed = replace(record, chains=[rewrapped(each, keys) for each in record.chains])
     if renewed == record:
         return False
-    open_chains(renewed, options, where=store.url)  # by keys that are asked for anew
+    open_chains(renewed, options, where=store.url)  # asks for the keys again
     try:
         store.put(RECORD_NAME, encode_record(renewed), over=version)
     except StorageError as exc:

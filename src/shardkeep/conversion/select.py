@@ -1,5 +1,5 @@
 """
-Which tensors of a checkpoint go out, under which names and in which dtype. Pure but for what a caller's rename does.
+Selects what to convert: for an export, tensors with new names and dtypes; for a conversion, all but some leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, renamer
 
 _CAST = ("float16", "bfloat16", "float32", "float64")
-"""What is converted; numbers of other kinds, and those of eight bits, which come with scales, stay what they are."""
+"""Dtypes that are converted. Others stay: 8-bit floats, for example, come with scales."""
 _SHORT = {
     "fp16": "float16",
     "half": "float16",
@@ -36,21 +36,16 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What goes out, in the order of the state."""
+    """What is exported, in the order of the state."""
 
     tensors: dict[str, TensorPart]
-    """By the name that each has outside."""
+    """By their exported names."""
     ties: dict[str, str]
-    """Names of tensors that are the same memory as another one, which is among the tensors."""
+    """For tensors that share the memory of another one, which is in `tensors`: the name of that one."""
     values: dict[str, str]
-    """The key of each plain value, by the name it has outside."""
+    """The keys of plain values, by their exported names."""
     names: list[str]
     """All names, in the order of the state."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(part.nbytes for part in self.tensors.values())
 
 
 def select(
@@ -63,19 +58,10 @@ def select(
     dtype: DType | None = None,
 ) -> Selection:
     """
-    Choose what goes out.
-
-    Args:
-        index: what there is.
-        include: only these names, as the checkpoint has them.
-        exclude: not these.
-        rename: from a name without its prefix to the one outside; None drops it.
-        prefix: only names that begin so, without it; None: `model.` where the state has a container `model` at its top,
-            else nothing.
-        dtype: what floating point numbers of 16 to 64 bits become.
+    Select what is exported; the arguments are those of `export`.
 
     Raises:
-        StateError: nothing is left, a pattern matches no name, or an argument makes no sense.
+        StateError: no tensor is left, a pattern matches no name, or an argument makes no sense.
         KeyCollision: two tensors would have one name.
 
     """
@@ -94,22 +80,22 @@ def select(
             raise KeyCollision(f"{names[name]!r} and {key!r} would both be called {name!r}", key=key)
         if name is not None:
             names[name] = key
-    picked = _select(index, names, dtype)
-    if not picked.tensors:
+    chosen = _select(index, names, dtype)
+    if not chosen.tensors:
         begin = f" that begins with {prefix!r}" if prefix else ""
         raise StateError(
             f"of {len(keys)} names, none{begin} is a tensor that was asked for",
             hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
         )
-    return picked
+    return chosen
 
 
 def cast_target(dtype: object) -> DType | None:
     """
-    Return the type that somebody names: `bf16`, `bfloat16`, `torch.bfloat16`.
+    Return the dtype that a user names: `bf16`, `bfloat16`, `torch.bfloat16`.
 
     Raises:
-        StateError: nothing can be converted to it.
+        StateError: weights cannot be converted to it.
 
     """
     if dtype is None:
@@ -133,7 +119,7 @@ def _prefix_of(tree: object) -> str:
 
 
 def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[[str], bool]:
-    """Make the test for names that an argument asks for; one of its patterns that matches nothing is an error."""
+    """Make the test for names that an argument selects; a pattern that matches no name is an error."""
     given = checked_patterns(argument, patterns)
     for pattern in given if isinstance(given, tuple) else ():
         if not any(map(matcher(pattern), keys)):
@@ -164,7 +150,7 @@ def _select(index: Index, names: dict[str, str], dtype: DType | None) -> Selecti
         if row is None:
             values[name] = key
             continue
-        # The first in the order of the state stands for all, as in torch's own lists of parameters.
+        # Of tied tensors the first in the order of the state is the owner, as in torch's lists of parameters.
         owner = int(index.tensors.alias[row])
         if first.setdefault(owner, name) != name:
             ties[name] = first[owner]
@@ -175,46 +161,40 @@ def _select(index: Index, names: dict[str, str], dtype: DType | None) -> Selecti
     return Selection(tensors, ties, values, list(names))
 
 
-# What was picked of a checkpoint as the contents of a native one: a flat dict under the names outside.
-
-
-def selection_contents(picked: Selection, index: Index) -> Contents:
-    """Describe what was picked of the checkpoint that has this index."""
-    keys = sorted([*picked.tensors, *picked.ties], key=str.encode)
+def selection_contents(chosen: Selection, index: Index) -> Contents:
+    """Return a selection as the contents of a native checkpoint: a flat dict under the exported names."""
+    keys = sorted([*chosen.tensors, *chosen.ties], key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
-    parts = [picked.tensors[picked.ties.get(key, key)] for key in keys]
+    parts = [chosen.tensors[chosen.ties.get(key, key)] for key in keys]
     axes = max((len(part.box.sizes) for part in parts), default=0)
     none = np.zeros((0, axes), np.int64)
-    values = [(name, index.value_data.raw(index.value_rows[key])) for name, key in picked.values.items()]
+    values = [(name, index.value_data.raw(index.value_rows[key])) for name, key in chosen.values.items()]
     encoded = encode_index(
         keys=keys,
         tensors=Tensors(
             dtype=np.array([part.dtype.code for part in parts], np.uint8),
             ndim=np.array([len(part.box.sizes) for part in parts], np.uint8),
             shape=matrix_of([part.box.sizes for part in parts], axes, 1),
-            # What was converted may be of a dtype that numpy has not.
+            # A tensor that was converted may have a dtype that numpy lacks.
             origin=np.array(
                 [int(index.tensors.origin[p.row]) if p.dtype is index.dtype(p.row) else 0 for p in parts], np.uint8
             ),
-            alias=np.array([row_of[picked.ties.get(key, key)] for key in keys], np.int64),
+            alias=np.array([row_of[chosen.ties.get(key, key)] for key in keys], np.int64),
         ),
         chunk_ends=np.zeros(len(keys), np.int64),
         chunks=Chunks(none, none, np.zeros(0, np.int64), np.zeros(0, np.int64)),
         values=sorted(values, key=lambda entry: entry[0].encode()),
-        tree=encode_tree(Container("dict", tuple((name, None) for name in picked.names))),
+        tree=encode_tree(Container("dict", tuple((name, None) for name in chosen.names))),
     )
-    return Contents(decode_index(encoded, where="what was picked"), [part.row for part in parts])
-
-
-# An opened checkpoint without some of its leaves: a smaller index over the same files.
+    return Contents(decode_index(encoded, where="the selection"), [part.row for part in parts])
 
 
 def drop_leaves(source: Source, drop: Patterns) -> Source:
     """
-    Leave out the leaves of these names.
+    Return a checkpoint without the leaves of these names: a smaller index over the same files.
 
     Raises:
-        StateError: a pattern matches nothing, or some items of a list would go, and others change their numbers.
+        StateError: a pattern matches no name, or only some items of a list would be dropped.
 
     """
     if drop is None:
@@ -236,13 +216,13 @@ def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
                 children.append((part, child))
             continue
         smaller = _pruned(child, own, keep)
-        # What was empty before stays.
+        # Keep containers that were empty before.
         if smaller is not None and (smaller.children or not child.children):
             children.append((part, smaller))
     if node.kind in {"list", "tuple"} and children and len(children) < len(node.children):
         raise StateError(
             f"drop: {len(node.children) - len(children)} of the {len(node.children)} items of {name!r} would go, and"
-            " the others change their numbers",
+            " the others would change their positions",
             hint=f"drop all of it: {name!r}",
         )
     return Container(node.kind, tuple(children))
@@ -251,7 +231,7 @@ def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
 def _smaller(index: Index, tree: Node, keep: set[str]) -> tuple[Index, IntArray]:
     """Return the index of what is kept, and the rows of its chunks in the old one."""
     rows = [row for key, row in index.tensor_rows.items() if key in keep]
-    # Of tensors that share memory, the first that stays has it now.
+    # Of tied tensors the first that stays becomes the owner.
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
     first: dict[int, int] = {}
     for at, old in enumerate(owner.tolist()):

@@ -1,9 +1,9 @@
 """
-A checkpoint of any layout, or what was picked of it, written anew in the native one: an index over new files.
+Writes a checkpoint of any layout, or a selection of one, as a native checkpoint.
 
-Nesting, plain values, ties and arrays of numpy go over as the bytes they are in the index. The work is planned and
-committed as a save of one rank is, so the place is claimed, files go through codecs if asked for, and the commit record
-is written last.
+Nesting, plain values, ties and numpy arrays are copied as they are encoded in the index. The save is planned and committed
+as that of a single rank: the place is claimed, files go through codecs if asked for, and the commit record is written
+last.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from shardkeep.storage.base import Store
 
 @dataclass(frozen=True)
 class Contents:
-    """What is to be written."""
+    """The contents of the new checkpoint."""
 
     index: Index
-    """Names, shapes, dtypes, ties, values and nesting of the new checkpoint; where anything lies is not looked at."""
+    """Names, shapes, dtypes, ties, values and nesting; its locations are not used."""
     rows: Sequence[int]
-    """For each tensor, the row of the one in the source that it is made of."""
+    """For each tensor, the row of its source in the index of the old checkpoint."""
 
     @classmethod
     def all_of(cls, source: Source) -> Contents:
-        """Write all of a checkpoint, as it is."""
+        """Return all of a checkpoint as it is."""
         return cls(source.index, range(len(source.index.keys)))
 
 
@@ -91,7 +91,7 @@ def write_native(
         except BaseException:
             coordinator.withdraw()
             raise
-    # Before what was replaced goes away: what was committed can be read.
+    # Make sure that the new checkpoint opens before the old one is removed.
     open_native(store, native.read_record(store), options)
     coordinator.tidy()
     at_rest = [each for entry in entries for each in entry.at_rest]
@@ -104,7 +104,7 @@ def _filled(index: Index) -> list[int]:
 
 
 def _draft(index: Index, rows: list[int]) -> RankManifest:
-    """Describe the checkpoint as one rank would that held all of it."""
+    """Describe the checkpoint as a single rank that holds all of it."""
     tensors = index.tensors
     shape = np.asarray(tensors.shape, np.int64)
     keys = [raw.decode() for raw in index.keys.all()]

@@ -241,6 +241,7 @@ def is_archive(data: bytes) -> bool:
 class ArchiveEntry(NamedTuple):
     """An entry of an archive: its bytes, and the CRC-32 that they should have."""
 
+    name: str
     start: int
     nbytes: int
     crc: int
@@ -248,8 +249,8 @@ class ArchiveEntry(NamedTuple):
 
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
     """Return every entry of an archive, to verify it."""
-    entries = _entries(get, nbytes, where).values()
-    return [ArchiveEntry(_data_of(get, entry, where), entry.nbytes, entry.crc) for entry in entries]
+    entries = _entries(get, nbytes, where)
+    return [ArchiveEntry(name, _data_of(get, entry, where), entry.nbytes, entry.crc) for name, entry in entries.items()]
 
 
 class _Entry(NamedTuple):
@@ -290,6 +291,8 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
             offset = wide[0]
         entries[key] = _Entry(offset, plain, crc)
         at += name + extra + note
+    if len(entries) < count:  # two entries of one name
+        raise problem
     return entries
 
 

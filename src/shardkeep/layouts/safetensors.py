@@ -1,8 +1,8 @@
 """
-The headers of safetensors files of any origin, checked before anything is believed, and those of new ones.
+Safetensors files: their headers, their names as Hugging Face and torch have them, and what their metadata may hold.
 
-A header is taken only if it says of every byte of the file which tensor it belongs to, once; all sizes are compared
-with that of the file before memory is made for anything. Files may be symbolic links, as in a Hugging Face cache.
+Headers of any origin are checked before they are used: every byte of the file must belong to exactly one tensor, and all
+sizes must fit the file before memory is allocated. Files may be symbolic links, as in a Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardkeep.storage.base import BlobReader, Opens
 from shardkeep.storage.local import PathStore
 
 ALIGNMENT = 4096
-"""Where data begins in files written here: on a page, for direct I/O."""
+"""Data begins at a multiple of this in files written here: on a page, for direct I/O."""
 _FIRST_NBYTES = 64 << 10
 _LARGEST = (1 << 63) - 1
 _BY_SAFETENSORS = {row.safetensors: row for row in DTYPES if row.safetensors is not None}
@@ -38,19 +38,19 @@ class HeaderTensor:
 
     dtype: DType
     shape: Ints
-    """As torch counts: of a packed type, in bytes."""
+    """In torch's elements, which are bytes for packed dtypes."""
     start: int
     """Where its bytes begin in the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """What the header of a file says."""
+    """A file, as its header describes it."""
 
     path: str
     tensors: dict[str, HeaderTensor]
@@ -99,7 +99,6 @@ def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
 
 
 def _raw_header(path: str, reader: BlobReader) -> bytes:
-    """Return the text of a header."""
     first = _read(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
     length = int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > reader.nbytes - 8:
@@ -168,7 +167,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, total: int) -> None:
-    """Make sure that the tensors follow each other without gap or overlap, and end where the file does."""
+    """Make sure that the tensors fill the file without gap or overlap."""
     at, last = data_start, ""
     for key, part in sorted(parts.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
         if part.start != at:
@@ -201,7 +200,7 @@ def alignment_of(nbytes: int) -> int:
 
 
 def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
-    """Write the header of a file whose tensors follow each other in this order; data begins at `ALIGNMENT`s."""
+    """Make the header of a file with these tensors, in this order; data begins at a multiple of `ALIGNMENT`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for key, (dtype, shape) in parts.items():
@@ -223,7 +222,7 @@ def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str,
     return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
 
 
-# The names of Hugging Face's files, and the keys inside their headers that say more than which tensors there are.
+# -- names of files, and keys in their metadata ------------------------------------------------------------------------
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -232,18 +231,18 @@ FILE_NAME = "model-{cpt_idx}-of-{num_files}"
 SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
 
 CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
-"""Of a file that a distributed checkpoint wrote: where each of its tensors lies in its whole."""
+"""In files of a distributed checkpoint: where each tensor begins in its whole tensor."""
 SAVED_OFFSETS_KEY = "saved_offsets"
 FORMAT_KEY = "format"
 FORMAT_VALUE = "pt"
 SAVE_ID_KEY = "shardkeep.save_id"
-"""Which save a file is of, so that files of two saves are never read as one checkpoint."""
+"""The save of a file: files of two saves are never read as one checkpoint."""
 FILE_COUNT_KEY = "shardkeep.files"
-"""How many files that save has, so that a missing one is known."""
+"""The number of files of that save, so that a missing file is noticed."""
 
 
 def file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
-    """Return the name of file `index` of `largest_index`, or of one shard of it; all are counted from 1."""
+    """Return the name of file `index` of `largest_index`, or of one shard of it; all numbers begin at 1."""
     numbers = {"cpt_idx": f"{index:05}", "num_files": f"{largest_index:05}"}
     if shard_index is None:
         return FILE_NAME.format(**numbers) + SUFFIX
@@ -251,46 +250,43 @@ def file_name(index: int, largest_index: int, shard_index: int | None = None) ->
 
 
 def marked_name(name: str, save_id: str) -> str:
-    """Return the name of a file of a save that no file of another save has."""
+    """Return a name with the mark of a save, which no file of another save has."""
     return f"{name.removesuffix(SUFFIX)}-{save_id.replace('-', '')[:8]}{SUFFIX}"
 
 
-# What a state has besides tensors, kept in the header of a safetensors file: nesting, plain values, ties, arrays of
-# numpy.
-#
-# Tools that know safetensors read the tensors and pass over this text. It is JSON; plain values and the nesting stand
-# in
-# it in the encoding of `format.values` and `format.tree`, as base64, so that they come back exactly, and no pickle is
-# needed for them.
+# -- the rest of a state, in the metadata ------------------------------------------------------------------------------
+
+# Nesting, plain values, ties and which tensors were numpy arrays. Other tools ignore this text. It is JSON; the nesting
+# and plain values are encoded by `format.tree` and `format.values`, as base64, so no pickle is needed.
 
 STATE_KEY = "shardkeep.state"
 _VERSION = 1
 
 
 class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a state but its tensors."""
+    """All of a state except its tensors."""
 
     version: int = _VERSION
     step: int | None = None
     meta: dict[str, Any] = {}
     """From the commit record."""
     tree: str
-    """The skeleton, encoded."""
+    """The nesting, encoded."""
     values: dict[str, str]
     """Plain values by flat name, encoded."""
     numpy: list[str] = []
-    """Tensors that were arrays of numpy."""
+    """Tensors that were numpy arrays."""
     ties: dict[str, str] = {}
-    """Names of tensors that share the memory of another one, which is the one in the file."""
+    """Names of tensors that share the memory of another one, which is in the file."""
 
 
 def encode_header_state(state: HeaderState) -> str:
-    """Write it as the text that stands in a header."""
+    """Return the text for a header."""
     return msgspec.json.encode(state).decode()
 
 
 def decode_header_state(text: str, *, where: str) -> HeaderState:
-    """Read it; `where` is named in errors."""
+    """Decode the text of a header; errors name `where`."""
     try:
         found = msgspec.json.decode(text, type=HeaderState)
     except (msgspec.MsgspecError, RecursionError) as exc:
@@ -304,13 +300,13 @@ def decode_header_state(text: str, *, where: str) -> HeaderState:
 
 
 def to_text(raw: bytes) -> str:
-    """Spell bytes."""
+    """Return bytes as base64."""
     return base64.b64encode(raw).decode()
 
 
 def to_bytes(text: str, *, where: str) -> bytes:
-    """Return the bytes that a text spells."""
+    """Return the bytes of base64 text."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as exc:
-        raise MalformedFile(f"{where}: {STATE_KEY} holds what is no base64", file=where) from exc
+        raise MalformedFile(f"{where}: {STATE_KEY} is not valid base64", file=where) from exc

@@ -1,5 +1,9 @@
 """
-Conversion between files of `torch.save` and checkpoints, in either direction and in bounded memory.
+Torch's `format_utils`: converts between files of `torch.save` and checkpoints in bounded memory, and loads such files.
+
+`dcp_to_torch_save` reads a checkpoint through its storage reader and writes the file with `conversion.to_file`.
+`torch_save_to_dcp` maps the file and saves it. `BroadcastingTorchSaveReader` reads a file on one rank and sends every
+rank its part of each tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +16,11 @@ import math
 import os
 import pickle
 import threading
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -61,10 +64,10 @@ from shardkeep.errors import (
     StateMismatch,
     UnsupportedLeaf,
 )
-from shardkeep.format import checksum as crc
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, within
+from shardkeep.format.checksum import combine_crc32
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
-from shardkeep.format.torch_zip import ArchiveLayout
+from shardkeep.format.torch_zip import ArchiveEntry, ArchiveLayout, stored_parts
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -89,35 +92,38 @@ from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.file_systems import BlobInput
 from shardkeep.storage.local import PathStore
 
-# A checkpoint that is read in windows: first its objects and what its tensors are, then the tensors' values in parts.
-#
-# Any storage reader will do. What it raises comes as from a load: as `CheckpointException`.
-
 T = TypeVar("T")
 
 _MOST_ELEMENTS = 1 << 58
 """No file is large enough for more."""
 
 
+# -- a checkpoint, read in windows -------------------------------------------------------------------------------------
+
+
 class CheckpointTensors:
-    """The tensors of a checkpoint, read in parts."""
+    """
+    The tensors of a checkpoint, read in parts through any storage reader.
+
+    Failures are raised as from a load, as `CheckpointException`.
+    """
 
     def __init__(self, reader: StorageReader) -> None:
         self._reader = reader
         self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
         self._metadata = Metadata({})
         self._transformed: set[str] = set()
-        """Tensors that were saved through an extension: no part of them can be read alone."""
+        """Tensors that were saved through an extension, which must be read whole."""
         self._held: tuple[str, torch.Tensor] | None = None
 
     def read_state(self) -> dict[str, Any]:
-        """Return the state that the checkpoint holds, nested as it was saved, with a `StandIn` for each tensor."""
+        """Return the state, nested as it was saved, with a `TensorPlaceholder` for each tensor."""
         self._step("plan", self._open)
         state: dict[str, Any] = {}
         objects = []
         for key, entry in self._metadata.state_dict_metadata.items():
             stored = is_tensor_entry(entry)
-            set_element(state, saved_path(self._metadata, key), _stand_in(key, entry) if stored else None)
+            set_element(state, saved_path(self._metadata, key), _placeholder(key, entry) if stored else None)
             if not stored:
                 objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
 
@@ -142,7 +148,7 @@ class CheckpointTensors:
         self._read(plan, planner)
 
     def _items(self, tensor: TensorPlaceholder, values: torch.Tensor, start: int, planner: _Boxes) -> list[ReadItem]:
-        """Return what is to be read for a run of elements, which begins at `start` and has a place in `values`."""
+        """Return the items that fill `values` with a run of elements from `start` on."""
         at, chunks = 0, []
         for box in flat_range_to_boxes(tensor.shape, start, start + values.numel()):
             planner.add(tensor.key, values[at : at + box.volume].view(box.sizes))
@@ -152,7 +158,7 @@ class CheckpointTensors:
         return create_read_items_for_chunk_list(tensor.key, entry, chunks)
 
     def _decoded(self, tensor: TensorPlaceholder) -> torch.Tensor:
-        """Return the bytes of a whole tensor; one is held at a time."""
+        """Return the bytes of a whole tensor; one tensor is held at a time."""
         if self._held is None or self._held[0] != tensor.key:
             self._held = None
             values = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
@@ -177,7 +183,7 @@ class CheckpointTensors:
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
 
     def _own_metadata(self, error: BlobNotFound) -> Metadata:
-        """Return what rank 0 alone wrote, where ranks were saved without collectives."""
+        """Return the metadata of rank 0, if ranks saved without collectives."""
         try:
             return self._reader.read_metadata(rank=0)
         except BlobNotFound:
@@ -194,7 +200,7 @@ class CheckpointTensors:
         return self._alone.all_gather(name, work)[0]
 
 
-def _stand_in(key: str, entry: Any) -> TensorPlaceholder:
+def _placeholder(key: str, entry: Any) -> TensorPlaceholder:
     try:
         return TensorPlaceholder(key, tuple(entry.size), of_torch(entry.properties.dtype))
     except UnsupportedLeaf as error:
@@ -202,7 +208,7 @@ def _stand_in(key: str, entry: Any) -> TensorPlaceholder:
 
 
 def _check_chunks(key: str, entry: Any) -> None:
-    """Insist that every element of a tensor is stored, and once."""
+    """Check that every element of a tensor is stored exactly once."""
     if any(n < 0 for n in entry.size) or math.prod(entry.size) >= _MOST_ELEMENTS:
         raise MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
     chunks = list({(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in entry.chunks}.values())
@@ -218,7 +224,7 @@ def _check_chunks(key: str, entry: Any) -> None:
 
 
 class _Objects(DefaultLoadPlanner):
-    """Hands over objects as they are read."""
+    """Passes on objects as they are read."""
 
     def __init__(self, put: Callable[[str, Any], None]) -> None:
         super().__init__()
@@ -230,46 +236,38 @@ class _Objects(DefaultLoadPlanner):
 
 
 class _Boxes(DefaultLoadPlanner):
-    """Knows the memory of each box that is read."""
+    """Holds the memory of each box that is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._boxes: dict[str, list[torch.Tensor]] = {}
 
     def add(self, key: str, memory: torch.Tensor) -> None:
-        """Give memory for the next box of a tensor."""
+        """Add memory for the next box of a tensor."""
         self._boxes.setdefault(key, []).append(memory)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self._boxes[index.fqn][index.index or 0]
 
 
-# Opening files that `torch.save` wrote: checked, mapped where that can be, and without running anything they name.
+# -- a file of torch.save, opened --------------------------------------------------------------------------------------
 
 _ZIP = b"PK\3\4"
-_LOCAL_NBYTES = 30
 _READ_AHEAD_NBYTES = 1 << 20
-
-
-class _Entry(NamedTuple):
-    name: str
-    start: int
-    nbytes: int
-    crc: int
 
 
 def load_torch_file(path: str | os.PathLike[str]) -> Any:
     """
-    Return what a file of `torch.save` holds, on the CPU. Tensors are mapped: their bytes are read when looked at.
+    Return the contents of a file of `torch.save`, on the CPU. Tensors are mapped: their bytes are read on access.
 
-    Every entry of the file is compared with its checksum first. Files of the form that torch wrote before version 1.6
-    have none, and are read into memory. So is a file of a store, given by its URL.
+    Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have no
+    checksums, and are read into memory, as are files of a store, given by URL.
 
     Raises:
-        CheckpointNotFound: there is no such file.
-        PickleRefused: it names a class that is not known to be safe, and the user did not say that any is.
-        ChecksumMismatch: its bytes are not those that were written.
-        MalformedFile: it is no file of `torch.save`.
+        CheckpointNotFound: the file does not exist.
+        PickleRefused: it names a class that is not known to be safe, and pickles are not allowed.
+        ChecksumMismatch: its bytes changed after they were written.
+        MalformedFile: it is not a file of `torch.save`.
 
     """
     blob = isinstance(path, str) and is_blob_url(path)
@@ -298,7 +296,7 @@ def _load(where: str, *, archive: bool, blob: BlobReader | None = None, device: 
     try:
         if Options().allow_pickle:
             return torch.load(source(), weights_only=False, **how)
-        if archive:  # others are several pickles in a row, which only torch's own reader tells apart
+        if archive:  # the older format is several pickles in a row, which only torch's own reader separates
             try:
                 return load_plain(source(), **how)
             except PickleRefused:
@@ -322,45 +320,32 @@ def _stream(reader: BlobReader) -> io.BufferedReader:
     return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES)
 
 
-def _entries(reader: BlobReader, where: str) -> list[_Entry]:
-    """Return what the file's directory says, if it can be one of torch's."""
-    try:
-        with zipfile.ZipFile(_stream(reader)) as archive:
-            listed = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, IndexError) as error:
-        raise MalformedFile(
-            f"{where}: no archive of torch.save, or one that was cut short: {error}",
-            hint="copy the file again",
-            file=where,
-        ) from error
-    names = [each.filename for each in listed]
-    # Torch would take a compiled program for what it is, and load it with another loader.
-    program = any(name.endswith("/constants.pkl") for name in names)
-    if program or len(set(names)) < len(names) or any(each.compress_type for each in listed):
+def _entries(reader: BlobReader, where: str) -> list[ArchiveEntry]:
+    """Return the entries of a file that `torch.save` can have written."""
+
+    def get(at: int, nbytes: int) -> bytes:
+        data = bytearray(max(0, min(nbytes, reader.nbytes - at)))
+        reader.read_into(at, memoryview(data))
+        return bytes(data)
+
+    entries = stored_parts(get, reader.nbytes, where=where)
+    # Torch would load a compiled program with another loader.
+    if any(entry.name.endswith("/constants.pkl") for entry in entries):
         raise MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
-    return [_entry(reader, each, where) for each in listed]
+    if outside := [entry.name for entry in entries if entry.start + entry.nbytes > reader.nbytes]:
+        raise MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
+    return entries
 
 
-def _entry(reader: BlobReader, listed: zipfile.ZipInfo, where: str) -> _Entry:
-    header = bytearray(_LOCAL_NBYTES)
-    if 0 <= listed.header_offset <= reader.nbytes - _LOCAL_NBYTES:
-        reader.read_into(listed.header_offset, memoryview(header))
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    start = listed.header_offset + _LOCAL_NBYTES + lengths
-    if header[:4] != _ZIP or start + listed.file_size > reader.nbytes:
-        raise MalformedFile(f"{where}: {listed.filename} is not where the directory says", file=where)
-    return _Entry(listed.filename, start, listed.file_size, listed.CRC)
-
-
-def _check(reader: BlobReader, entries: list[_Entry], where: str) -> None:
-    """Read everything once, on several threads, and compare it with the checksums; it stays at hand for the next read."""
+def _check(reader: BlobReader, entries: list[ArchiveEntry], where: str) -> None:
+    """Compare all entries with their checksums, on several threads; the page cache then serves the next read."""
     options = Options()
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
     found: dict[tuple[int, int], int] = {}
 
     def pieces() -> Iterator[tuple[int, int, int]]:
         for number, entry in enumerate(entries):
-            # Torch can be told to write none: then they are 0.
+            # A checksum of 0 means that torch was configured to write none.
             for at in range(0, entry.nbytes if entry.crc else 0, window):
                 yield number, at, min(window, entry.nbytes - at)
 
@@ -375,7 +360,7 @@ def _check(reader: BlobReader, entries: list[_Entry], where: str) -> None:
     sums: dict[int, int] = {}
     for (number, at), each in sorted(found.items()):
         nbytes = min(window, entries[number].nbytes - at)
-        sums[number] = crc.combine_crc32(sums[number], each, nbytes) if number in sums else each
+        sums[number] = combine_crc32(sums[number], each, nbytes) if number in sums else each
     for number, got_crc in sums.items():
         entry = entries[number]
         if got_crc != entry.crc:
@@ -391,8 +376,8 @@ def _check(reader: BlobReader, entries: list[_Entry], where: str) -> None:
 
 
 def _keys_at(where: str, reader: BlobReader, start: int) -> list[str]:
-    """Return the keys of the tensors whose bytes begin here, if they can be found out."""
-    with suppress(Exception):  # the file is damaged, and this is only for the message
+    """Return the keys of the tensors whose bytes begin here, if the file can be loaded."""
+    with suppress(Exception):  # the file is damaged, and the keys are only for the message
         flat, _ = flatten_state_dict(
             _load(where, archive=True, blob=reader if is_blob_url(where) else None, device="meta")
         )
@@ -467,10 +452,11 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     _save_state_dict(state, storage_writer=FileSystemWriter(dcp_checkpoint_dir), no_dist=True)
 
 
-# Files of `torch.save` loaded on many ranks: one rank reads, all get the tensors, and each keeps its own part.
-#
-# The ranks first agree on what is sent, and make room for it; whatever is wrong with the file, its keys or a rank's
-# tensors is raised on all of them then. The tensors go through one buffer of a fixed size, from the mapped file.
+# -- a file of torch.save, loaded on many ranks ------------------------------------------------------------------------
+
+# One rank reads the file, all ranks receive the tensors through one buffer of a fixed size, and each keeps its part. The
+# ranks first agree on what is sent and allocate memory for it, so that a problem with the file, its keys or the tensors
+# of a rank is raised on all of them before anything is sent.
 
 log = logging.getLogger("shardkeep")
 
@@ -496,7 +482,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.is_coordinator = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return nothing: the planner knows from its state what is to be loaded."""
+        """Return empty metadata: the planner plans from its state."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -509,10 +495,10 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.is_coordinator = is_coordinator
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plans of all ranks ask for; all ranks must call this."""
+        """Fill the tensors of all ranks' plans; all ranks must call this."""
         world = _current_world()
         sources: dict[str, torch.Tensor] = {}
-        berths: list[Destination] = []
+        destinations: list[Destination] = []
 
         def describe() -> bytes:
             wanted = _wanted(plan.items, planner)
@@ -520,25 +506,25 @@ class BroadcastingTorchSaveReader(StorageReader):
             return json.dumps([wanted, held]).encode()
 
         def prepare() -> bytes:
-            berths.extend(_berths(cargoes, plan.items, planner))
+            destinations.extend(_destinations(specs, plan.items, planner))
             return b""
 
         with rendezvous(world, "load a file of torch.save") as meeting:
-            told, batch_bytes = json.loads(meeting.agree("describe", describe, _decide))
-            cargoes = [TensorSpec(key, tuple(shape), to_torch(by_name(dtype))) for key, shape, dtype in told]
+            sent, batch_bytes = json.loads(meeting.agree("describe", describe, _decide))
+            specs = [TensorSpec(key, tuple(shape), to_torch(by_name(dtype))) for key, shape, dtype in sent]
             meeting.agree("prepare", prepare, lambda said: [b""] * len(said))
         with torch.no_grad():
             broadcast_batches(
-                cargoes,
-                [sources[cargo.name] for cargo in cargoes] if self.is_coordinator else None,
-                berths,
+                specs,
+                [sources[spec.name] for spec in specs] if self.is_coordinator else None,
+                destinations,
                 torch.device("cpu") if world.solo else current_device(device_of_group().type),
                 None,
                 batch_bytes=batch_bytes,
                 sender=self.coordinator_rank,
             )
-        for berth in berths:
-            for item, target in berth.result:
+        for each in destinations:
+            for item, target in each.result:
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -558,7 +544,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether there is such a file."""
+        """Say whether the file exists."""
         where = os.fspath(checkpoint_id)
         return file_exists(where) if is_blob_url(where) else os.path.isfile(where)
 
@@ -568,7 +554,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return self.checkpoint_id
 
     def _held(self, planner: LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Open the file, keep its tensors in `sources`, and describe each; where one cannot be sent, say why."""
+        """Open the file, put its tensors into `sources`, and describe each; for one that cannot be sent, say why."""
         state = load_torch_file(self._file())
         if not isinstance(state, dict):
             raise BrokenProtocol(
@@ -579,7 +565,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         held: dict[str, Any] = {}
         for key, value in state.items():
             if not isinstance(key, str):
-                continue  # of a state that is not flattened; no plan names it
+                continue  # the state is not flattened, and no plan names this key
             if not isinstance(value, torch.Tensor):
                 held[key] = f"{key!r} is a {type(value).__qualname__} in {self._file()}, and a tensor in the state"
                 continue
@@ -602,7 +588,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """
-        Begin a load, with metadata that describe what the state holds.
+        Begin a load with metadata made from the state.
 
         Raises:
             BrokenProtocol: (a RuntimeError) the state holds something that is no tensor.
@@ -632,7 +618,7 @@ def _only_tensors(key: str, loader: object) -> BrokenProtocol:
 
 
 def _wanted(items: Iterable[ReadItem], planner: LoadPlanner) -> dict[str, list[int] | None]:
-    """Return the keys that a rank wants, and the size that it expects each to have, as far as its planner knows."""
+    """Return the keys that a rank wants, and the size it expects of each if its planner knows it."""
     entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
     wanted: dict[str, list[int] | None] = {}
     for item in items:
@@ -649,7 +635,7 @@ def _decide(said: list[bytes]) -> list[bytes]:
     heard = [json.loads(each) for each in said]
     held = next((each for _, each in heard if each is not None), None)
     if held is None:
-        raise BrokenProtocol("no rank was told to coordinate the load", hint="use the reader with `load`")
+        raise BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
     wanted = {key: size for sizes, _ in heard for key, size in sizes.items()}
     if missing := sorted(wanted.keys() - held.keys()):
         raise MissingKeys(
@@ -673,48 +659,48 @@ def _decide(said: list[bytes]) -> list[bytes]:
     return [json.dumps([sent, stream.BATCH_BYTES]).encode()] * len(said)
 
 
-def _berths(cargoes: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:
-    """Ask the planner for the memory of all that this rank wants; a berth's result is what to tell it afterwards."""
+def _destinations(specs: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:
+    """Ask the planner for the memory of all that this rank wants; a result lists what to commit afterwards."""
     by_key: dict[str, list[ReadItem]] = {}
     for item in items:
         by_key.setdefault(item.storage_index.fqn, []).append(item)
-    berths = []
-    for cargo in cargoes:
-        asked = by_key.get(cargo.name, [])
+    destinations = []
+    for spec in specs:
+        asked = by_key.get(spec.name, [])
         targets = [planner.resolve_tensor(item).detach() for item in asked]
-        boxes = [_box(item, target, cargo) for item, target in zip(asked, targets, strict=True)]
-        berths.append(Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True))))
-    return berths
+        boxes = [_box(item, target, spec) for item, target in zip(asked, targets, strict=True)]
+        destinations.append(
+            Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True)))
+        )
+    return destinations
 
 
-def _box(item: ReadItem, target: torch.Tensor, cargo: TensorSpec) -> Box:
+def _box(item: ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
     """Return which box of the whole tensor an item wants."""
     chunk = item.storage_index.offset or (0,) * len(item.lengths)
     offsets = tuple(there + inside for there, inside in zip(chunk, item.storage_offsets, strict=True))
     box = Box(offsets, tuple(item.lengths))
-    if tuple(target.shape) != box.sizes or not within(cargo.shape, box):
+    if tuple(target.shape) != box.sizes or not within(spec.shape, box):
         raise StateMismatch(
-            f"{cargo.name!r}: {box} of a tensor of {cargo.shape} cannot be put into one of {tuple(target.shape)}",
+            f"{spec.name!r}: {box} of a tensor of {spec.shape} cannot be put into one of {tuple(target.shape)}",
             hint="the planner's items do not fit the file",
-            key=cargo.name,
+            key=spec.name,
         )
-    if target.dtype != cargo.dtype:
-        log.warning("%r is converted as it is loaded: %s -> %s", cargo.name, cargo.dtype, target.dtype)
-        _try_conversion(cargo, target)
+    if target.dtype != spec.dtype:
+        log.warning("%r is converted as it is loaded: %s -> %s", spec.name, spec.dtype, target.dtype)
+        _try_conversion(spec, target)
     return box
 
 
-def _try_conversion(cargo: TensorSpec, target: torch.Tensor) -> None:
+def _try_conversion(spec: TensorSpec, target: torch.Tensor) -> None:
     """Raise now, and not in the midst of sending, if torch cannot convert the tensor."""
     try:
-        torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=cargo.dtype, device="cpu"))
+        torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=spec.dtype, device="cpu"))
     except RuntimeError as error:
-        raise StateMismatch(
-            f"{cargo.name!r}: {cargo.dtype} cannot be loaded as {target.dtype}", key=cargo.name
-        ) from error
+        raise StateMismatch(f"{spec.name!r}: {spec.dtype} cannot be loaded as {target.dtype}", key=spec.name) from error
 
 
-# The command that converts between files of `torch.save` and checkpoints, with torch's arguments.
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 class FormatMode(Enum):

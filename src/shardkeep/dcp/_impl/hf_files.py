@@ -1,5 +1,9 @@
 """
-What torch calls the parts of Hugging Face's files, and its helpers that read them from a stream.
+Hugging Face's files under torch's names: constants and helpers, the header of a save plan's items, and writing them.
+
+The engine's file job writes the tensors straight from their memory. Files are durable on return; if anything fails, all of
+them are removed. A tensor is resolved when its first bytes are written and released after its last ones, so tensors that
+a planner makes for the save are never all alive.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ DTYPE_MAP: dict[str, torch.dtype] = {
     for row in DTYPES
     if row.safetensors is not None and hasattr(torch, row.name)
 }
-"""Every type that safetensors and the installed torch have; torch's own table lacks bool, fp8 and the unsigned ones."""
+"""All dtypes that safetensors and the installed torch have; torch's own table lacks bool, fp8 and unsigned ones."""
 
 HF_DCP_VERSION: float = 1.0
 DCP_VERSION_KEY = "DCP_VERSION"
@@ -70,7 +74,7 @@ SHARDED_DIR_NAME = "sharded"
 
 @dataclass
 class _HFStorageInfo:
-    """Where a chunk of a tensor lies."""
+    """The location of a chunk of a tensor."""
 
     relative_path: str
     """As in torch, the whole path of the file."""
@@ -91,17 +95,17 @@ def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:
 
 
 def _get_dtype(dtype_str: str) -> torch.dtype:
-    """Return torch's type for one of safetensors; the default type for one that torch does not have."""
+    """Return the torch dtype for one of safetensors; the default dtype if torch has none."""
     return DTYPE_MAP.get(dtype_str, torch.get_default_dtype())
 
 
 def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
-    """Return what a header says about shards: the offsets of each tensor in its whole; None if nothing."""
+    """Return the offsets of each tensor in its whole tensor, which a header of shards has; else None."""
     said = metadata.get(DEFAULT_EXTRA_METADATA_KEY, {})
     return json.loads(said[CUSTOM_METADATA_KEY]) if CUSTOM_METADATA_KEY in said else None
 
 
-# How the items of a save plan lie in a safetensors file: their order, and the header.
+# -- the layout of a file ----------------------------------------------------------------------------------------------
 
 
 class ItemTensor(NamedTuple):
@@ -178,11 +182,7 @@ def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, whe
     return build_header(parts, said, where=where)
 
 
-# Writes the tensors of a save plan to safetensors files by the engine's file job, straight from their memory.
-#
-# Files are durable on return; if anything fails, all of them are removed. A tensor is resolved when its first bytes
-# are
-# written and let go after its last ones, so tensors that a planner makes for the save are never all alive.
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 Resolve = Callable[[WriteItem], object]
 

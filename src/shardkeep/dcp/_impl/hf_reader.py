@@ -1,5 +1,5 @@
 """
-The storage reader for Hugging Face models and for shards of them: only headers and wanted ranges are read.
+The storage reader for Hugging Face models and their shards: only headers and the requested ranges are read.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.file_systems import by_store, is_local, store_of
 from shardkeep.storage.local import PathStore
 
-# A safetensors file as the safetensors library hands it out: keys, whole tensors, slices. For readers that users
-# extend.
+# -- an open file ------------------------------------------------------------------------------------------------------
 
 
 class SafeFile:
-    """An open file; what `safetensors.safe_open` returns has these methods."""
+    """An open file with the methods of `safetensors.safe_open`, for subclasses of the reader."""
 
     def __init__(self, file: SafetensorsFile, opens: ReadableStore) -> None:
         self._file = file
@@ -62,11 +61,11 @@ class SafeFile:
         return list(self._file.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the header says besides."""
+        """Return the metadata of the header."""
         return self._file.metadata or None
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a tensor to take slices of."""
+        """Return a tensor whose slices can be read."""
         if name not in self._file.tensors:
             raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
         return SafeSlice(self._opens, self._file.path, name, self._file.tensors[name])
@@ -78,7 +77,7 @@ class SafeFile:
 
 
 class SafeSlice:
-    """A stored tensor of which only what is asked for is read."""
+    """A stored tensor of which only the requested part is read."""
 
     def __init__(self, opens: ReadableStore, path: str, key: str, part: HeaderTensor) -> None:
         self._opens = opens
@@ -91,7 +90,7 @@ class SafeSlice:
         return list(self.part.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype, as safetensors spells it."""
+        """Return the dtype by its name in safetensors."""
         return str(self.part.dtype.safetensors)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -125,16 +124,16 @@ class SafeSlice:
 
 
 def chunk_request(key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor) -> ChunkRequest:
-    """Say how to fill a tensor with a box of a chunk."""
+    """Return the request that fills a tensor with a box of a chunk."""
     nbytes = chunk.box.volume * dtype.itemsize
     location = ItemLocation(chunk.path, chunk.start, nbytes, chunk.start, ())
     return ChunkRequest(location, key, chunk.box.sizes, dtype, box, into)
 
 
 _LARGEST_NBYTES = 8
-"""Of an element, in whatever a planner makes for it."""
+"""The largest element that a planner's tensors have."""
 _HOOKS = ("_process_read_request", "_read_files_from_queue")
-"""Methods that a subclass may override; then whole requests go through them, as in torch."""
+"""Torch's methods that a subclass may override; requests then go through them, as in torch."""
 
 
 class HuggingFaceStorageReader(FileSystemReader):
@@ -162,11 +161,11 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.fs, self.path = by_store(self.fs, self.path)
         self._catalog, self._chunks, self._headers = {}, {}, {}
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> Metadata:
         """
-        Describe what the directory holds. An index file, where there is one, says which files count.
+        Describe the tensors of the directory; an index file, if there is one, says which files count.
 
         Raises:
             MalformedFile: the files are not one whole checkpoint.
@@ -184,10 +183,10 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def stored_chunk(self, index: MetadataIndex) -> tuple[DType, CatalogChunk]:
         """
-        Find a chunk that an item names.
+        Return the chunk that an index names.
 
         Raises:
-            NoSuchValue: there is none.
+            NoSuchValue: it does not exist.
 
         """
         at: Ints = tuple(index.offset or ())
@@ -199,7 +198,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         info = self.storage_data.get(index)
         if chunk is not None and (info is None or info.relative_path == chunk[1].path):
             return chunk
-        # Metadata that another reader read, or that were changed: the file says the rest.
+        # The metadata were read by another reader, or changed: look into the file.
         if info is None:
             raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
         header = self._header(info.relative_path)
@@ -216,7 +215,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner asks for, straight into its tensors where they allow it."""
+        """Fill the planner's tensors, in place where possible."""
         storage_place(self)
         for req in plan.items:
             if req.type == LoadItemType.BYTE_IO:
@@ -237,11 +236,11 @@ class HuggingFaceStorageReader(FileSystemReader):
             self.read_plain(items, planner)
 
     def _extends(self, own: type, names: Sequence[str]) -> bool:
-        """Say whether the class of this reader overrides one of these methods."""
+        """Say whether the class of this reader overrides one of these methods of `own`."""
         return any(getattr(type(self), name) is not getattr(own, name) for name in names)
 
     def _opens(self) -> ReadableStore:
-        """Return what opens files as the catalog calls them: by their paths, or by their names in a store."""
+        """Return what opens the files of the catalog: by their paths, or by their names in a store."""
         return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
 
     def open_files(self) -> ItemFiles:
@@ -249,14 +248,14 @@ class HuggingFaceStorageReader(FileSystemReader):
         return ItemFiles(self._opens(), {})
 
     def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Read items as they are stored, cast to the dtype of what they fill."""
+        """Read items that are not quantized; they are converted to the dtype of their targets."""
         files, options = self.open_files(), Options()
         for batch in in_batches(items, planner):
             wanted, targets, filled = [], [], []
             for req in batch:
                 dtype, chunk = self.stored_chunk(req.storage_index)
                 targets.append(target_tensor(req, planner))
-                # What a tensor of another class does with its memory, only its own `copy_` knows.
+                # A tensor subclass may use its memory in its own way: fill it through its `copy_`.
                 plain = type(targets[-1]) is torch.Tensor
                 filled.append(
                     targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype), device="cpu")
@@ -268,14 +267,14 @@ class HuggingFaceStorageReader(FileSystemReader):
             synchronize_devices(filled)
             fill_items(files, wanted, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
             synchronize_devices(filled)
-            # The bytes went past autograd, which must not take what it saved from these tensors for still valid.
+            # Autograd did not see the write: what it saved of these tensors is no longer valid.
             torch.autograd.graph.increment_version(filled)
             for req, target, made in zip(batch, targets, filled, strict=True):
                 if made is not target:
                     target.copy_(made)
                 planner.commit_tensor(req, target)
 
-    # -- for readers that extend this one ------------------------------------------------------------------------------
+    # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _read_one_by_one(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Hand the requests of each file to `_read_files_from_queue`, and so to `_process_read_request`."""
@@ -395,14 +394,14 @@ def storage_place(storage: Any) -> Store:
     Return the store that a storage reads from or writes to.
 
     Raises:
-        BrokenProtocol: somebody gave it a file system of their own, which is none.
+        BrokenProtocol: its `fs` is a file system of the user's own, which is not a store.
 
     """
     store = store_of(storage.fs, storage.path)
     if store is None:
         raise BrokenProtocol(
-            f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be asked: "
-            "safetensors files are read and written as files of this machine, or as blobs of a store",
+            f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be used: "
+            "safetensors files are read and written on the local file system or in a store",
             hint="give the URL of the place, or use FsspecWriter and FsspecReader",
         )
     return store
@@ -413,7 +412,7 @@ def target_tensor(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     Ask the planner for the tensor that a request fills.
 
     Raises:
-        BrokenProtocol: (an AssertionError) it is not of the size of the box that fills it.
+        BrokenProtocol: (an AssertionError) it does not have the size of the request.
 
     """
     target = planner.resolve_tensor(req).detach()
@@ -426,7 +425,7 @@ def target_tensor(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
 
 
 def in_batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterable[Sequence[ReadItem]]:
-    """Divide requests into lists of bounded size, for planners that make each tensor when it is asked for."""
+    """Divide requests into batches of bounded size if the planner makes tensors on request."""
     if getattr(type(planner), "resolve_tensor", None) is DefaultLoadPlanner.resolve_tensor:
         return [items]
     return item_batches(items, lambda req: torch.Size(req.lengths).numel() * _LARGEST_NBYTES)
