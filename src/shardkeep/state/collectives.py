@@ -107,10 +107,6 @@ def all_gather_sharded_tensor(
     Shards may have any sizes, order and dimensions, and a rank may hold several or none; torch assumes equal rows in the
     order of ranks. By default the group is the tensor's own, and the device that of the first shard if the group supports
     it.
-
-    Raises:
-        InvalidShards: this rank's shards differ from the metadata.
-
     """
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there is a ShardedTensor
 
@@ -221,14 +217,7 @@ def _chunked_in_rank_order(shape: Ints, boxes: list[tuple[int, Box]], ranks: lis
 
 
 def _check_same_tensors(tree: Any, pg: ProcessGroup | None, *, type_check: bool) -> None:
-    """
-    Raise, on all ranks that share tensors, unless each can gather its tree and all hold the same tensors in one order.
-
-    Raises:
-        RanksDisagree: another tensor is next on another rank; names both.
-        RanksSilent: a rank did not come at all.
-
-    """
+    """Raise, on all ranks that share tensors, unless each can gather its tree and all hold the same tensors in one order."""
     sharded = [(path, value) for path, value in leaves_of(tree) if is_dtensor(value) or is_sharded_tensor(value)]
     shared: dict[Ints, list[list[str]]] = {}
     for path, tensor in sharded:
@@ -426,18 +415,20 @@ def broadcast_tensors(
 
     `full_state_dict` has tensors on the first rank of the group, and a `_TensorInfo` for each on the others. `keys` must be
     the same on all ranks; those that `local_state_dict` lacks, or has None for, are skipped.
-
-    Raises:
-        StateMismatch: a key is missing, or its size or dtype differs between ranks; the same error on all.
-        UnsupportedLeaf: as for `broadcast_state_dict`.
-
     """
     made: list[SplitStateDict] = []
 
     def describe(world: World) -> bytes:
         if missing := [key for key in keys if key not in full_state_dict]:
             raise StateMismatch(f"the full state dict lacks {missing}", hint="give all ranks the same keys")
-        made.append(_split_flat({key: full_state_dict[key] for key in keys}, sender=world.rank == 0))
+        values = {key: full_state_dict[key] for key in keys}
+        sources = [plain_source(value, (key,)) for key, value in values.items()] if world.rank == 0 else None
+        # Ranks other than the first have a `_TensorInfo`, or the tensor as well.
+        shapes = [info.shape if isinstance(info, torch.Tensor) else info.size for info in values.values()]
+        specs = [
+            TensorSpec(key, tuple(shape), info.dtype) for (key, info), shape in zip(values.items(), shapes, strict=True)
+        ]
+        made.append(SplitStateDict({key: TensorSlot(number) for number, key in enumerate(values)}, specs, sources))
         return pickle.dumps(made[0].specs)
 
     _broadcast(
@@ -459,10 +450,6 @@ def distribute_tensors(
     Replace each pair of a DTensor and a full tensor in the state dict by the DTensor, filled with its own part.
 
     A DTensor on meta becomes one on the full tensor's device. Other values stay. Nothing is communicated.
-
-    Raises:
-        StateMismatch: the two of a pair have different shapes; nothing has changed then.
-
     """
     del device, pg  # the arguments of torch's
     pairs = {key: pair for key in keys if isinstance(pair := local_state_dict.get(key), tuple)}
@@ -489,12 +476,6 @@ def distribute_state_dict(
     values of other types are always added, as in torch. Dicts, lists and tuples inside are handled in the same way.
     Nothing is communicated; torch scatters from one rank what every rank has already. New DTensors are on the device of
     their mesh. `local_state_dict` is changed only if all of it can be filled; `pg` is not used.
-
-    Raises:
-        StateMismatch: a tensor has another shape than its destination.
-        UnsupportedLeaf: a full tensor is on meta or of no plain form, or the placements of a DTensor do not determine
-            which part this rank holds.
-
     """
     del pg
     local_state_dict.update(
@@ -533,13 +514,7 @@ def _opens(value: Any) -> bool:
 
 
 def split_tensors(state_dict: Mapping[str, Any]) -> SplitStateDict:
-    """
-    Split a full state dict into skeleton and tensors, without copying.
-
-    Raises:
-        UnsupportedLeaf: a tensor is sharded, on meta, or of no plain form.
-
-    """
+    """Split a full state dict into skeleton and tensors, without copying."""
     specs: list[TensorSpec] = []
     sources: list[torch.Tensor] = []
 
@@ -556,13 +531,7 @@ def split_tensors(state_dict: Mapping[str, Any]) -> SplitStateDict:
 
 
 def plain_source(value: Any, path: TreePath) -> torch.Tensor:
-    """
-    Return a full tensor as a plain detached one over the same memory.
-
-    Raises:
-        UnsupportedLeaf: it is sharded, on meta, or of no plain form.
-
-    """
+    """Return a full tensor as a plain detached one over the same memory."""
     name = path_name(path)
     if not is_plain(value):
         raise UnsupportedLeaf(
@@ -572,19 +541,6 @@ def plain_source(value: Any, path: TreePath) -> torch.Tensor:
         )
     leaf = describe_leaf(name, value)
     return leaf.pieces[0].tensor if leaf.pieces else torch.empty(leaf.shape, dtype=leaf.dtype)
-
-
-def _split_flat(values: Mapping[str, Any], *, sender: bool) -> SplitStateDict:
-    """Split a flat dict of tensors, or, on ranks that do not send, of their `_TensorInfo`s."""
-    if sender:
-        for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedLeaf(f"{key!r} is a {type(value).__qualname__}, expected a tensor", key=key)
-        return split_tensors(values)
-    # A rank that has the tensor as well may pass it in place of the info.
-    shapes = {key: info.shape if isinstance(info, torch.Tensor) else info.size for key, info in values.items()}
-    specs = [TensorSpec(key, tuple(shapes[key]), info.dtype) for key, info in values.items()]
-    return SplitStateDict({key: TensorSlot(number) for number, key in enumerate(values)}, specs, None)
 
 
 def _check_same_specs(said: list[bytes]) -> list[bytes]:
@@ -701,11 +657,6 @@ def destination_for(spec: TensorSpec, present: Any, device: torch.device, *, ref
 
     A DTensor takes its own part only: into its memory, or into new memory on `device` if it is on meta or `refill` is
     false. For anything else a full tensor is made on `device`.
-
-    Raises:
-        StateMismatch: the present tensor has another shape, or a dtype that cannot hold the values.
-        InvalidShards, UnsupportedLeaf: the placements of a DTensor do not determine its part.
-
     """
     check_shape(spec, present)
     if not is_dtensor(present):

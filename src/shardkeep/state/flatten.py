@@ -514,10 +514,6 @@ def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     A flat ShardedTensor has the right local shard and offsets, which is all that saving and loading need. It knows
     other ranks' shards only as far as this rank's own nesting shows, so it cannot be gathered or computed with.
-
-    Raises:
-        InvalidShards: (a ValueError) A nested tensor cannot be flattened; the message says which and why.
-
     """
 
     def change(path: TreePath, value: Any) -> Any:

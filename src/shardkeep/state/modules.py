@@ -195,13 +195,7 @@ def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[st
 
 
 def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], info: StateDictInfo) -> None:
-    """
-    Refuse state dicts that are empty but must not be, or that hold flat parameters of FSDP1.
-
-    Raises:
-        BadState: (RuntimeError) with what to do about it.
-
-    """
+    """Refuse state dicts that are empty but must not be, or that hold flat parameters of FSDP1."""
     elsewhere = info.broadcast_from_rank0 or (info.cpu_offload and info.full_state_dict)
     partial = bool(info.submodule_prefixes) or info.ignore_frozen_params or not info.strict
     on_rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
@@ -224,13 +218,7 @@ def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, A
 
 
 def from_rank0(make: Callable[[], T]) -> T:
-    """
-    Call `make` on rank 0, and return its result on all ranks of the default group.
-
-    Raises:
-        BadState: on the other ranks, if `make` failed, so that they do not wait; rank 0 raises the original error.
-
-    """
+    """Call `make` on rank 0, and return its result on all ranks of the default group; if it fails, all ranks raise."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     sent: list[Any] = [None, None]
@@ -284,14 +272,7 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
 
 @torch.no_grad()
 def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictInfo) -> _IncompatibleKeys:
-    """
-    Load state by canonical names into the model; return missing and unexpected names.
-
-    Raises:
-        BadState: (RuntimeError) a key is missing; on all ranks if only rank 0 has the state.
-        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
-
-    """
+    """Load state by canonical names into the model; return missing and unexpected names."""
     if not info.handle_model or not (state or info.broadcast_from_rank0):
         if info.handle_model and info.full_state_dict and info.cpu_offload:
             # Reading with these options returns state on rank 0 only; the other ranks must not skip the load silently.

@@ -145,10 +145,6 @@ def offload_state_dict_to_cpu(
 
     DTensors and ShardedTensors keep their kind, with their local parts moved. The values are valid on return. For
     `ranks_only` and `type_check` see `iterate_state_dict`.
-
-    Raises:
-        UnexpectedValue: a value of another type, and `type_check` is on.
-
     """
     moved: dict[str, Any] = iterate_state_dict(
         state_dict,

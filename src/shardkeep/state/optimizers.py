@@ -315,10 +315,6 @@ def init_optim_state(optim: Optimizer) -> None:
     Give a fresh optimizer the state of a step with zero gradients; leave any other as it is.
 
     Parameters, gradients, learning rates and random number generators stay as they are, and no step hook runs.
-
-    Raises:
-        BadState: (RuntimeError) the optimizer cannot make such a step.
-
     """
     if is_fresh(optim):
         _install(optim, *dry_step(optim))
@@ -346,10 +342,6 @@ def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[s
     Return the state and the param groups an optimizer would have after a step with zero gradients.
 
     The optimizer is not changed. Temporarily needs memory for a copy of the parameters and for their gradients.
-
-    Raises:
-        BadState: (RuntimeError) its step fails.
-
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
     copies = {id(parameter): _copy_of(parameter) for parameter in parameters}

@@ -304,10 +304,6 @@ def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Each parameter gets the hyper-parameters of its group, so that parts of a model on different ranks (pipeline stages)
     have keys of their own.
-
-    Raises:
-        UnsupportedValue: (NotImplementedError) state that is no tensor, number, string, list or dict.
-
     """
     flat: dict[str, Any] = {}
     for name, tree in state_dict[STATE].items():
@@ -368,10 +364,6 @@ def parse_optimizer_state(
 
     `names` are all canonical names of the model's parameters; `in_order` are those of the optimizers' parameters in the
     order of their groups, to which numbers refer.
-
-    Raises:
-        BadState: (RuntimeError) it has none of these forms.
-
     """
     if STATE in state_dict:
         return _parse_nested(state_dict, in_order)
@@ -483,13 +475,7 @@ class _LoadPlan:
 def load_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo
 ) -> None:
-    """
-    Load a state dict, in any of its forms, into optimizers.
-
-    Raises:
-        BadState: (RuntimeError) state or hyper-parameters of a parameter are missing, or do not fit.
-
-    """
+    """Load a state dict, in any of its forms, into optimizers."""
     if not info.handle_optim:
         return
     # FSDP1 broadcasts full state by itself if only one rank keeps it.

@@ -27,11 +27,12 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.tree import Container, Node, Part, decode_tree, join, part_name
 from shardkeep.format.values import decode_value, encode_value
-from shardkeep.state.flatten import flatten, is_per_rank_name
+from shardkeep.state.flatten import flatten, is_per_rank_name, map_leaves
 from shardkeep.state.leaves import (
     EveryRank,
     PerRank,
     ShardedBox,
+    TreePath,
     describe_leaf,
     is_dtensor,
     is_sharded_tensor,
@@ -340,16 +341,15 @@ class StatefulObject:
 
     def _own_parts(self, value: Any, name: str) -> Any:
         """Keep this rank's value of each `PerRank` inside the state."""
-        if isinstance(value, EveryRank):
-            if set(value.values) != set(range(self._world_size)):
-                self._refuse_world_size(name, len(value.values))
-            return PerRank(value.values[self._rank])
-        if isinstance(value, dict):
-            for key, child in value.items():
-                value[key] = self._own_parts(child, f"{name}.{key}")
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._own_parts(child, f"{name}.{at}") for at, child in enumerate(value))
-        return value
+
+        def change(path: TreePath, leaf: Any) -> Any:
+            if not isinstance(leaf, EveryRank):
+                return leaf
+            if set(leaf.values) != set(range(self._world_size)):
+                self._refuse_world_size(".".join([name, *map(str, path)]), len(leaf.values))
+            return PerRank(leaf.values[self._rank])
+
+        return map_leaves(value, change)
 
     def _refuse_world_size(self, name: str, ranks: int) -> NoReturn:
         raise StateMismatch(
