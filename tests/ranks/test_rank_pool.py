@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,7 +122,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     )
     pids = tmp_path / "pids"
     pids.touch()
-    parent = subprocess.Popen([sys.executable, "busy.py"], cwd=tmp_path, env={**os.environ, "PIDS": str(pids)})
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PIDS": str(pids), "PYTHONPATH": path}
+    parent = subprocess.Popen([sys.executable, "busy.py"], cwd=tmp_path, env=environment)
     try:
         wait_until(lambda: len(pids.read_text().split()) == 2, 60)
     finally:
