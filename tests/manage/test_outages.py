@@ -274,7 +274,7 @@ def silent_root() -> tuple[Any, Silent]:
 
 def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The near root is free when it returns, what was under way commits nothing later, and the next job goes on."""
-    monkeypatch.setattr("shardkeep.manage.replicate.replicator.GRACE_S", 0.2)
+    monkeypatch.setattr("shardkeep.manage.replicate.GRACE_S", 0.2)
     far, silent = silent_root()
     ckpt = checkpointer(tmp_path, asynchronous=False, promote_to=far, keep_last=1, promote_required=False)
     ckpt.save(1, state_at(1))

@@ -19,7 +19,7 @@ import shardkeep as sk
 from shardkeep.errors import NotPromoted, SaveCancelled, StorageError
 from shardkeep.events import Event, PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
-from shardkeep.manage.replicate.copy import copy_files
+from shardkeep.manage.file_copy import copy_files
 from shardkeep.manage.retention import KeepAll
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
@@ -108,7 +108,7 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
 
 def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all of an index, or of a header, has one digest: damaged once it is mended, damaged for good it is told."""
-    monkeypatch.setattr("shardkeep.manage.replicate.copy.window_for", lambda *_: (2, 4096))
+    monkeypatch.setattr("shardkeep.manage.file_copy.window_for", lambda *_: (2, 4096))
     source = MemoryStore()
     sk.save({f"name-{number}": torch.ones(1) for number in range(200)}, source)
     assert min(read_record(source).at_rest.values()) > 4096

@@ -19,8 +19,8 @@ from shardkeep.engine.workers import MIN_WINDOW_NBYTES
 from shardkeep.errors import NotPromoted, StorageError
 from shardkeep.events import PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
-from shardkeep.manage.replicate.coordinator import ReplicationCoordinator
-from shardkeep.manage.replicate.copy import copy_files
+from shardkeep.manage.file_copy import copy_files
+from shardkeep.manage.replicate import ReplicationCoordinator
 from shardkeep.storage.base import verifies_uploads
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore

@@ -17,8 +17,7 @@ from shardkeep.errors import CheckpointNotFound, NotPromoted, StorageError
 from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipped
 from shardkeep.format.record import IndexEntry, Record, Totals
 from shardkeep.manage.catalog import Entry
-from shardkeep.manage.replicate.coordinator import to_replicate
-from shardkeep.manage.replicate.replicator import share_files
+from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.resolve import open_place

@@ -34,7 +34,7 @@ from shardkeep.events import on_event as listen
 from shardkeep.format.record import checked_step
 from shardkeep.manage.catalog import Catalog, Entry, Tiers, newest_first, newest_saves, require_readable, restore_order
 from shardkeep.manage.decisions import Decision, RankContext
-from shardkeep.manage.replicate.coordinator import ReplicationTerms
+from shardkeep.manage.replicate import ReplicationTerms
 from shardkeep.manage.restore import Restored, candidates, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
 from shardkeep.manage.saves import PINNED, Saved, Saves

@@ -33,8 +33,7 @@ from shardkeep.manage.catalog import (
 from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
-from shardkeep.manage.replicate.coordinator import ReplicationTerms
-from shardkeep.manage.replicate.replicator import Replicator
+from shardkeep.manage.replicate import ReplicationTerms, Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.manage.schedule import Clock

@@ -1,0 +1,710 @@
+"""
+Copies checkpoints to a far root in the background, by all ranks together, without slowing training down.
+
+Each save is followed by a *round* on a thread of each rank; all ranks run the same rounds in the same order. In a round,
+rank 0 chooses the checkpoint to copy next, the newest first, each rank copies its share of the files, rank 0 commits, and
+so on until nothing is left. This also continues what an earlier job or round could not finish.
+
+A copy is committed as the near checkpoint was: after all its files, by the very same bytes of its commit record, put where
+there was none or over the version that was seen. Until then it is not a checkpoint, and a later attempt continues it.
+
+An error on any rank reaches all ranks. A damaged near copy is not a failure of the far root: it is reported as such,
+unless the near copy was deleted or replaced meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakMethod
+
+import msgspec
+
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.world import World
+from shardkeep.engine.queue import SaveHandle
+from shardkeep.engine.reader import open_sized
+from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    CheckpointExists,
+    DamagedCheckpoint,
+    NearCopyDamaged,
+    NotPromoted,
+    SaveCancelled,
+    StorageError,
+    StorageFull,
+    WrongSize,
+)
+from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
+from shardkeep.layouts import orphans
+from shardkeep.layouts.native import claim_name
+from shardkeep.manage.background import DaemonWorker, PendingTasks
+from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
+from shardkeep.manage.decisions import RankContext
+from shardkeep.manage.file_copy import copy_files, throttle
+from shardkeep.manage.lease import Lease
+from shardkeep.manage.prune import CheckpointLocks, Pruner
+from shardkeep.manage.retention import Policy, plan
+from shardkeep.manage.schedule import Clock
+from shardkeep.options import Options
+from shardkeep.storage.base import Root, Store, Version, free_nbytes
+from shardkeep.storage.cancel import run_with_deadline
+from shardkeep.storage.reread import decode_or_reread
+from shardkeep.storage.retry import RetryingRoot, RetryPolicy
+
+log = logging.getLogger("shardkeep")
+
+SaveKey = tuple[str, str]
+"""The name of a checkpoint, and the id of the save that wrote it."""
+
+
+class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that all ranks copy next."""
+
+    name: str
+    step: int
+    record: bytes
+    """The commit record, as it is in the near root."""
+
+    def decoded(self) -> Record:
+        """Decode the record."""
+        return decode_record(self.record, RECORD_NAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What rank 0 keeps of an order until it is carried out."""
+
+    order: ReplicationOrder
+    over: Version | None
+    """The version of the far record that the commit replaces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicationTerms:
+    """Which checkpoints are copied to the far root."""
+
+    every: int
+    """Steps that are a multiple of it."""
+    policy: Policy
+    """What is kept in the far root."""
+    required: bool
+    """Whether the near copy must stay until the far one exists."""
+
+
+def to_replicate(
+    near: Iterable[Entry],
+    far: Iterable[Entry],
+    policy: Policy,
+    now: datetime,
+    *,
+    every: int = 1,
+    left_out: Collection[SaveKey] = (),
+    newest: bool = False,
+) -> list[Entry]:
+    """
+    Return the near checkpoints that belong in the far root and are not there, the newest first. A pure function.
+
+    A checkpoint that `policy` would delete from the far root at once is not copied. Others are if their step is a multiple
+    of `every`, if they are pinned, or with `newest` if they are the newest, unless they are `left_out`.
+    """
+    there = {entry.name: entry for entry in far}
+    mine = [
+        entry
+        for entry in newest_first(near)
+        if entry.committed and entry.record is not None and (entry.name, entry.save_id) not in left_out
+    ]
+    due = [entry for at, entry in enumerate(mine) if entry.step % every == 0 or entry.pinned or (newest and at == 0)]
+    fresh = {entry.name: entry for entry in due if _may_replace(entry, there.get(entry.name))}
+    # Apply the policy to what the far root would have after all copies.
+    after = [entry for name, entry in there.items() if name not in fresh]
+    kept = {entry.name for entry in plan([*after, *fresh.values()], policy, now).kept}
+    return [entry for entry in fresh.values() if entry.name in kept]
+
+
+def _may_replace(entry: Entry, there: Entry | None) -> bool:
+    """Return whether a checkpoint may be put where another one is: only over an older save or a damaged one."""
+    if there is None or there.status == "unfinished":
+        return True
+    if there.problem is not None:
+        return isinstance(there.problem, DamagedCheckpoint)
+    return there.record is not None and there.save_order < entry.save_order
+
+
+class ReplicationCoordinator:
+    """What rank 0 knows of the far root. Any thread may ask what is there; one thread replicates."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        far: Catalog,
+        terms: ReplicationTerms,
+        lease: Lease,
+        near_pruner: Pruner,
+        near_locks: CheckpointLocks,
+        now: Callable[[], datetime],
+    ) -> None:
+        """`far` is the far root of `tiers` once more, through a store that stops working when replication is cancelled."""
+        if tiers.far is None:  # unreachable: nothing is replicated without a far root
+            raise ValueError("there is no far root")
+        self.lease = lease
+        self.pruner = Pruner(far, terms.policy, lease, CheckpointLocks(), now, resumed=self._resumes)
+        self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.far
+        self._terms = terms
+        self._near_pruner = near_pruner
+        self._near_locks = near_locks
+        self._now = now
+        self._lock = threading.Lock()
+        self._there: dict[str, Entry] = {}
+        """What the far root has. Only this job changes it, because it holds the lease."""
+        self._damaged: set[SaveKey] = set()
+        """Saves that are damaged in the near root, and are not tried again."""
+        self._to_come: set[str] = set()
+        self._unsure: set[str] = set()
+        """Near checkpoints that could not be read, so it is not known whether they will be copied."""
+        self._partial: set[str] = set()
+        """Far checkpoints whose copy may have begun, and is not committed."""
+        self._swept = False
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def acquire_root(self) -> list[Entry]:
+        """Acquire the lease of the far root, and return what the root has; raise `RootInUse` if another job holds it."""
+        self.lease.acquire()
+        entries = self._uncancelled_far.entries()
+        with self._lock:
+            self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
+            return list(self._there.values())
+
+    def distrust(self, names: Collection[str]) -> None:
+        """Do not count these far checkpoints as kept, because they could not be restored."""
+        self.pruner.distrusted = set(names)
+
+    def has(self, name: str) -> bool:
+        """Return whether the far root has a checkpoint of this name."""
+        with self._lock:
+            return name in self._there
+
+    def is_pinned(self, name: str) -> bool:
+        """Return whether the far root has a checkpoint of this name, and it is pinned."""
+        return self.has(name) and is_pinned(self._uncancelled_far.root, name)
+
+    def unreplicated(self, near: Sequence[Entry]) -> set[str]:
+        """Return the near checkpoints that must stay because they are still to be copied."""
+        return {entry.name for entry in self._wanted(near)} if self._terms.required else set()
+
+    def _wanted(self, near: Sequence[Entry], *, newest: bool = False) -> list[Entry]:
+        with self._lock:
+            there, left_out = list(self._there.values()), set(self._damaged)
+        trusted = [entry for entry in near if entry.name not in self._near_pruner.distrusted]
+        terms = self._terms
+        return to_replicate(
+            trusted, there, terms.policy, self._now(), every=terms.every, left_out=left_out, newest=newest
+        )
+
+    def _resumes(self, name: str) -> bool:
+        return name in self._to_come or name in self._unsure
+
+    # -- one checkpoint ------------------------------------------------------------------------------------------
+
+    def choose(self, held: ExitStack, *, newest: bool) -> Chosen | None:
+        """Choose the checkpoint to copy next, and keep it from being deleted while `held` is open."""
+        self.lease.check()
+        near = self._near.entries()
+        wanted = self._wanted(near, newest=newest)
+        self._to_come = {entry.name for entry in wanted}
+        self._unsure = {entry.name for entry in near if entry.problem is not None and not _is_damage(entry.problem)}
+        if not self._swept:  # here, in the background, because a far root may have thousands of directories
+            self.pruner.sweep_all()
+            self._swept = True
+            self._partial = self._to_come | self._unsure  # an earlier job may have begun to copy them
+        for entry in wanted:
+            self._near_locks.acquire(entry.name)
+            held.callback(self._near_locks.release, entry.name)
+            # The record must be read after the lock, because until then the checkpoint may be deleted or replaced.
+            data = self._record_of(entry)
+            if data is None:
+                held.close()
+                continue
+            self._sweep_partial()  # before the free space is checked
+            over = self._prepare(entry, self._far.root.place(entry.name), held)
+            return Chosen(order=ReplicationOrder(name=entry.name, step=entry.step, record=data), over=over)
+        self._sweep_partial()
+        return None
+
+    def _sweep_partial(self) -> None:
+        """Remove partial copies that will not be continued, because the near checkpoint is gone, replaced or damaged."""
+        for name in self._partial - self._to_come - self._unsure:
+            self.pruner.sweep_one(name)
+            self._partial.discard(name)
+
+    def _record_of(self, entry: Entry) -> bytes | None:
+        """Return the near record of an entry; None if it changed since the entry was read."""
+        try:
+            data, record = _read_record(self._near.root.place(entry.name))
+        except DamagedCheckpoint:  # it was readable a moment ago; the next attempt will see it as damaged
+            return None
+        except BlobNotFound:
+            data, record = b"", None
+        if record == entry.record:
+            return data
+        self._to_come.discard(entry.name)
+        return None
+
+    def _prepare(self, entry: Entry, place: Store, held: ExitStack) -> Version | None:
+        """Check that a checkpoint fits into the far root, and claim its directory there; return the version to replace."""
+        over = place.version(RECORD_NAME)
+        sizes = {} if entry.record is None else entry.record.at_rest
+        there = {info.name: info.nbytes for info in place.list()}
+        free = free_nbytes(place)
+        wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
+        if free is not None and free < wanted:
+            raise StorageFull(
+                f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                hint="delete checkpoints that are not needed any more, or keep fewer there (keep_promoted)",
+                errno=errno.ENOSPC,
+            )
+        held.enter_context(orphans.holding_claim(entry.save_id))
+        place.delete(claim_name(entry.save_id))  # of a job that was cut short
+        self._partial.add(entry.name)
+        orphans.make_claim(place, entry.save_id)
+        return over
+
+    def is_gone(self, order: ReplicationOrder) -> bool:
+        """Return whether the near checkpoint was deleted or replaced meanwhile."""
+        try:
+            return _read_record(self._near.root.place(order.name))[0] != order.record
+        except BlobNotFound:
+            return True
+        except DamagedCheckpoint:
+            return False
+
+    def leave_out(self, order: ReplicationOrder) -> None:
+        """Do not try this checkpoint again, because the near copy is damaged."""
+        with self._lock:
+            self._damaged.add((order.name, order.decoded().save_id))
+        self._near_pruner.distrusted.add(order.name)
+
+    def commit(self, chosen: Chosen) -> None:
+        """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
+        order = chosen.order
+        record, place = order.decoded(), self._far.root.place(order.name)
+        _require_files(place, record)
+        pinned = is_pinned(self._near.root, order.name)
+        if pinned:
+            pin(self._far.root, order.name)
+        data = self._current_record(order)
+        self.lease.check()
+        try:
+            place.put(RECORD_NAME, data, over=chosen.over)
+        except StorageError as exc:
+            if exc.errno != errno.EEXIST:
+                raise
+            raise CheckpointExists(
+                f"{place.url}: another job has committed a checkpoint here meanwhile",
+                hint="let only one job promote to a root",
+            ) from exc
+        _require_record(place, data)
+        orphans.discard(place, [claim_name(record.save_id)])
+        self._partial.discard(order.name)
+        with self._lock:
+            self._there[order.name] = replace(
+                entry_from_record(order.name, order.step, record, pinned=pinned), tier=FAR
+            )
+
+    def _current_record(self, order: ReplicationOrder) -> bytes:
+        """Return the near record of the same save: its keys may have been rotated while its files were copied."""
+        was = order.decoded()
+        try:
+            data, now = _read_record(self._near.root.place(order.name))
+        except (BlobNotFound, DamagedCheckpoint):
+            return order.record
+        return data if (now.save_id, now.at_rest) == (was.save_id, was.at_rest) else order.record
+
+    def clean_up(self, order: ReplicationOrder, held: ExitStack) -> None:
+        """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
+        place = self._far.root.place(order.name)
+        try:
+            orphans.discard(place, orphans.deletable(place, orphans.survey(place, self.lease.gone)))
+        except Exception as error:  # noqa: BLE001 - a committed copy must not fail because of this
+            log.warning("could not remove replaced files in %s: %s", place.url, error)
+        with self._lock:
+            newest = newest_first(entry for entry in self._there.values() if entry.committed)
+        deleted = self.pruner.prune(order.name, latest=newest[0].name)
+        with self._lock:
+            for name in deleted:
+                self._there.pop(name, None)
+        held.close()  # the near copy may be deleted from now on
+        self._near_pruner.after_replication(order.name)
+
+
+def _is_damage(problem: CheckpointError) -> bool:
+    """Return whether an unreadable record is certainly damaged, and did not just read differently each time."""
+    return isinstance(problem, DamagedCheckpoint) and problem.details.get("same_twice") is not False
+
+
+def _read_record(place: Store) -> tuple[bytes, Record]:
+    """Read a commit record and its bytes; a damaged one is read twice."""
+    where = f"{place.url}/{RECORD_NAME}"
+
+    def read() -> bytes:
+        return place.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
+
+    return decode_or_reread(read(), lambda data: (data, decode_record(data, where)), read, name=where)
+
+
+def _require_record(place: Store, data: bytes) -> None:
+    """Check that the record is read back as it was written, before the near copy may be deleted."""
+    try:
+        same = _read_record(place)[0] == data
+    except (BlobNotFound, DamagedCheckpoint):
+        same = False
+    if not same:
+        raise StorageError(
+            f"{place.url}/{RECORD_NAME} was written, and is not read back as it was",
+            hint="the store or its disk changes bytes: look at its log; the near copy is promoted again",
+            name=RECORD_NAME,
+            errno=errno.EIO,
+        )
+
+
+def _require_files(place: Store, record: Record) -> None:
+    """Check that rank 0, too, sees all files with their sizes."""
+    listed = {info.name: info.nbytes for info in place.list()}
+    for name, nbytes in record.at_rest.items():
+        if listed.get(name) == nbytes:
+            continue
+        try:
+            # A network file system may show an old listing; opening a file by name looks again.
+            open_sized(place, name, nbytes).close()
+        except WrongSize as exc:
+            raise StorageError(
+                f"{place.url}: {name} of {nbytes} bytes was copied there, and rank 0 does not find it",
+                hint="all ranks must see one file system or object store",
+                name=name,
+            ) from exc
+
+
+GRACE_S = 3.0
+"""How long cancelled work may take to end, and the far lease to be released, before both are left to themselves."""
+
+
+class _Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank reports of its share."""
+
+    copied: int = 0
+    files: int = 0
+    damage: str = ""
+    """What is wrong with the near copy."""
+    spans: SentPhases = []
+
+
+class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 reports of a copy that did not fail."""
+
+    copied: int = 0
+    files: int = 0
+    gone: bool = False
+    """Whether the near checkpoint was deleted or replaced meanwhile."""
+
+
+class Replicator:
+    """The replication of one Checkpointer. Used by one thread."""
+
+    def __init__(
+        self,
+        root: Root,
+        tiers: Tiers,
+        ranks: RankContext,
+        clock: Clock,
+        *,
+        lease: Lease,
+        near_pruner: Pruner,
+        near_locks: CheckpointLocks,
+        terms: ReplicationTerms,
+        options: Options,
+        retries: int,
+        is_saving: Callable[[], bool],
+    ) -> None:
+        """`root` is the far root without retries, and `lease` its lease."""
+        self._running_round = 0
+        self._cancelled_before = 0
+        """Rounds with lower numbers are cancelled."""
+        policy = RetryPolicy(retries, sleep=clock.sleep, wanted=self._is_wanted)
+        far = Catalog(RetryingRoot(root, policy), tiers.near.naming.template)
+        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, near_locks, clock.now)
+        """Rank 0's part."""
+        self.rounds = PendingTasks()
+        self._catalogs = tiers.near, far
+        self._urls = tiers.urls
+        self._ranks = ranks
+        self._options = options
+        self._pause = partial(throttle, is_saving, clock.sleep)
+        self._near_pruner = near_pruner
+        self._world: World | None = None
+        """The ranks, once `begin` was called."""
+        self._worker = DaemonWorker("shardkeep-promote")
+        self._futures: list[Future[None]] = []
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def begin(self, session: str) -> None:
+        """Begin, once this job holds the far root, with what earlier jobs could not finish."""
+        if self._world is not None:
+            return
+        world = self._ranks.world.with_prefix(f"promotions/{session}")
+        # Ranks only wait for each other here, and rank 0 reads both roots while the others wait.
+        self._world = replace(world, alone_s=world.timeout_s)
+        _at_exit(self._leave)
+        self.after(None)
+
+    def after(self, saved: Any, *, newest: bool = False) -> None:
+        """Begin a round once a save has ended; `newest`: copy the newest checkpoint whatever its step."""
+        if self._world is None or self._worker.closed:
+            return
+        future = self._worker.submit(self._run_round, self.rounds.count, saved, newest, self._world)
+        self.rounds.add(future)
+        self._futures = [each for each in self._futures if not each.done()] + [future]
+
+    def wait(self, timeout_s: float | None = None) -> list[BaseException]:
+        """Wait for all rounds that `stop` has not abandoned, and for the deletes after them; return their errors."""
+        errors: list[BaseException] = []
+        if not self._worker.abandoned:
+            if futures.wait(self._futures, timeout_s).not_done:
+                raise TimeoutError(f"not all checkpoints were promoted to {self._urls[FAR]} within {timeout_s:g} s")
+            errors = self.rounds.end_all()
+        self._near_pruner.wait()
+        return errors
+
+    def finish(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
+        """Wait for all rounds, with the newest checkpoint if wanted, and cancel them when the time is up."""
+        if newest:
+            self.after(None, newest=True)
+        try:
+            return self.wait(timeout_s)
+        except TimeoutError as late:
+            log.warning("%s; the next job continues with them", late)
+            self.cancel()
+            self.stop()
+            return self.wait()
+
+    def cancel(self) -> None:
+        """Cancel all rounds that were begun; a later round finds what was copied."""
+        self._cancelled_before = self.rounds.count
+
+    def stop(self) -> None:
+        """
+        Begin no more rounds, and wait a little for those that were begun, which have ended or are cancelled.
+
+        A round that does not end in time waits for an answer of the store. It is abandoned, and does nothing after that.
+        """
+        if not self._worker.abandoned and not self._worker.close(GRACE_S):
+            log.warning("%s does not answer: the request to it is abandoned", self._urls[FAR])
+
+    def close(self) -> None:
+        """Stop, and release the far root. If it does not answer, its lease expires."""
+        try:
+            self.stop()
+            self.coordinator.pruner.close()
+        finally:
+            run_with_deadline(self.coordinator.lease.release, "shardkeep-release", GRACE_S)
+
+    def _leave(self) -> None:
+        """At exit."""
+        self.cancel()
+        self.close()
+
+    def _is_wanted(self) -> bool:
+        return self._running_round >= self._cancelled_before
+
+    def _check_wanted(self) -> None:
+        if not self._is_wanted():
+            raise SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
+
+    # -- on the thread -------------------------------------------------------------------------------------------
+
+    def _run_round(self, number: int, saved: Any, newest: bool, world: World) -> None:
+        self._running_round = number
+        if isinstance(saved, SaveHandle):
+            saved.wait_for_end()
+        damaged: NotPromoted | None = None
+        for turn in count():
+            try:
+                if not self._copy_next(f"{number}.{turn}", newest=newest, world=world):
+                    break
+            except SaveCancelled:
+                log.info("promotions to %s were cancelled", self._urls[FAR])
+                return
+            except Exception as error:
+                if self._worker.abandoned:  # the far root was released, and no caller waits for this round
+                    log.info("a cancelled promotion to %s has ended: %s", self._urls[FAR], error)
+                    return
+                failed = self._failure(error)
+                if world.rank == 0:  # now, because the next save that would report it may be far away
+                    log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
+                if not isinstance(error, NearCopyDamaged):
+                    raise failed from error
+                failed.__cause__, damaged = error, damaged or failed  # go on with other checkpoints
+        if damaged is not None:
+            raise damaged
+
+    def _failure(self, error: Exception) -> NotPromoted:
+        what = f"checkpoints of {self._urls[NEAR]} could not be promoted to {self._urls[FAR]}"
+        hint = "they are intact, and are tried again after the next save, or by the next job"
+        if isinstance(error, NearCopyDamaged):
+            hint = error.hint
+        return NotPromoted(f"{what}: {error.message if isinstance(error, CheckpointError) else repr(error)}", hint=hint)
+
+    # -- one checkpoint ------------------------------------------------------------------------------------------
+
+    def _copy_next(self, title: str, *, newest: bool, world: World) -> bool:
+        """Copy one checkpoint, together with all ranks; return False if there is none to copy."""
+        phases, order, chosen_s = Phases(), None, 0.0
+        chosen: list[Chosen] = []
+
+        def work() -> bytes:
+            self._check_wanted()
+            return b""
+
+        with ExitStack() as held:
+
+            def choose(payloads: list[bytes]) -> list[bytes]:
+                found = self.coordinator.choose(held, newest=newest)
+                chosen.extend([] if found is None else [found])
+                return [b"" if found is None else msgspec.msgpack.encode(found.order)] * len(payloads)
+
+            try:
+                with rendezvous(world, f"promotion {title} to {self._urls[FAR]}") as meeting:
+                    answer = meeting.agree("choose", work, choose)
+                    if not answer:
+                        return False
+                    chosen_s = phases.mark_meeting()
+                    phases.add("choose", 0.0, chosen_s)
+                    order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
+                    if self._copy_together(meeting, order, chosen, phases, world) and world.rank == 0:
+                        self.coordinator.clean_up(order, held)
+            except BaseException as error:
+                if order is not None or not isinstance(error, SaveCancelled):
+                    self._report_failure(order, error, phases.now() - chosen_s, world.rank)
+                raise
+        return True
+
+    def _copy_together(
+        self, meeting: Rendezvous, order: ReplicationOrder, chosen: list[Chosen], phases: Phases, world: World
+    ) -> bool:
+        """Copy and commit one checkpoint; return False if the near copy is gone. `chosen` has one element on rank 0."""
+        record, about, began_s = order.decoded(), self._about(order, world.rank), phases.now()
+        total, files = record.stored_nbytes, len(record.at_rest)
+        emit(PromotionBegan, lambda: PromotionBegan(**about, bytes_total=total))
+        answer = meeting.agree(
+            "copy",
+            lambda: self._copy_share(order, record, phases, world),
+            lambda shares: self._commit(chosen[0], phases, shares),
+        )
+        outcome, seconds = msgspec.msgpack.decode(answer, type=_Outcome), phases.now() - began_s
+        if outcome.gone:
+            gone = SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
+            log.info("%s", gone)
+            self._report_failure(order, gone, seconds, world.rank)
+            return False
+        emit(
+            PromotionFinished,
+            lambda: PromotionFinished(
+                **about,
+                bytes_total=total,
+                bytes_copied=outcome.copied,
+                seconds=seconds,
+                called_s=phases.called_s,
+                files_total=files,
+                files_copied=outcome.files,
+                ranks=phases.all_ranks(),
+            ),
+        )
+        if world.rank == 0:
+            found = f", {total - outcome.copied:,} bytes of them were there" if outcome.copied < total else ""
+            text = "%s is promoted to %s: %s bytes in %d files%s, %.2f s (%s)"
+            took = ", ".join(f"{name} {took_s:.2f}" for name, took_s in seconds_by_name(phases.spans).items())
+            log.info(text, about["source"], about["where"], f"{total:,}", files, found, seconds, took)
+        return True
+
+    def _copy_share(self, order: ReplicationOrder, record: Record, phases: Phases, world: World) -> bytes:
+        """Copy this rank's share of the files; damage of the near copy is reported to rank 0, and not raised."""
+        near, far = (each.root.place(order.name) for each in self._catalogs)
+        mine = share_files(record.at_rest, world.size)[world.rank]
+        began_s = phases.now()
+        try:
+            copied = copy_files(near, far, record, mine, self._options, self._is_wanted, self._pause)
+        except DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
+            phases.add("copy", began_s, phases.now())
+            damage = f"{type(error).__name__}: {error.message}"
+            return msgspec.msgpack.encode(_Share(damage=damage, spans=phases.sent()))
+        phases.add("copy", began_s, phases.now(), copied.nbytes)
+        self._check_wanted()
+        return msgspec.msgpack.encode(_Share(copied=copied.nbytes, files=copied.files, spans=phases.sent()))
+
+    def _commit(self, chosen: Chosen, phases: Phases, shares: list[bytes]) -> list[bytes]:
+        """On rank 0, once all ranks have copied."""
+        parts = [msgspec.msgpack.decode(each, type=_Share) for each in shares]
+        phases.collect([part.spans for part in parts])
+        phases.add("wait", phases.spans[-1].end_s, phases.now())
+        damage = [part.damage for part in parts if part.damage]
+        if damage and not self.coordinator.is_gone(chosen.order):
+            self.coordinator.leave_out(chosen.order)
+            raise NearCopyDamaged(
+                f"{self._urls[NEAR]}/{chosen.order.name} is damaged: {damage[0]}",
+                hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
+            )
+        if not damage:
+            with phases.phase("commit"):
+                self.coordinator.commit(chosen)
+        copied, files = sum(part.copied for part in parts), sum(part.files for part in parts)
+        return [msgspec.msgpack.encode(_Outcome(copied=copied, files=files, gone=bool(damage)))] * len(shares)
+
+    def _report_failure(self, order: ReplicationOrder | None, error: BaseException, seconds: float, rank: int) -> None:
+        kind, message, cancelled = type(error).__name__, str(error), isinstance(error, SaveCancelled)
+        about = self._about(order, rank)
+        emit(
+            PromotionFailed,
+            lambda: PromotionFailed(**about, kind=kind, message=message, cancelled=cancelled, seconds=seconds),
+        )
+
+    def _about(self, order: ReplicationOrder | None, rank: int) -> dict[str, Any]:
+        source, where = (url if order is None else f"{url}/{order.name}" for url in self._urls)
+        return {"rank": rank, "source": source, "where": where, "step": None if order is None else order.step}
+
+
+def share_files(sizes: dict[str, int], ranks: int) -> list[list[str]]:
+    """Assign files to ranks by size, the largest first, each to the rank that has least; the same on all ranks."""
+    loads = [0] * ranks
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    for name, nbytes in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
+        rank = loads.index(min(loads))
+        loads[rank] += nbytes + 1  # one more, so that empty files are spread, too
+        found[rank].append(name)
+    return found
+
+
+def _at_exit(method: Any) -> None:
+    """Call a method at exit before threads are joined, if its object still exists and the process was not forked."""
+    reference, process_id = WeakMethod(method), os.getpid()
+
+    def call() -> None:
+        found = reference()
+        if found is not None and os.getpid() == process_id:
+            found()
+
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # there is no public way

@@ -1,1 +1,0 @@
-"""Replication of committed checkpoints to a second root."""
