@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python and pip: `make demo` and `make test`.
-# The first one makes .venv; PY=/path/to/python uses an environment that is already there instead.
+# The first one creates .venv; PY=/path/to/python uses an existing environment instead.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,7 +14,7 @@ else
   PY := $(VENV)/bin/python
 endif
 
-# Where it is set, each of the many processes of the tests compiles all of the source again.
+# If it is set, each of the many processes of the tests compiles the whole source again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
