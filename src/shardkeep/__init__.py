@@ -1,5 +1,5 @@
 """
-Checkpoints for PyTorch training on any number of ranks: exact, atomic, verified, and as fast as the disk.
+Checkpoints for PyTorch training that are exact, atomic and verified, on any number of ranks.
 
     import shardkeep as sk
 
@@ -7,7 +7,7 @@ Checkpoints for PyTorch training on any number of ranks: exact, atomic, verified
     sk.load(state, "runs/a/step-10")
     sk.open("runs/a/step-10")["model.layers.0.weight"][3:7]
 
-Names load when they are first used: looking at files does not import torch.
+Names are imported when they are first used, so that looking at a checkpoint does not import torch.
 """
 
 from __future__ import annotations
@@ -74,62 +74,37 @@ if TYPE_CHECKING:
     from shardkeep.storage.resolve import open_place
 
 _HOMES = {
-    "codecs.base": ("CodecConfig",),
-    "codecs.keys": ("KeyRing", "KeySource", "new_key"),
-    "codecs.chain": ("register_codec",),
-    "conversion.api": ("ConvertReport", "ExportReport", "convert", "export"),
-    "conversion.rotate": ("rotate_keys",),
-    "engine.queue": ("SaveHandle", "SaveProgress"),
-    "engine.report": ("LoadReport", "SaveReport"),
+    "codecs.base": "CodecConfig",
+    "codecs.keys": "KeyRing KeySource new_key",
+    "codecs.chain": "register_codec",
+    "conversion.api": "ConvertReport ExportReport convert export",
+    "conversion.rotate": "rotate_keys",
+    "engine.queue": "SaveHandle SaveProgress",
+    "engine.report": "LoadReport SaveReport",
     "errors": (
-        "BlobNotFound",
-        "CheckpointError",
-        "CheckpointExists",
-        "CheckpointNotFound",
-        "ChecksumMismatch",
-        "DamagedCheckpoint",
-        "EarlierSaveFailed",
-        "Failure",
-        "InvalidShards",
-        "KeyCollision",
-        "KeyMissing",
-        "LeaseLost",
-        "MalformedFile",
-        "NotAuthentic",
-        "NotPromoted",
-        "PickleRefused",
-        "RanksDisagree",
-        "RanksSilent",
-        "ReplicasDiffer",
-        "RootInUse",
-        "SaveCancelled",
-        "StateError",
-        "StateMismatch",
-        "StorageError",
-        "StorageFull",
-        "UnsupportedLeaf",
-        "UnsupportedVersion",
-        "WriterDied",
-        "WrongKey",
-        "WrongSize",
+        "BlobNotFound CheckpointError CheckpointExists CheckpointNotFound ChecksumMismatch DamagedCheckpoint "
+        "EarlierSaveFailed Failure InvalidShards KeyCollision KeyMissing LeaseLost MalformedFile NotAuthentic "
+        "NotPromoted PickleRefused RanksDisagree RanksSilent ReplicasDiffer RootInUse SaveCancelled StateError "
+        "StateMismatch StorageError StorageFull UnsupportedLeaf UnsupportedVersion WriterDied WrongKey WrongSize"
     ),
-    "events": ("on_event",),
-    "loading": ("load",),
-    "manage.catalog": ("Catalog",),
-    "manage.checkpointer": ("Checkpointer",),
-    "manage.retention": ("KeepAll", "KeepBest", "KeepEvery", "KeepLast", "KeepYounger"),
-    "opening": ("Checkpoint", "StoredTensor", "VerifyReport", "open", "verify_stored"),
-    "options": ("Options",),
-    "reports.progress": ("show_progress",),
-    "reports.trace": ("trace",),
-    "saving": ("async_save", "finish_saves", "save"),
-    "state.leaves": ("PerRank", "ShardedBox"),
-    "state.stored": ("RNG",),
-    "storage.local": ("LocalStore",),
-    "storage.memory": ("MemoryStore",),
-    "storage.resolve": ("open_place",),
+    "events": "on_event",
+    "loading": "load",
+    "manage.catalog": "Catalog",
+    "manage.checkpointer": "Checkpointer",
+    "manage.retention": "KeepAll KeepBest KeepEvery KeepLast KeepYounger",
+    "opening": "Checkpoint StoredTensor VerifyReport open verify_stored",
+    "options": "Options",
+    "reports.progress": "show_progress",
+    "reports.trace": "trace",
+    "saving": "async_save finish_saves save",
+    "state.leaves": "PerRank ShardedBox",
+    "state.stored": "RNG",
+    "storage.local": "LocalStore",
+    "storage.memory": "MemoryStore",
+    "storage.resolve": "open_place",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""The module of each public name, which is imported when the name is first used."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "RNG",
