@@ -5,7 +5,7 @@ A node is None (a leaf) or a `Container`. The flat name of a leaf is its path jo
 columns, level by level, so that the children of a container are one slice of each column. Decoding checks kinds, counts,
 distinct keys and depth.
 
-    tree  = [marks, counts, parts], encoded as in `values.py`
+    tree  = [marks, counts, parts], encoded as a plain value
     marks = bin, one byte for the root, then for every child, level by level: 0 leaf, 1 dict, 2 odict, 3 list, 4 tuple,
             5 ranks
     counts = the number of children of each container, in the order of its mark
