@@ -57,9 +57,7 @@ def blobs_of(store: MemoryStore) -> Blobs:
 
 
 def state(seed: int = 0) -> dict:
-    """
-    Three groups of files, one of them of two blocks; tied, empty, strided and 0-dim tensors; values.
-    """
+    """Three groups of files, one of them of two blocks; tied, empty, strided and 0-dim tensors; values."""
     gen = torch.Generator().manual_seed(seed)
     table = torch.randn(5, 3, generator=gen)
     return {
@@ -85,9 +83,7 @@ def state(seed: int = 0) -> dict:
 
 
 def poisoned() -> dict:
-    """
-    The same shape of state, full of what is in no checkpoint; one destination strided, one on meta.
-    """
+    """The same shape of state, full of what is in no checkpoint; one destination strided, one on meta."""
 
     def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.from_numpy(np.full(shape, -7.5, np.float32)).to(dtype)

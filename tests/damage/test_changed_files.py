@@ -28,9 +28,7 @@ def lengths(data, seed):
 
 @pytest.mark.parametrize("which", ["record", "index"])
 def test_every_truncation_of_record_and_index(subject, which):
-    """
-    A record or an index cut to any length is refused, and named.
-    """
+    """A record or an index cut to any length is refused, and named."""
     name = RECORD_NAME if which == "record" else subject.index_name
     data = subject.blobs[name]
     for length in lengths(data, 0):
@@ -40,9 +38,7 @@ def test_every_truncation_of_record_and_index(subject, which):
 
 
 def test_truncations_of_data_files(subject):
-    """
-    A data file cut to any length is refused before it is read: both sizes are in the error.
-    """
+    """A data file cut to any length is refused before it is read: both sizes are in the error."""
     for number, entry in enumerate(subject.record.files):
         data = subject.blobs[entry.name]
         for length in lengths(data, number):
@@ -56,18 +52,14 @@ def test_truncations_of_data_files(subject):
 
 @pytest.mark.parametrize("tail", [b"\0", b"\n", b" ", b"}", b"\xff" * 4096])
 def test_bytes_appended(subject, tail):
-    """
-    One more byte at the end of any file is refused.
-    """
+    """One more byte at the end of any file is refused."""
     for name, data in subject.blobs.items():
         what = f"{tail[:4]!r} appended to {name}"
         doors.assert_refused(doors.try_all(subject.with_blob(name, data + tail), subject, what), naming=name, what=what)
 
 
 def test_files_missing(subject):
-    """
-    Without its record there is no checkpoint; without any other file there is an error that names it.
-    """
+    """Without its record there is no checkpoint; without any other file there is an error that names it."""
     for name in subject.blobs:
         answers = doors.try_all(subject.with_blob(name, None), subject, f"{name} missing")
         if name == RECORD_NAME:
@@ -80,18 +72,14 @@ def test_files_missing(subject):
 
 
 def test_nothing_there():
-    """
-    An empty place is not found, rather than damaged.
-    """
+    """An empty place is not found, rather than damaged."""
     answers = doors.try_all(store_of({}), one_rank(), "empty")
 
     assert all(isinstance(error, sk.CheckpointNotFound) for error in answers.all)
 
 
 def test_files_swapped(subject):
-    """
-    Any two files under each other's names are refused.
-    """
+    """Any two files under each other's names are refused."""
     names = sorted(subject.blobs)
     for at, first in enumerate(names):
         for second in names[at + 1 :]:
@@ -106,9 +94,7 @@ def test_files_swapped(subject):
 
 @pytest.mark.parametrize("fill", [b"\0", b"\xff", b" ", b"{"])
 def test_files_overwritten_with_one_byte(subject, fill):
-    """
-    A file of the right size that holds nothing but zeros, as after a crash of a file system, is refused.
-    """
+    """A file of the right size that holds nothing but zeros, as after a crash of a file system, is refused."""
     for name, data in subject.blobs.items():
         what = f"{name} full of {fill!r}"
         answers = doors.try_all(subject.with_blob(name, fill * len(data)), subject, what)
@@ -116,9 +102,7 @@ def test_files_overwritten_with_one_byte(subject, fill):
 
 
 def test_zeros_at_the_end():
-    """
-    A file whose last pages never reached the disk and read as zeros is refused.
-    """
+    """A file whose last pages never reached the disk and read as zeros is refused."""
     subject = one_rank()
     for name, data in subject.blobs.items():
         for kept in {len(data) * part // 4 for part in range(4)}:
@@ -129,9 +113,7 @@ def test_zeros_at_the_end():
 
 
 def test_stale_shards():
-    """
-    A data file of another save of the same shapes, in the place of ours, has the right size and is refused.
-    """
+    """A data file of another save of the same shapes, in the place of ours, has the right size and is refused."""
     subject, other = one_rank(), one_rank(1)
     for ours, theirs in zip(subject.record.files, other.record.files, strict=True):
         assert ours.nbytes == theirs.nbytes
@@ -142,9 +124,7 @@ def test_stale_shards():
 
 
 def test_stale_blocks():
-    """
-    The right header on the data of another save, all of it or one block, is refused at the first wrong byte.
-    """
+    """The right header on the data of another save, all of it or one block, is refused at the first wrong byte."""
     subject, other = one_rank(), one_rank(1)
     for ours, theirs in zip(subject.record.files, other.record.files, strict=True):
         header = ours.header_nbytes
@@ -161,9 +141,7 @@ def test_stale_blocks():
 
 
 def test_record_and_index_of_another_save():
-    """
-    A record or index of another save beside our files is refused: each names files that carry their save's id.
-    """
+    """A record or index of another save beside our files is refused: each names files that carry their save's id."""
     subject, other = one_rank(), one_rank(1)
     record = subject.with_blob(RECORD_NAME, other.blobs[RECORD_NAME])
     doors.assert_refused(doors.try_all(record, subject, "foreign record"), naming=other.index_name, what="record")
@@ -179,9 +157,7 @@ def test_record_and_index_of_another_save():
 
 
 def test_files_nobody_names_are_harmless(subject):
-    """
-    Leftovers beside a checkpoint, whatever they are called, change nothing.
-    """
+    """Leftovers beside a checkpoint, whatever they are called, change nothing."""
     extra = {"notes.txt": b"x", "index-0123456789abcdef0123.skindex": b"", "claim-0123456789abcdef0123.json": b"{"}
 
     answers = doors.try_all(store_of({**subject.blobs, **extra}), subject, "leftovers")
@@ -191,9 +167,7 @@ def test_files_nobody_names_are_harmless(subject):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_on_disk(tmp_path, direct):
-    """
-    The same with real files: cut, grown, gone, stale, and a directory, a pipe or a link where a file should be.
-    """
+    """The same with real files: cut, grown, gone, stale, and a directory, a pipe or a link where a file should be."""
     subject, other = one_rank(), one_rank(1)
     for name, data in subject.blobs.items():
         (tmp_path / name).write_bytes(data)

@@ -61,9 +61,7 @@ def test_every_byte_of_record_and_index(subject, which):
 
 
 def test_every_bit_of_a_record():
-    """
-    All eight bits of every byte of a record, for its text is short and each bit can mean something in JSON.
-    """
+    """All eight bits of every byte of a record, for its text is short and each bit can mean something in JSON."""
     subject = one_rank()
     data = subject.blobs[RECORD_NAME]
     for at in range(len(data)):
@@ -73,9 +71,7 @@ def test_every_bit_of_a_record():
 
 
 def test_every_byte_of_every_header_at_the_gate(subject):
-    """
-    No data file is read before its header is whole: a flip in any byte of it is refused where files are opened.
-    """
+    """No data file is read before its header is whole: a flip in any byte of it is refused where files are opened."""
     for entry in subject.record.files:
         data = subject.blobs[entry.name]
         for at in range(entry.header_nbytes):
@@ -86,9 +82,7 @@ def test_every_byte_of_every_header_at_the_gate(subject):
 
 
 def test_every_meaningful_byte_of_every_header(subject):
-    """
-    A flip in the text of a header, and in a sample of its padding, is refused by every door, naming the file.
-    """
+    """A flip in the text of a header, and in a sample of its padding, is refused by every door, naming the file."""
     pick = random.Random(0)
     stride = 1 if subject.name == "one rank" else 16  # the gate, above, sees them all
     for entry in subject.record.files:
@@ -134,9 +128,7 @@ def keys_of(index, file, low, high):
 
 
 def test_data_bytes(subject):
-    """
-    A flip in data is refused by every door; the error has file and offset of the block and names what lies in it.
-    """
+    """A flip in data is refused by every door; the error has file and offset of the block and names what lies in it."""
     index = sk.open(store_of(subject.blobs)).index
     for number, entry in enumerate(subject.record.files):
         data = subject.blobs[entry.name]
@@ -160,9 +152,7 @@ def test_data_bytes(subject):
 
 
 def test_verify_lists_every_damaged_file(subject):
-    """
-    Damage in several files is one error that names them all.
-    """
+    """Damage in several files is one error that names them all."""
     blobs = dict(subject.blobs)
     for entry in subject.record.files:
         blobs[entry.name] = flipped(blobs[entry.name], entry.nbytes - 1, 3)
@@ -174,9 +164,7 @@ def test_verify_lists_every_damaged_file(subject):
 
 
 def test_what_is_not_damaged_still_loads():
-    """
-    With one file damaged, the tensors of the others load when the damaged ones are excluded, as the hint says.
-    """
+    """With one file damaged, the tensors of the others load when the damaged ones are excluded, as the hint says."""
     subject = one_rank()
     entry = next(file for file in subject.record.files if file.name.startswith("optim"))
     store = subject.with_blob(entry.name, flipped(subject.blobs[entry.name], entry.nbytes - 1, 0))
@@ -211,9 +199,7 @@ def test_damage_reaches_every_rank():
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_flips_on_disk(tmp_path, direct):
-    """
-    The same with real files, through direct and buffered reads: a sample of every kind of byte.
-    """
+    """The same with real files, through direct and buffered reads: a sample of every kind of byte."""
     subject = one_rank()
     for name, data in subject.blobs.items():
         (tmp_path / name).write_bytes(data)

@@ -81,9 +81,7 @@ def test_mutated_files(data):
 @settings(max_examples=100, **COMMON)
 @given(st.data())
 def test_files_mixed_up(data):
-    """
-    Files of two saves dealt out at random under each other's names: an error, or exactly what was saved.
-    """
+    """Files of two saves dealt out at random under each other's names: an error, or exactly what was saved."""
     subject, other = one_rank(), one_rank(1)
     pool = [*subject.blobs.values(), *other.blobs.values()]
     blobs = {name: data.draw(st.sampled_from([subject.blobs[name], *pool])) for name in subject.blobs}
@@ -133,9 +131,7 @@ def test_forged_columns(data):
 @settings(max_examples=100, **COMMON)
 @given(st.data())
 def test_forged_records(data):
-    """
-    A mutated record with its checksum made right: an error of ours or data.
-    """
+    """A mutated record with its checksum made right: an error of ours or data."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.record["index"] |= {"nbytes": subject.record.index.nbytes, "checksum": subject.record.index.checksum}
@@ -146,9 +142,7 @@ def test_forged_records(data):
 @settings(max_examples=80, **COMMON)
 @given(st.data())
 def test_forged_index_headers(data):
-    """
-    A mutated index with its checksum made right in the record: an error of ours or data.
-    """
+    """A mutated index with its checksum made right in the record: an error of ours or data."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.index = data.draw(mutations(subject.blobs[subject.index_name]))
@@ -158,9 +152,7 @@ def test_forged_index_headers(data):
 @settings(max_examples=60, **COMMON)
 @given(st.data())
 def test_forged_data_files(data):
-    """
-    A mutated data file with size and header's checksum made right in the record: an error of ours or data.
-    """
+    """A mutated data file with size and header's checksum made right in the record: an error of ours or data."""
     subject = one_rank()
     forgery = take_apart(subject)
     group = data.draw(st.sampled_from(["model", "optim", "state"]))

@@ -63,9 +63,7 @@ def test_links_are_not_followed(place, number, direct):
 
 
 def test_the_watch_sees_a_file_outside(place):
-    """
-    The yardstick: reading beside the checkpoint is noticed.
-    """
+    """The yardstick: reading beside the checkpoint is noticed."""
     with watched() as paths:
         (place / "outside" / RECORD_NAME).read_bytes()
         os.close(os.open(place / "outside" / RECORD_NAME, os.O_RDONLY))
@@ -75,9 +73,7 @@ def test_the_watch_sees_a_file_outside(place):
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/null", "/proc/self/mem", "nowhere", "."])
 def test_links_to_odd_things(place, target):
-    """
-    Links to devices, to nothing and to a directory are refused like any other.
-    """
+    """Links to devices, to nothing and to a directory are refused like any other."""
     for name in all_names():
         shutil.copy(place / "outside" / name, place / "ck" / name)
         (place / "ck" / name).unlink()
@@ -89,9 +85,7 @@ def test_links_to_odd_things(place, target):
 
 
 def test_things_that_are_no_files(place, monkeypatch):
-    """
-    A pipe, a socket or a directory in the place of any file is refused at once, and never waited for.
-    """
+    """A pipe, a socket or a directory in the place of any file is refused at once, and never waited for."""
     monkeypatch.chdir(place / "ck")  # the name of a socket is short
     for name in all_names():
         path = place / "ck" / name
@@ -119,9 +113,7 @@ NAMES = ["../outside/{}", "./{}", "sub/../{}", "{}/", "../../{}", "{}/../../outs
 
 @pytest.mark.parametrize("which", ["index", "file", "absolute"])
 def test_names_that_lead_outside(place, which):
-    """
-    A record that names a sound file outside of the checkpoint is refused, and that file is not touched.
-    """
+    """A record that names a sound file outside of the checkpoint is refused, and that file is not touched."""
     forgery = take_apart(one_rank())
     index = forgery.record["index"] | {"nbytes": one_rank().record.index.nbytes}
     forgery.record["index"] = index | {"checksum": one_rank().record.index.checksum}
@@ -149,9 +141,7 @@ def _answers(place, what):
 
 
 def test_ten_gigabytes_of_nothing(place):
-    """
-    Any file grown to 10 GB of holes is refused by its size, without being read.
-    """
+    """Any file grown to 10 GB of holes is refused by its size, without being read."""
     for name in all_names():
         path = place / "ck" / name
         _sparse(path)
@@ -201,9 +191,7 @@ def test_a_data_file_of_ten_gigabytes(place):
 
 
 def test_a_file_that_shrinks_while_it_is_read(place):
-    """
-    A file cut after it was opened is an error of ours, or what was saved; the reader does not hang or crash.
-    """
+    """A file cut after it was opened is an error of ours, or what was saved; the reader does not hang or crash."""
     subject = one_rank()
     name = next(file.name for file in subject.record.files if file.name.startswith("optim"))
     path = place / "ck" / name
@@ -226,9 +214,7 @@ def test_a_file_that_shrinks_while_it_is_read(place):
 
 
 def test_a_place_that_is_a_link_is_a_place(place):
-    """
-    Links in the path to a checkpoint are the user's own, and are followed.
-    """
+    """Links in the path to a checkpoint are the user's own, and are followed."""
     (place / "latest").symlink_to(place / "ck")
 
     assert doors.try_all(LocalStore(place / "latest"), one_rank(), "through a link").all == [None, None, None]

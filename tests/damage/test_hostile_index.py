@@ -765,9 +765,7 @@ def _chunks_of(forgery, key):
 
 @pytest.mark.parametrize("shift", [-1, 1, -50])
 def test_boxes_that_overlap_or_leave_a_hole(shift):
-    """
-    Three boxes, one of them moved: an overlap and a hole of the same size, so that the sum of volumes is right.
-    """
+    """Three boxes, one of them moved: an overlap and a hole of the same size, so that the sum of volumes is right."""
     subject = three_ranks()
     forgery = take_apart(subject)
     rows = _chunks_of(forgery, "optim.moment")
@@ -784,9 +782,7 @@ def test_boxes_that_overlap_or_leave_a_hole(shift):
 
 
 def test_the_same_box_twice():
-    """
-    A box stored twice in the place of another is an overlap and a hole.
-    """
+    """A box stored twice in the place of another is an overlap and a hole."""
     subject = three_ranks()
     forgery = take_apart(subject)
     first, second, _ = _chunks_of(forgery, "optim.moment")
@@ -802,9 +798,7 @@ def test_the_same_box_twice():
 
 
 def test_a_forged_index_is_refused_on_every_rank():
-    """
-    Three ranks load a forged index: all of them raise the same error of ours, none of them its own.
-    """
+    """Three ranks load a forged index: all of them raise the same error of ours, none of them its own."""
     subject = one_rank()
     for forge in (an_alias_of_a_larger_element, a_key_that_is_no_text, a_start_just_below_2_63, two_tensors_of_one_key):
         forgery = take_apart(subject)
@@ -818,9 +812,7 @@ def test_a_forged_index_is_refused_on_every_rank():
 
 
 def test_sections_nobody_knows_cost_nothing():
-    """
-    A hundred thousand sections of the same four megabytes, which would take minutes to hash, are not looked at.
-    """
+    """A hundred thousand sections of the same four megabytes, which would take minutes to hash, are not looked at."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.sections["new"] = Section("|u1", (4 << 20,), bytes(4 << 20))
@@ -837,9 +829,7 @@ def test_sections_nobody_knows_cost_nothing():
 
 
 def test_an_array_of_a_dtype_numpy_has_not():
-    """
-    A bfloat16 tensor said to have been a numpy array: `to_dict` says that it cannot be one; a load is exact.
-    """
+    """A bfloat16 tensor said to have been a numpy array: `to_dict` says that it cannot be one; a load is exact."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.put("origin", forgery.rows["model.half"], 1, "|u1")

@@ -377,9 +377,7 @@ def a_record_in_utf_16(f):
 
 @pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
 def test_a_forged_record_is_refused(forge):
-    """
-    `load` and `verify` raise an error of ours, at no cost; so does `to_dict`, or it gives exactly what was saved.
-    """
+    """`load` and `verify` raise an error of ours, at no cost; so does `to_dict`, or it gives exactly what was saved."""
     subject = one_rank()
     forgery = take_apart(subject)
     forge(forgery)
@@ -395,9 +393,7 @@ def test_a_forged_record_is_refused(forge):
 
 @pytest.mark.parametrize("version", [3, 4, 10**6, 2**70, "1", 1.5, None, [], "two"])
 def test_a_newer_version_says_to_upgrade(version):
-    """
-    A version that this reader does not know is not damage: the error says so, and what to do.
-    """
+    """A version that this reader does not know is not damage: the error says so, and what to do."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.record |= {"version": version, "writer": "shardkeep 9.0", "files": "whatever version 3 has here"}
@@ -412,9 +408,7 @@ def test_a_newer_version_says_to_upgrade(version):
 
 @pytest.mark.parametrize("version", [0, -1, -(2**70), True])
 def test_versions_that_never_were(version):
-    """
-    A version below the first one is no version.
-    """
+    """A version below the first one is no version."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.record["version"] = version
@@ -425,9 +419,7 @@ def test_versions_that_never_were(version):
 
 
 def test_what_a_record_may_say():
-    """
-    Members nobody knows, other spacing, totals of any size and odd meta are read: nothing depends on them.
-    """
+    """Members nobody knows, other spacing, totals of any size and odd meta are read: nothing depends on them."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.record |= {"new": {"a": [1, 2, {"b": None}]}, "world_size": 10**6, "step": -1}
@@ -452,9 +444,7 @@ def _index_entry(subject):
     "number", ["1" + "0" * 30, "1e999", "-1e999", '"\\ud800"', '"\\u0000"'], ids=["1e30", "inf", "-inf", "half", "nul"]
 )
 def test_meta_that_json_can_say_and_python_hardly(number):
-    """
-    Numbers and letters at the edge of what JSON has are read or refused, and never upset a load.
-    """
+    """Numbers and letters at the edge of what JSON has are read or refused, and never upset a load."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.record["meta"] = {"x": 0}
@@ -513,9 +503,7 @@ def _digests(header, change):
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
 def test_a_forged_header_is_refused(change):
-    """
-    A header whose own checksum is right but whose digests are missing, malformed or of other data is refused.
-    """
+    """A header whose own checksum is right but whose digests are missing, malformed or of other data is refused."""
     subject = one_rank()
     forgery = take_apart(subject)
     entry = forgery.file("optim")
@@ -532,9 +520,7 @@ def test_a_forged_header_is_refused(change):
 
 
 def test_what_the_header_says_of_tensors_is_not_believed():
-    """
-    Names and offsets in a safetensors header are for other tools; forging them moves no byte of ours.
-    """
+    """Names and offsets in a safetensors header are for other tools; forging them moves no byte of ours."""
     subject = one_rank()
     forgery = take_apart(subject)
     entry = forgery.file("model")
@@ -562,9 +548,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_a_forged_claim_stops_no_save(claim):
-    """
-    A claim that says nonsense is one of a save nobody knows: saves, overwrites and loads beside it go on.
-    """
+    """A claim that says nonsense is one of a save nobody knows: saves, overwrites and loads beside it go on."""
     subject = one_rank()
     store = store_of({**subject.blobs, "claim-0123456789abcdef0123.json": claim})
 

@@ -83,9 +83,7 @@ VALUES = {
 
 @pytest.mark.parametrize("data", VALUES.values(), ids=VALUES)
 def test_a_malformed_value_is_refused(data):
-    """
-    A value that breaks the rules is refused by its key, by `load` before a tensor is touched, and by `open`.
-    """
+    """A value that breaks the rules is refused by its key, by `load` before a tensor is touched, and by `open`."""
     subject = one_rank()
     forgery = take_apart(subject)
     forgery.set_value("name", data)
@@ -157,9 +155,7 @@ def test_a_pickle_does_not_run(tmp_path, where):
 
 
 def test_a_pickle_in_the_tree_does_not_run(tmp_path):
-    """
-    The tree is a value too, and its pickles are refused.
-    """
+    """The tree is a value too, and its pickles are refused."""
     path = tmp_path / "boom"
     subject = one_rank()
     for data in _pickles(str(path)).values():
@@ -176,9 +172,7 @@ def test_a_pickle_in_the_tree_does_not_run(tmp_path):
 
 
 def test_a_pickle_that_is_broken():
-    """
-    Allowed, a pickle that cannot be read is damage and not an exception of the pickle module.
-    """
+    """Allowed, a pickle that cannot be read is damage and not an exception of the pickle module."""
     subject = one_rank()
     for data in (b"", b"\x80", b"garbage", b"\x80\x05.", b"cos\nnothing\n."):
         forgery = take_apart(subject)

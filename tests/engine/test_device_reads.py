@@ -22,9 +22,7 @@ KIB = 1 << 10
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_runs_of_bytes_are_read_and_written_where_boxes_are(data):
-    """
-    A box that is one run is filled by its bytes as by its elements, and any range of bytes is read as it lies.
-    """
+    """A box that is one run is filled by its bytes as by its elements, and any range of bytes is read as it lies."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
     dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]))
     tensor = random_tensor(shape, dtype, seed=1)
@@ -55,9 +53,7 @@ def test_runs_of_bytes_are_read_and_written_where_boxes_are(data):
 
 
 def test_memory_that_is_no_run_has_none():
-    """
-    A strided tensor, and one of another dtype than the stored one, are filled by boxes only.
-    """
+    """A strided tensor, and one of another dtype than the stored one, are filled by boxes only."""
     whole = Box((0, 0), (3, 4))
     assert TorchScattered(torch.zeros(4, 3).t(), torch.float32).run_of(whole) is None
     assert TorchScattered(torch.zeros(3, 4), torch.float16).run_of(whole) is None
@@ -104,9 +100,7 @@ def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_of_stored_chunks_are_read_through_windows(tmp_path, as_on_a_device, axis):
-    """
-    Rows of a stored tensor are one run on both sides, columns are not; both are filled with what they should.
-    """
+    """Rows of a stored tensor are one run on both sides, columns are not; both are filled with what they should."""
     full = random_tensor((64, 96), torch.float32, seed=5)
     sk.save({"w": full}, tmp_path)
     offsets = (9, 0) if axis == 0 else (0, 9)
@@ -157,9 +151,7 @@ def test_windows_for_accelerators_are_parts_of_the_ring(ring):
 
 
 def test_a_ring_in_use_is_not_waited_for(ring):
-    """
-    While others have all of the ring, ordinary memory does; theirs is not touched.
-    """
+    """While others have all of the ring, ordinary memory does; theirs is not touched."""
     theirs = ring.take()
     theirs.view[:4] = b"mine"
     with windows.windows_for([Far(2000)], 64 * KIB, 1) as lend:
@@ -170,9 +162,7 @@ def test_a_ring_in_use_is_not_waited_for(ring):
 
 
 def test_little_is_not_worth_pinning(ring):
-    """
-    A small copy leaves the ring alone, but its thread works on the right device all the same.
-    """
+    """A small copy leaves the ring alone, but its thread works on the right device all the same."""
     with windows.windows_for([Far(500)], 64 * KIB, 1) as lend:
         assert len(lend()) == 64 * KIB
     assert ring.nbytes == 0
@@ -180,9 +170,7 @@ def test_little_is_not_worth_pinning(ring):
 
 
 def test_threads_ask_for_a_buffer_when_they_have_something_to_do():
-    """
-    As many buffers are lent as threads got a task, each on the thread that uses it; without tasks none is.
-    """
+    """As many buffers are lent as threads got a task, each on the thread that uses it; without tasks none is."""
     lent, used = {}, {}
 
     def lend():

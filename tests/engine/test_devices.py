@@ -12,9 +12,7 @@ from tests.engine.samples import bits
 
 
 def test_a_state_in_host_memory_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """
-    torch refuses CUDA to whatever is forked after the first question, be it only whether there is a device.
-    """
+    """torch refuses CUDA to whatever is forked after the first question, be it only whether there is a device."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise AssertionError("an accelerator was asked")

@@ -28,9 +28,7 @@ def zeros():
 
 
 def test_report_says_what_was_loaded(saved):
-    """
-    The report carries the record's step and meta.
-    """
+    """The report carries the record's step and meta."""
     report = sk.load(zeros(), saved)
     assert (report.step, report.meta, report.missing, report.unexpected) == (7, {"run": "a"}, [], [])
     assert report.bytes_read > 0
@@ -38,9 +36,7 @@ def test_report_says_what_was_loaded(saved):
 
 
 def test_all_differences_come_in_one_error_before_anything_changes(saved):
-    """
-    Missing, unexpected, wrongly shaped and wrongly kinded keys are listed together, and the state is untouched.
-    """
+    """Missing, unexpected, wrongly shaped and wrongly kinded keys are listed together, and the state is untouched."""
     state = zeros()
     state["model"]["layers.2.w"] = torch.zeros(1)
     state["model"]["layers.1.w"] = torch.zeros(3, 2)
@@ -62,9 +58,7 @@ def test_all_differences_come_in_one_error_before_anything_changes(saved):
 
 
 def test_not_strict_loads_what_fits_and_reports_the_rest(saved):
-    """
-    What the checkpoint lacks stays as it was; what nothing asked for is listed.
-    """
+    """What the checkpoint lacks stays as it was; what nothing asked for is listed."""
     state = {"model": {"layers.0.w": torch.zeros(2, 3), "extra": torch.full((2,), 9.0)}}
 
     report = sk.load(state, saved, strict=False)
@@ -76,9 +70,7 @@ def test_not_strict_loads_what_fits_and_reports_the_rest(saved):
 
 
 def test_wrong_shapes_are_an_error_even_when_not_strict(saved):
-    """
-    strict=False forgives missing keys, never a tensor that does not fit.
-    """
+    """strict=False forgives missing keys, never a tensor that does not fit."""
     with pytest.raises(sk.StateMismatch, match="shape"):
         sk.load({"model": {"layers.0.w": torch.zeros(4, 3)}}, saved, strict=False)
 
@@ -87,9 +79,7 @@ def test_wrong_shapes_are_an_error_even_when_not_strict(saved):
     "include", ["model", "model.*", ["model.layers.0.w", "model.layers.1*"], lambda key: key.startswith("model")]
 )
 def test_include_limits_what_is_loaded_and_what_is_expected(saved, include):
-    """
-    Names outside the selection are neither loaded nor missed, in any spelling of it.
-    """
+    """Names outside the selection are neither loaded nor missed, in any spelling of it."""
     state = zeros()
     report = sk.load(state, saved, include=include)
 
@@ -100,9 +90,7 @@ def test_include_limits_what_is_loaded_and_what_is_expected(saved, include):
 
 
 def test_exclude_wins_over_include(saved):
-    """
-    What is excluded stays as it was.
-    """
+    """What is excluded stays as it was."""
     state = zeros()
     sk.load(state, saved, include="model", exclude="model.layers.0.w")
     assert not state["model"]["layers.0.w"].any()
@@ -121,9 +109,7 @@ def test_exclude_wins_over_include(saved):
     ],
 )
 def test_rename_maps_checkpoint_names_to_state_names(saved, rename):
-    """
-    A map of names or prefixes, regular expressions, or a callable.
-    """
+    """A map of names or prefixes, regular expressions, or a callable."""
     state = zeros()
     state["net"] = state.pop("model")
     report = sk.load(state, saved, rename=rename)
@@ -132,27 +118,21 @@ def test_rename_maps_checkpoint_names_to_state_names(saved, rename):
 
 
 def test_rename_can_drop_names(saved):
-    """
-    A callable that returns None drops the name, so that it is not unexpected.
-    """
+    """A callable that returns None drops the name, so that it is not unexpected."""
     state = {"model": zeros()["model"]}
     sk.load(state, saved, rename=lambda key: key if key.startswith("model") else None)
     assert state["model"]["layers.1.w"].all()
 
 
 def test_rename_to_one_name_is_an_error(saved):
-    """
-    Two tensors cannot become one.
-    """
+    """Two tensors cannot become one."""
     with pytest.raises(sk.StateMismatch, match="one name"):
         sk.load(zeros(), saved, rename=lambda _: "x")
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
 def test_wrapper_prefixes_are_recognised(tmp_path, wrapper):
-    """
-    Keys that differ by a wrapper's prefix are suggested, with the rename that loads them; and it does.
-    """
+    """Keys that differ by a wrapper's prefix are suggested, with the rename that loads them; and it does."""
     sk.save({"model": {f"{wrapper}.layers.0.w": torch.ones(3)}}, tmp_path / "ck")
     state = {"model": {"layers.0.w": torch.zeros(3)}}
 
@@ -167,9 +147,7 @@ def test_wrapper_prefixes_are_recognised(tmp_path, wrapper):
 
 
 def test_near_misses_are_suggested(saved):
-    """
-    A misspelt key is answered with the closest one.
-    """
+    """A misspelt key is answered with the closest one."""
     state = zeros()
     state["model"]["layer.0.w"] = state["model"].pop("layers.0.w")
     with pytest.raises(sk.StateMismatch, match=r"model\.layer\.0\.w \(did you mean 'model\.layers\.0\.w'\?\)"):
@@ -177,9 +155,7 @@ def test_near_misses_are_suggested(saved):
 
 
 def test_one_memory_cannot_take_two_tensors(saved):
-    """
-    A state that ties what the checkpoint has as two different tensors is an error that says how to choose.
-    """
+    """A state that ties what the checkpoint has as two different tensors is an error that says how to choose."""
     one = torch.zeros(2, 3)
     state = zeros()
     state["model"] = {"layers.0.w": one, "layers.1.w": one}
@@ -190,9 +166,7 @@ def test_one_memory_cannot_take_two_tensors(saved):
 
 
 def test_nothing_there_says_so(tmp_path):
-    """
-    An empty place, and one with only other files, are not checkpoints, and no file is made by asking.
-    """
+    """An empty place, and one with only other files, are not checkpoints, and no file is made by asking."""
     with pytest.raises(sk.CheckpointNotFound, match="does not exist"):
         sk.load({}, tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -203,9 +177,7 @@ def test_nothing_there_says_so(tmp_path):
 
 
 def test_overwriting_is_an_opt_in(saved):
-    """
-    A committed checkpoint is replaced only when asked, and then nothing of it is left.
-    """
+    """A committed checkpoint is replaced only when asked, and then nothing of it is left."""
     before = sk.open(saved).record.save_id
     with pytest.raises(FileExistsError, match="overwrite=True"):
         sk.save({"x": torch.ones(1)}, saved)
@@ -218,18 +190,14 @@ def test_overwriting_is_an_opt_in(saved):
 
 
 def test_meta_must_be_json(tmp_path):
-    """
-    Meta that JSON cannot hold is refused, and nothing is committed or left.
-    """
+    """Meta that JSON cannot hold is refused, and nothing is committed or left."""
     with pytest.raises(sk.StateError, match="JSON"):
         sk.save({"x": torch.ones(1)}, tmp_path / "ck", meta={"t": torch.ones(1)})
     assert list((tmp_path / "ck").glob("*")) == []
 
 
 def test_more_ranks_than_saved_per_rank_state_is_a_clear_error(tmp_path):
-    """
-    Per-rank state of a rank that never saved is missing, and the hint says why.
-    """
+    """Per-rank state of a rank that never saved is missing, and the hint says why."""
     from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 
     run_thread_ranks(2, lambda w: sk.save({"r": sk.PerRank(w.rank * 10)}, tmp_path / "ck", group=w))

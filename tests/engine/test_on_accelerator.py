@@ -99,9 +99,7 @@ def test_a_load_comes_between_what_the_caller_queued_before_and_after(tmp_path, 
 
 
 def test_what_is_converted_is_converted_right(tmp_path, memory):
-    """
-    A load with another dtype gives the numbers that torch's own conversion gives.
-    """
+    """A load with another dtype gives the numbers that torch's own conversion gives."""
     full = torch.randn(700, 900, device=device(0))
     sk.save({"w": full}, tmp_path)
     target = {"w": torch.zeros(700, 900, dtype=torch.bfloat16, device=device(0))}
@@ -111,9 +109,7 @@ def test_what_is_converted_is_converted_right(tmp_path, memory):
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
 def test_threads_work_on_the_device_of_their_tensors(tmp_path, memory, monkeypatch):
-    """
-    Threads that fill the second device are on it, and so begin nothing on the first.
-    """
+    """Threads that fill the second device are on it, and so begin nothing on the first."""
     seen = set()
 
     class Noting(TorchScattered):
@@ -130,9 +126,7 @@ def test_threads_work_on_the_device_of_their_tensors(tmp_path, memory, monkeypat
 
 
 def test_memory_is_flat_over_loads(tmp_path, memory):
-    """
-    The ring is made once: later loads pin nothing more, and device memory is as it was.
-    """
+    """The ring is made once: later loads pin nothing more, and device memory is as it was."""
     state = {f"w{i}": torch.randn(1024, 1024, device=device(0)) for i in range(16)}
     sk.save(state, tmp_path)
     target = {key: torch.zeros_like(value) for key, value in state.items()}

@@ -57,9 +57,7 @@ def plans_of_load(monkeypatch, where, state, **changes):
 
 
 def test_a_store_is_asked_with_the_requests_it_likes(saved, monkeypatch):
-    """
-    A store that likes many requests at a time gets them, whatever the layout.
-    """
+    """A store that likes many requests at a time gets them, whatever the layout."""
     where, state = saved
     monkeypatch.setattr(engine_fill, "preferred_requests", lambda store, threads: 7 * threads)
     [call] = plans_of_load(monkeypatch, where, state)
@@ -67,9 +65,7 @@ def test_a_store_is_asked_with_the_requests_it_likes(saved, monkeypatch):
 
 
 def test_ranks_begin_with_different_files(saved, monkeypatch):
-    """
-    `first_file` rotates the list of files, so that ranks do not all begin with the first.
-    """
+    """`first_file` rotates the list of files, so that ranks do not all begin with the first."""
     where, state = saved
     [first] = plans_of_load(monkeypatch, where, state, first_file=0.0)
     [second] = plans_of_load(monkeypatch, where, state, first_file=0.5)
@@ -78,9 +74,7 @@ def test_ranks_begin_with_different_files(saved, monkeypatch):
 
 
 def test_load_passes_its_rank_as_the_first_file(saved, monkeypatch):
-    """
-    `sk.load` says for every layout where in the list of files this rank begins.
-    """
+    """`sk.load` says for every layout where in the list of files this rank begins."""
     where, state = saved
     seen = []
     fill = load_session.fill
@@ -95,18 +89,14 @@ def test_load_passes_its_rank_as_the_first_file(saved, monkeypatch):
 
 
 def test_windows_are_larger_on_accelerators(saved):
-    """
-    A destination on an accelerator is filled in windows of 16 MiB, whatever the layout.
-    """
+    """A destination on an accelerator is filled in windows of 16 MiB, whatever the layout."""
     where, _ = saved
     source = sk.open(where).source
     assert _limits(source, [torch.empty(1, device="meta")], 2, 1 << 30)[1] == ACCELERATOR_WINDOW_NBYTES
 
 
 def test_starts_are_byte_offsets(saved):
-    """
-    `index.chunks.start` is where a chunk's bytes lie in its file's data, in every layout.
-    """
+    """`index.chunks.start` is where a chunk's bytes lie in its file's data, in every layout."""
     where, state = saved
     source = sk.open(where).source
     source.locate(np.arange(len(source.index.keys)))
@@ -119,9 +109,7 @@ def test_starts_are_byte_offsets(saved):
 
 
 def test_axes_in_another_order_and_slices_of_them(tmp_path):
-    """
-    A tensor that torch stored with permuted axes is read into place, whole and in part.
-    """
+    """A tensor that torch stored with permuted axes is read into place, whole and in part."""
     whole = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
     quietly(theirs.save, {"w": whole}, checkpoint_id=str(tmp_path / "ck"), no_dist=True)
     opened = sk.open(tmp_path / "ck")

@@ -1,11 +1,42 @@
-"""`sk.open`: keys, metadata, lazy slices, verify; one process, no template."""
+"""`sk.open`: keys, metadata, lazy slices, verify, forged offsets, odd keys, replaced checkpoints."""
+
+import errno
 
 import numpy as np
 import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.engine import fill as slicing
+from shardkeep.options import Options
+from shardkeep.storage.memory import MemoryStore
+from tests.damage.forge import take_apart
+from tests.damage.subjects import Subject, blobs_of, one_rank, store_of
 from tests.engine.samples import bits
+
+
+class WatchedStore(sk.LocalStore):
+    """Counts opens, header reads and bytes of data files; fails reads where told to."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.opens = self.headers = self.nbytes = 0
+        self.fails = False
+
+    def open(self, name):
+        reader = super().open(name)
+        inner = reader.read_into
+        self.opens += 1
+
+        def counted(offset, into, **hints):
+            if self.fails and offset:
+                raise sk.StorageError(f"{name}: no", errno=errno.EIO)
+            self.headers += offset == 0
+            self.nbytes += len(into)
+            inner(offset, into, **hints)
+
+        reader.read_into = counted
+        return reader
 
 
 @pytest.fixture
@@ -21,9 +52,7 @@ def opened(tmp_path):
 
 
 def test_it_is_a_mapping_of_flat_names(opened):
-    """
-    Keys, length, membership and lookups behave as a dict's.
-    """
+    """Keys, length, membership and lookups behave as a dict's."""
     assert list(opened) == sorted(opened.keys()) == ["a", "half", "n", "w"]
     assert len(opened) == 4
     assert "w" in opened
@@ -37,9 +66,7 @@ def test_it_is_a_mapping_of_flat_names(opened):
 
 
 def test_a_tensor_knows_what_it_is_before_it_is_read(opened):
-    """
-    Shape, dtype, size and stored boxes need no data.
-    """
+    """Shape, dtype, size and stored boxes need no data."""
     stored = opened["w"]
     assert (stored.shape, stored.dtype, stored.ndim, stored.nbytes, len(stored)) == (
         (3, 4, 5),
@@ -53,9 +80,7 @@ def test_a_tensor_knows_what_it_is_before_it_is_read(opened):
 
 
 def test_numpy_views(opened):
-    """
-    Arrays where numpy has the type, and a hint where it has not.
-    """
+    """Arrays where numpy has the type, and a hint where it has not."""
     assert np.array_equal(opened["w"].numpy(), np.arange(60.0).reshape(3, 4, 5))
     assert np.array_equal(np.asarray(opened["a"]), np.arange(3))
     with pytest.raises(sk.UnsupportedLeaf, match=r"\.tensor\(\)"):
@@ -66,20 +91,16 @@ def test_numpy_views(opened):
     "index", [(5,), (0, 0, 0, 0), (slice(None, None, -1),), (..., ...), ("a",), (None,), ([0, 1],)]
 )
 def test_bad_indices_are_refused(opened, index):
-    """
-    Out of range, too many, negative steps and fancy indices name the key.
-    """
+    """Out of range, too many, negative steps and fancy indices name the key."""
     with pytest.raises((IndexError, ValueError), match="'w'"):
         opened["w"][index]
 
 
 def test_rows_with_a_step_read_only_those_rows(tmp_path):
-    """
-    Large rows picked with a step are read one by one.
-    """
+    """Large rows picked with a step are read one by one."""
     full = torch.randn(64, 32, 1024)
     sk.save({"w": full}, tmp_path / "ck")
-    store = CountingStore(tmp_path / "ck")
+    store = WatchedStore(tmp_path / "ck")
 
     found = sk.open(store)["w"][::16]
 
@@ -87,27 +108,8 @@ def test_rows_with_a_step_read_only_those_rows(tmp_path):
     assert store.nbytes < full.nbytes / 4
 
 
-class CountingStore(sk.LocalStore):
-    """Counts what readers read."""
-
-    nbytes = 0
-
-    def open(self, name):
-        reader = super().open(name)
-        inner = reader.read_into
-
-        def counted(offset, into, **hints):
-            self.nbytes += len(into)
-            inner(offset, into, **hints)
-
-        reader.read_into = counted
-        return reader
-
-
 def test_opening_reads_no_tensor_data(tmp_path):
-    """
-    Open, list and look at shapes: no data file is opened.
-    """
+    """Open, list and look at shapes: no data file is opened."""
     sk.save({"w": torch.randn(1000, 1000)}, tmp_path / "ck")
     for path in (tmp_path / "ck").glob("*.safetensors"):
         path.unlink()
@@ -115,9 +117,7 @@ def test_opening_reads_no_tensor_data(tmp_path):
 
 
 def test_verify_lists_everything_that_is_wrong(tmp_path):
-    """
-    Damage in several files is reported in one error, with file and offset.
-    """
+    """Damage in several files is reported in one error, with file and offset."""
     sk.save({"a": {"w": torch.randn(9)}, "b": {"w": torch.randn(9)}, "c": {"w": torch.randn(9)}}, tmp_path / "ck")
     for path in (tmp_path / "ck").glob("[ab]-*"):
         data = bytearray(path.read_bytes())
@@ -130,3 +130,272 @@ def test_verify_lists_everything_that_is_wrong(tmp_path):
     assert len(caught.value.details["problems"]) == 2
     assert "'a.w'" in str(caught.value)
     assert "bytes 4096 to 4132" in str(caught.value)
+
+
+def test_a_chunk_that_begins_inside_an_element_is_refused():
+    """A file that breaks the rule on offsets gives an error, never shifted numbers."""
+    forgery = take_apart(one_rank())
+    record = one_rank().record
+    opened = sk.open(store_of(forgery.blobs()))
+    wide = [key for key in forgery.rows if opened[key].stored_dtype.itemsize > 1 and opened[key].boxes]
+    # One that has room to move by a byte.
+    for key in wide:
+        row = forgery.chunk(key)
+        entry = record.files[int(forgery.get("file")[row])]
+        start = int(forgery.get("start")[row])
+        if start + opened[key].nbytes < entry.nbytes - entry.header_nbytes:
+            break
+    forgery.put("start", row, start + 1)
+
+    checkpoint = sk.open(store_of(forgery.blobs()))
+    with pytest.raises(sk.MalformedFile, match="inside an element"):
+        checkpoint[key][...]
+    with pytest.raises(sk.MalformedFile, match="inside an element"):
+        checkpoint.to_dict()
+    with pytest.raises(sk.DamagedCheckpoint, match="inside an element"):
+        checkpoint.verify()
+
+
+def test_to_dict_reads_all_tensors_together(tmp_path):
+    """Hundreds of tensors cost a few opens and one read of each header, not one of each for every tensor."""
+    state = {"m": {f"t{i}": torch.full((3,), float(i)) for i in range(300)}, "o": {"x": torch.ones(2)}, "n": 3}
+    sk.save(state, tmp_path / "ck")
+    store = WatchedStore(tmp_path / "ck")
+
+    found = sk.open(store).to_dict()
+
+    assert bits(found) == bits(state)
+    assert store.headers == 2
+    assert store.opens <= 4
+
+
+def test_slices_read_a_header_once(tmp_path):
+    """A checked header is kept with the checkpoint."""
+    sk.save({"w": torch.arange(10.0)}, tmp_path / "ck")
+    store = WatchedStore(tmp_path / "ck")
+    checkpoint = sk.open(store)
+
+    assert [checkpoint["w"][i].item() for i in range(5)] == [0, 1, 2, 3, 4]
+
+    assert store.headers == 1
+
+
+def test_tied_leaves_of_two_kinds_come_back_as_their_own_kind():
+    """
+    A torch tensor and a numpy array of one memory: one is read back as a tensor, the other as an array, still tied.
+    """
+    forgery = take_apart(_saved({"a": (shared := torch.arange(4.0)), "b": shared}))
+    forgery.put("origin", forgery.rows["b"], 1)
+
+    found = sk.open(store_of(forgery.blobs())).to_dict()
+
+    assert isinstance(found["a"], torch.Tensor)
+    assert isinstance(found["b"], np.ndarray)
+    found["a"][0] = 9
+    assert found["b"].tolist() == [9, 1, 2, 3]
+
+
+def test_tensors_that_share_bytes_of_a_file_are_refused_before_memory_is_made(monkeypatch):
+    """An index that declares the same bytes as many tensors could ask for any amount of memory."""
+    forgery = take_apart(_saved({f"t{i}": torch.zeros(64) for i in range(8)}))
+    forgery.set("start", np.zeros(8))
+    forgery.set("shape", np.full((8, 1), 65 + 64))
+    forgery.set("sizes", np.full((8, 1), 65 + 64))
+    monkeypatch.setattr(slicing.torch, "empty", None)
+
+    with pytest.raises(sk.MalformedFile, match="more than their files hold"):
+        sk.open(store_of(forgery.blobs())).to_dict()
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        np.s_[::2], np.s_[1::3, ::5], np.s_[:, 3], np.s_[::7, :, ::2], np.s_[2, ::2, 1::4], np.s_[..., ::31], np.s_[5:6, ::3],
+        np.s_[::4, 2:5, 7], np.s_[:, :, ::2], np.s_[::40, ::40, ::40], np.s_[3:3, ::2],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("band", [64, 1 << 10, 1 << 20])
+@pytest.mark.parametrize("apart", [256, 64 << 10])
+def test_steps_give_what_torch_gives_whatever_the_band(tmp_path, monkeypatch, item, band, apart):
+    """A slice is the same in one piece, in bands, and row by row."""
+    full = torch.arange(30 * 9 * 33, dtype=torch.int32).reshape(30, 9, 33)
+    sk.save({"w": full}, tmp_path / "ck")
+    monkeypatch.setattr(slicing, "_BAND_NBYTES", band)
+    monkeypatch.setattr(slicing, "_LARGE_GAP_NBYTES", apart)
+    monkeypatch.setattr(slicing, "_MOST_PARTS", 7)
+
+    assert bits(sk.open(tmp_path / "ck")["w"][item]) == bits(full[item])
+
+
+def test_a_large_step_reads_only_the_blocks_it_needs(tmp_path):
+    """Eight elements of 16 MiB cost eight blocks."""
+    full = torch.arange(4 << 20, dtype=torch.int32)
+    sk.save({"w": full}, tmp_path / "ck")
+    store = WatchedStore(tmp_path / "ck")
+
+    assert bits(sk.open(store)["w"][:: 1 << 19]) == bits(full[:: 1 << 19])
+
+    assert store.nbytes <= 9 * (64 << 10)
+
+
+def test_a_small_step_holds_one_band_at_a_time(tmp_path, monkeypatch):
+    """What is read to be thinned out is within the budget, however large the slice's extent is."""
+    full = torch.arange(4 << 20, dtype=torch.int32)
+    sk.save({"w": full}, tmp_path / "ck")
+    held = []
+    fill = slicing.fill
+    monkeypatch.setattr(slicing, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
+
+    found = sk.open(tmp_path / "ck", options=Options(host_budget_bytes=4 << 20))["w"][::9]
+
+    assert bits(found) == bits(full[::9])
+    assert max(held) <= 1 << 20
+
+
+def damage(path, offsets):
+    data = bytearray(path.read_bytes())
+    for offset in offsets:
+        data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_lists_every_damaged_range(tmp_path):
+    """Neighbouring blocks are one range; several ranges of one file are all named."""
+    sk.save({"w": torch.zeros(1 << 18), "v": torch.zeros(9)}, tmp_path / "ck")
+    (path,) = (tmp_path / "ck").glob("*.safetensors")
+    checkpoint = sk.open(tmp_path / "ck")
+    header, block = checkpoint.record.files[0].header_nbytes, checkpoint.record.files[0].block_nbytes
+    damage(path, [header + block * n + 5 for n in (0, 3, 4, 9)])
+
+    with pytest.raises(sk.DamagedCheckpoint) as caught:
+        checkpoint.verify()
+
+    found = [problem.split(": ")[1].split(" are")[0] for problem in caught.value.details["problems"]]
+    ranges = [(0, 1), (3, 5), (9, 10)]
+    assert found == [f"bytes {header + a * block} to {header + b * block}" for a, b in ranges]
+
+
+def test_verify_counts_what_it_does_not_list(tmp_path):
+    """A file damaged everywhere does not give a message without end."""
+    sk.save({"w": torch.zeros(1 << 20)}, tmp_path / "ck")
+    (path,) = (tmp_path / "ck").glob("*.safetensors")
+    entry = sk.open(tmp_path / "ck").record.files[0]
+    damage(path, [entry.header_nbytes + entry.block_nbytes * n for n in range(0, 60, 2)])
+
+    with pytest.raises(sk.DamagedCheckpoint, match="10 more damaged ranges") as caught:
+        sk.open(tmp_path / "ck").verify()
+
+    assert len(caught.value.details["problems"]) == 21
+
+
+def test_verify_does_not_call_a_failing_disk_damage(tmp_path):
+    """An I/O error says nothing about what is stored: it comes through as itself."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    store = WatchedStore(tmp_path / "ck")
+    store.fails = True
+    with pytest.raises(sk.StorageError) as caught:
+        sk.open(store).verify()
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("name", ["shardkeep.json", "index-*"])
+def test_verify_reads_record_and_index_again(tmp_path, name):
+    """Damage to them after they were opened is found."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    checkpoint = sk.open(tmp_path / "ck")
+    checkpoint.verify()
+    (path,) = (tmp_path / "ck").glob(name)
+    damage(path, [path.stat().st_size // 2])
+    with pytest.raises(sk.DamagedCheckpoint):
+        checkpoint.verify()
+
+
+def test_verify_decodes_values_and_takes_a_pickle_for_sound():
+    """A value that is no value is damage, even under right checksums; one that may not be unpickled is none."""
+    store = MemoryStore()
+    sk.save({"p": Odd(), "n": [1, 2]}, store, allow_pickle=True)
+    sk.open(store).verify()
+    forgery = take_apart(_saved({"n": [1, 2]}))
+    key = forgery.strings("value_keys", "value_key_ends")[0].decode()
+    forgery.set_value(key, b"\xc1")
+    with pytest.raises(sk.DamagedCheckpoint, match="malformed"):
+        sk.open(store_of(forgery.blobs())).verify()
+
+
+class Odd:
+    """Has no form but a pickle."""
+
+
+@pytest.mark.parametrize("key", [5, None, "\ud800", ("w",)])
+def test_what_can_be_no_key_is_not_there(tmp_path, key):
+    """KeyError, None and False, as a dict has it."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    checkpoint = sk.open(tmp_path / "ck")
+    with pytest.raises(KeyError):
+        checkpoint[key]
+    assert checkpoint.get(key) is None
+    assert key not in checkpoint
+
+
+@pytest.mark.parametrize("index", [True, np.True_, torch.tensor(True), np.array([0, 1]), torch.tensor([0, 1])])
+def test_masks_and_lists_of_indices_are_refused(tmp_path, index):
+    """True is not the index 1, and an array is no index at all."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    with pytest.raises(IndexError, match="'w'"):
+        sk.open(tmp_path / "ck")["w"][index]
+
+
+def test_an_array_without_a_copy_is_refused(tmp_path):
+    """What is on disk cannot be an array without being copied, and numpy is told so."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    stored = sk.open(tmp_path / "ck")["w"]
+    with pytest.raises(ValueError, match="always a copy"):
+        stored.__array__(copy=False)
+    assert stored.__array__(copy=True).shape == (9,)
+
+
+def test_a_checkpoint_replaced_while_open_says_so(tmp_path):
+    """Its files are gone because another save took their place; nothing needs to be restored."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    checkpoint = sk.open(tmp_path / "ck")
+    sk.save({"w": torch.ones(9)}, tmp_path / "ck", overwrite=True)
+
+    for use in (lambda: checkpoint["w"][...], checkpoint.to_dict):
+        with pytest.raises(sk.WrongSize, match="replaced by another save") as caught:
+            use()
+        assert "again" in caught.value.hint
+    with pytest.raises(sk.DamagedCheckpoint, match="replaced by another save"):
+        checkpoint.verify()
+
+
+def test_a_checkpoint_replaced_between_record_and_index_says_so(tmp_path, monkeypatch):
+    """The same while it is being opened."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    store = sk.LocalStore(tmp_path / "ck")
+    get = store.get
+
+    def overtaken(name, *, limit):
+        if name.startswith("index"):
+            monkeypatch.setattr(store, "get", get)
+            sk.save({"w": torch.ones(9)}, tmp_path / "ck", overwrite=True)
+        return get(name, limit=limit)
+
+    monkeypatch.setattr(store, "get", overtaken)
+    with pytest.raises(sk.WrongSize, match="replaced by another save"):
+        sk.open(store)
+
+
+def test_a_lost_file_is_still_called_missing(tmp_path):
+    """With the record in place that names it, a file that is gone was lost."""
+    sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
+    for path in (tmp_path / "ck").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(sk.WrongSize, match="missing"):
+        sk.open(tmp_path / "ck")["w"][...]
+
+
+def _saved(state):
+    """A checkpoint as `take_apart` takes it."""
+    store = MemoryStore()
+    sk.save(state, store)
+    return Subject("small", blobs_of(store), None, None)

@@ -53,9 +53,7 @@ def load_distributed(where, seed):
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (4, 8), (8, 3)])
 def test_dtensors_of_any_layout_load_on_any_number_of_ranks(rank_pool, tmp_path, writers, readers):
-    """
-    Random meshes and placements, uneven and empty shards; saved by some ranks, loaded by others.
-    """
+    """Random meshes and placements, uneven and empty shards; saved by some ranks, loaded by others."""
     total = sum(full.nbytes for full in full_tensors().values())
     for seed in range(3):
         where = tmp_path / str(seed)
@@ -127,9 +125,7 @@ def local_of(value):
     ],
 )
 def test_parallel_models_load_into_each_other(rank_pool, tmp_path, saved, writers, loaded, readers):
-    """
-    FSDP2, TP, HSDP and FSDP2 over TP (strided shards) read each other's checkpoints.
-    """
+    """FSDP2, TP, HSDP and FSDP2 over TP (strided shards) read each other's checkpoints."""
     assert rank_pool.run(writers, save_model, tmp_path / "ck", saved) == [8] * writers
     assert rank_pool.run(readers, load_model, tmp_path / "ck", loaded) == [True] * readers
 
@@ -148,9 +144,7 @@ def load_outside(where):
 
 
 def test_ranks_outside_the_mesh_take_part(rank_pool, tmp_path):
-    """
-    Ranks that hold nothing write nothing, and get nothing.
-    """
+    """Ranks that hold nothing write nothing, and get nothing."""
     written = rank_pool.run(4, save_outside, tmp_path / "ck")
     assert [nbytes > 0 for nbytes in written] == [True, True, False, False]
     assert rank_pool.run(3, load_outside, tmp_path / "ck") == [None, [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
@@ -182,9 +176,7 @@ def load_sharded_tensor(where):
 
 
 def test_sharded_tensors(rank_pool, tmp_path):
-    """
-    ShardedTensor with uneven shards, there and back, and as a whole.
-    """
+    """ShardedTensor with uneven shards, there and back, and as a whole."""
     rank_pool.run(2, save_sharded_tensor, tmp_path / "ck")
     assert torch.equal(sk.open(tmp_path / "ck")["w"][...], torch.arange(21.0).reshape(7, 3))
     assert rank_pool.run(2, load_sharded_tensor, tmp_path / "ck") == [36.0, 174.0]
@@ -207,9 +199,7 @@ def save_in_halves(where):
 
 
 def test_subgroups_save_beside_each_other(rank_pool, tmp_path):
-    """
-    A subgroup's ranks meet each other only, at the same time as another's.
-    """
+    """A subgroup's ranks meet each other only, at the same time as another's."""
     assert rank_pool.run(4, save_in_halves, tmp_path) == [([2.0, 2.0, 3.0, 3.0], 1)] * 4
     assert sk.open(tmp_path / "0").to_dict()["rank"] == {0: 0, 1: 1}
 
@@ -226,9 +216,7 @@ def count_groups(where):
 
 
 def test_no_process_group_is_built(rank_pool, tmp_path):
-    """
-    Saving and loading build no gloo group and use none.
-    """
+    """Saving and loading build no gloo group and use none."""
     assert rank_pool.run(2, count_groups, tmp_path) == [0, 0]
 
 
@@ -243,7 +231,5 @@ def meta_model(where):
 
 
 def test_dtensors_on_meta_are_materialised(rank_pool, tmp_path):
-    """
-    A meta DTensor becomes a real one of the same placements.
-    """
+    """A meta DTensor becomes a real one of the same placements."""
     assert rank_pool.run(2, meta_model, tmp_path / "ck") == [True, True]

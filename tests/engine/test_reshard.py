@@ -76,9 +76,7 @@ def world_size(layout):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_any_layout_loads_into_any_other(case):
-    """
-    Whatever the shapes, dtypes, meshes and placements, every rank gets exactly its part of the full tensors.
-    """
+    """Whatever the shapes, dtypes, meshes and placements, every rank gets exactly its part of the full tensors."""
     fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
     writers = max(world_size(before) for _, _, before, _ in case)
     readers = max(world_size(after) for _, _, _, after in case)
@@ -110,9 +108,7 @@ def test_any_layout_loads_into_any_other(case):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_slice_reads_what_torch_would_give(data):
-    """
-    `ck[key][index]` equals the same index of the full tensor, however it is stored.
-    """
+    """`ck[key][index]` equals the same index of the full tensor, however it is stored."""
     shape = data.draw(st.lists(st.integers(1, 12), max_size=3).map(tuple))
     full = random_tensor(shape, torch.float32)
     layout = data.draw(layouts(shape))
@@ -135,9 +131,7 @@ def _index_of(n):
 
 
 def test_large_replicas_are_split_and_nothing_is_written_twice(tmp_path):
-    """
-    Replicated tensors are written once in all, every rank a fair part, whatever the ranks hold besides.
-    """
+    """Replicated tensors are written once in all, every rank a fair part, whatever the ranks hold besides."""
     big = torch.randn(16, 1024, 1024)
     small = {f"s{i}": torch.randn(1000 + i) for i in range(40)}
 
@@ -157,9 +151,7 @@ def test_large_replicas_are_split_and_nothing_is_written_twice(tmp_path):
 
 
 def test_one_row_costs_about_one_row(tmp_path):
-    """
-    Loading a row of a large tensor reads the blocks it lies in, not the tensor.
-    """
+    """Loading a row of a large tensor reads the blocks it lies in, not the tensor."""
     full = torch.randn(4096, 4096)
     sk.save({"w": full}, tmp_path / "ck")
     row = torch.zeros(1, 4096)
@@ -171,9 +163,7 @@ def test_one_row_costs_about_one_row(tmp_path):
 
 
 def test_columns_of_rows_are_read_within_the_budget(tmp_path):
-    """
-    A load that cuts the other way goes through a bounded buffer, with the smallest budget too.
-    """
+    """A load that cuts the other way goes through a bounded buffer, with the smallest budget too."""
     full = torch.randn(1000, 3000)
     rows = [full[i * 250 : (i + 1) * 250] for i in range(4)]
     run_thread_ranks(

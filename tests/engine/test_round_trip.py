@@ -13,9 +13,7 @@ from tests.engine.samples import Colour, all_dtypes, bits, blank_like, random_te
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path):
-    """
-    A state with one of every kind of leaf loads bit for bit into a blank one.
-    """
+    """A state with one of every kind of leaf loads bit for bit into a blank one."""
     state = rich_state()
     sk.save(state, tmp_path / "ck")
     blank = blank_like(state)
@@ -27,9 +25,7 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
 
 
 def test_to_dict_rebuilds_the_whole_nesting(tmp_path):
-    """
-    Without a template, the same containers, keys, types and bits come back.
-    """
+    """Without a template, the same containers, keys, types and bits come back."""
     state = rich_state()
     sk.save(state, tmp_path / "ck")
 
@@ -40,9 +36,7 @@ def test_to_dict_rebuilds_the_whole_nesting(tmp_path):
 
 
 def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
-    """
-    Two names of one memory are one chunk on disk, and one tensor again.
-    """
+    """Two names of one memory are one chunk on disk, and one tensor again."""
     weight = torch.randn(64, 64)
     report = sk.save({"a": weight, "b": weight.detach(), "c": weight.clone()}, tmp_path / "ck")
 
@@ -60,9 +54,7 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
 
 
 def test_tensors_on_meta_are_materialised(tmp_path):
-    """
-    A template without memory gets real tensors of the same kind.
-    """
+    """A template without memory gets real tensors of the same kind."""
     state = {"w": torch.randn(5, 6), "p": torch.nn.Parameter(torch.randn(3))}
     sk.save(state, tmp_path / "ck")
     template = {"w": torch.empty(5, 6, device="meta"), "p": torch.nn.Parameter(torch.empty(3, device="meta"))}
@@ -74,9 +66,7 @@ def test_tensors_on_meta_are_materialised(tmp_path):
 
 
 def test_loading_into_strided_memory_touches_nothing_else(tmp_path):
-    """
-    A non-contiguous destination is filled in place, and what lies between its elements stays.
-    """
+    """A non-contiguous destination is filled in place, and what lies between its elements stays."""
     saved = torch.randn(40, 30)
     sk.save({"w": saved}, tmp_path / "ck")
     base = torch.full((80, 90), 7.0)
@@ -90,9 +80,7 @@ def test_loading_into_strided_memory_touches_nothing_else(tmp_path):
 
 
 def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
-    """
-    Backward through a tensor that was loaded over raises, as after any in-place change.
-    """
+    """Backward through a tensor that was loaded over raises, as after any in-place change."""
     weight = torch.randn(3, requires_grad=True)
     sk.save({"w": weight}, tmp_path / "ck")
     loss = (weight * weight).sum()
@@ -104,9 +92,7 @@ def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
 
 
 def test_cast_is_opt_in_and_reported(tmp_path):
-    """
-    A dtype that differs is an error unless the name may be cast.
-    """
+    """A dtype that differs is an error unless the name may be cast."""
     saved = torch.randn(100, 10)
     sk.save({"a": {"w": saved}, "b": {"w": saved}}, tmp_path / "ck")
     state = {"a": {"w": torch.zeros(100, 10, dtype=torch.bfloat16)}, "b": {"w": torch.zeros(100, 10)}}
@@ -124,9 +110,7 @@ def test_cast_is_opt_in_and_reported(tmp_path):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype_is_valid_safetensors(tmp_path, dtype):
-    """
-    Data files open in the safetensors library, which sees the same bytes.
-    """
+    """Data files open in the safetensors library, which sees the same bytes."""
     tensor = random_tensor((6, 4), dtype)
     sk.save({"w": tensor}, tmp_path / "ck")
     [name] = [name for name in os.listdir(tmp_path / "ck") if name.endswith(".safetensors")]
@@ -139,9 +123,7 @@ def test_every_dtype_is_valid_safetensors(tmp_path, dtype):
 
 
 def test_whole_tensors_load_with_safetensors_as_they_are(tmp_path):
-    """
-    A checkpoint of whole tensors is a set of plain safetensors files, names and all, aligned for direct I/O.
-    """
+    """A checkpoint of whole tensors is a set of plain safetensors files, names and all, aligned for direct I/O."""
     state = {"model": {f"w{i}": torch.randn(i + 1, 1024) for i in range(5)}, "optim": {"m": torch.randn(3)}}
     sk.save(state, tmp_path / "ck")
 
@@ -157,9 +139,7 @@ def test_whole_tensors_load_with_safetensors_as_they_are(tmp_path):
 
 
 def test_either_group_of_files_can_be_dropped(tmp_path):
-    """
-    With the optimizer's files deleted, the model still loads.
-    """
+    """With the optimizer's files deleted, the model still loads."""
     state = {"model": {"w": torch.randn(4)}, "optim": {"m": torch.randn(4)}}
     sk.save(state, tmp_path / "ck")
     [optim] = (tmp_path / "ck").glob("optim-*")
@@ -192,9 +172,7 @@ def test_pickle_is_an_opt_in_at_both_ends(tmp_path):
 
 
 def test_numpy_arrays_are_filled_in_place(tmp_path):
-    """
-    Arrays come back as arrays, in the memory they have.
-    """
+    """Arrays come back as arrays, in the memory they have."""
     saved = np.random.default_rng(0).normal(size=(50, 3))
     sk.save({"a": saved}, tmp_path / "ck")
     mine = np.zeros((50, 3))
@@ -206,9 +184,7 @@ def test_numpy_arrays_are_filled_in_place(tmp_path):
 
 
 def test_empty_states(tmp_path):
-    """
-    Nothing at all, and nothing but empty containers, are checkpoints too.
-    """
+    """Nothing at all, and nothing but empty containers, are checkpoints too."""
     for number, state in enumerate(({}, {"a": {}, "b": []})):
         sk.save(state, tmp_path / str(number))
         assert sk.open(tmp_path / str(number)).to_dict() == state
@@ -216,9 +192,7 @@ def test_empty_states(tmp_path):
 
 
 def test_a_user_may_call_a_tensor_anything(tmp_path):
-    """
-    Names that mean something in safetensors, in our own names or in a path are only names.
-    """
+    """Names that mean something in safetensors, in our own names or in a path are only names."""
     names = ["__metadata__", "w[0:4]", "../../etc", "a b", "ünï", "", ".", "@3", "x/y", "\n"]
     state = {name: torch.full((2,), float(i)) for i, name in enumerate(names)}
     sk.save(state, tmp_path / "ck")

@@ -36,9 +36,7 @@ def names(place):
 
 @pytest.mark.parametrize("step", [1.5, "3", True, 1 << 63, -(1 << 63) - 1, math.nan])
 def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, step):
-    """
-    A step the record cannot hold is a StateError, and the checkpoint that was there is as it was.
-    """
+    """A step the record cannot hold is a StateError, and the checkpoint that was there is as it was."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
 
@@ -51,9 +49,7 @@ def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, s
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
 def test_every_whole_number_is_a_step(tmp_path, step):
-    """
-    A numpy integer and a torch scalar are taken as the number they are.
-    """
+    """A numpy integer and a torch scalar are taken as the number they are."""
     report = sk.save({"x": torch.ones(3)}, tmp_path, step=step)
     assert type(report.step) is int
     assert sk.open(tmp_path).record.step == 7
@@ -76,9 +72,7 @@ def test_every_whole_number_is_a_step(tmp_path, step):
     ],
 )
 def test_meta_that_json_would_change_is_refused_before_anything_is_written(meta, what):
-    """
-    What would not come back equal is named by its path, and no file was made.
-    """
+    """What would not come back equal is named by its path, and no file was made."""
     store = MemoryStore()
     store.create = None  # planning writes nothing
     with pytest.raises(StateError, match=what):
@@ -87,9 +81,7 @@ def test_meta_that_json_would_change_is_refused_before_anything_is_written(meta,
 
 
 def test_meta_nested_without_end_is_refused(tmp_path):
-    """
-    A container inside itself is an error, not a crash.
-    """
+    """A container inside itself is an error, not a crash."""
     meta = {}
     meta["me"] = meta
     with pytest.raises(StateError, match="meta"):
@@ -97,18 +89,14 @@ def test_meta_nested_without_end_is_refused(tmp_path):
 
 
 def test_meta_comes_back_as_it_was_given(tmp_path):
-    """
-    Every plain JSON value survives; tuples become lists.
-    """
+    """Every plain JSON value survives; tuples become lists."""
     meta = {"a": [1, 2.5, None, True, "é"], "b": {"c": (1, (2,))}, "d": (1 << 64) - 1, "e": -(1 << 63)}
     sk.save({"x": torch.ones(3)}, tmp_path, meta=meta)
     assert sk.open(tmp_path).record.meta == {**meta, "b": {"c": [1, [2]]}}
 
 
 def test_a_bad_meta_on_one_rank_reaches_all_at_once(tmp_path):
-    """
-    The ranks whose arguments are good do not wait for the deadline.
-    """
+    """The ranks whose arguments are good do not wait for the deadline."""
 
     def main(world):
         sk.save({"x": torch.ones(3)}, tmp_path, meta=None if world.rank else [1], group=world)
@@ -118,9 +106,7 @@ def test_a_bad_meta_on_one_rank_reaches_all_at_once(tmp_path):
 
 
 def test_a_shape_no_reader_takes_is_refused(tmp_path):
-    """
-    An empty tensor of a shape beyond the reader's limits fails in the plan; one just inside is saved and opens.
-    """
+    """An empty tensor of a shape beyond the reader's limits fails in the plan; one just inside is saved and opens."""
     with pytest.raises(StateError, match=r"'x' has shape \(0, 288230376151711744\)"):
         sk.save({"x": torch.empty(0, 1 << 58)}, tmp_path / "a")
     assert names(tmp_path / "a") == []
@@ -130,9 +116,7 @@ def test_a_shape_no_reader_takes_is_refused(tmp_path):
 
 @pytest.mark.parametrize("part", ["decode_index", "decode_record"])
 def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, part):
-    """
-    Index and record are read back before either is put; if that fails, the old checkpoint stays.
-    """
+    """Index and record are read back before either is put; if that fails, the old checkpoint stays."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
 
@@ -174,9 +158,7 @@ def full():
 
 
 def test_a_rank_without_pieces_has_no_say_in_ties(tmp_path):
-    """
-    Rank 1 holds nothing of two tensors that are one memory on rank 0: they are written once, and tied.
-    """
+    """Rank 1 holds nothing of two tensors that are one memory on rank 0: they are written once, and tied."""
 
     def make(rank):
         if rank:
@@ -194,9 +176,7 @@ def test_a_rank_without_pieces_has_no_say_in_ties(tmp_path):
 
 
 def test_ties_do_not_depend_on_the_order_of_keys(tmp_path):
-    """
-    Ranks whose dicts are in different orders see the same ties.
-    """
+    """Ranks whose dicts are in different orders see the same ties."""
 
     def make(rank):
         half = box((full()[4 * rank : 4 * rank + 4].clone(), (4 * rank, 0)))
@@ -210,9 +190,7 @@ def test_ties_do_not_depend_on_the_order_of_keys(tmp_path):
 
 @pytest.mark.parametrize("lone", ["a", "b"])
 def test_a_rank_that_has_only_one_of_two_names_agrees(tmp_path, lone):
-    """
-    A replica under one of the names alone (a last pipeline stage with the tied head) does not undo the tie.
-    """
+    """A replica under one of the names alone (a last pipeline stage with the tied head) does not undo the tie."""
 
     def make(rank):
         weight = full()
@@ -227,9 +205,7 @@ def test_a_rank_that_has_only_one_of_two_names_agrees(tmp_path, lone):
 
 
 def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
-    """
-    Where another rank holds two memories under the names, both are written.
-    """
+    """Where another rank holds two memories under the names, both are written."""
 
     def main(world):
         one, other = full(), full() + 1
@@ -246,9 +222,7 @@ def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
 
 
 def test_a_tied_tensor_with_a_hole_is_refused(tmp_path):
-    """
-    Rank 0 holds half of b in the memory of a, and nobody the rest: that a is whole does not make b so.
-    """
+    """Rank 0 holds half of b in the memory of a, and nobody the rest: that a is whole does not make b so."""
 
     def main(world):
         half = (full()[4 * world.rank : 4 * world.rank + 4], (4 * world.rank, 0))
@@ -260,9 +234,7 @@ def test_a_tied_tensor_with_a_hole_is_refused(tmp_path):
 
 
 def test_an_array_and_a_tensor_of_one_memory_are_two_things(tmp_path):
-    """
-    A numpy array over a torch tensor's memory is stored by itself, and each comes back as what it was.
-    """
+    """A numpy array over a torch tensor's memory is stored by itself, and each comes back as what it was."""
     tensor = full()
     sk.save({"a": tensor.numpy(), "b": tensor}, tmp_path)
     tree = sk.open(tmp_path).to_dict()
@@ -271,9 +243,7 @@ def test_an_array_and_a_tensor_of_one_memory_are_two_things(tmp_path):
 
 
 def test_empty_tensors_are_not_tied(tmp_path):
-    """
-    Tensors of which no rank holds anything share no memory.
-    """
+    """Tensors of which no rank holds anything share no memory."""
     sk.save({"a": torch.empty(0, 3), "b": torch.empty(0, 3)}, tmp_path)
     tree = sk.open(tmp_path).to_dict()
     assert tree["a"] is not tree["b"]
@@ -283,9 +253,7 @@ def test_empty_tensors_are_not_tied(tmp_path):
 
 
 def test_ranks_that_see_other_file_systems_cannot_commit():
-    """
-    Rank 0 commits only what it finds in the store, and says whose file it misses; nothing is left anywhere.
-    """
+    """Rank 0 commits only what it finds in the store, and says whose file it misses; nothing is left anywhere."""
     stores = [MemoryStore(), MemoryStore()]
     stores[1].url = stores[0].url
 
@@ -302,9 +270,7 @@ def test_ranks_that_see_other_file_systems_cannot_commit():
 
 @pytest.mark.parametrize("other", [True, 1.0], ids=repr)
 def test_equal_keys_of_different_types_are_refused(tmp_path, other):
-    """
-    The keys 1, 1.0 and True are equal, and no dict holds two of them: ranks must use the same.
-    """
+    """The keys 1, 1.0 and True are equal, and no dict holds two of them: ranks must use the same."""
 
     def main(world):
         sk.save({"x": {other if world.rank else 1: {"w": torch.ones(3)}}}, tmp_path, group=world)
@@ -315,9 +281,7 @@ def test_equal_keys_of_different_types_are_refused(tmp_path, other):
 
 
 def test_trees_are_compared_by_the_types_of_their_keys():
-    """
-    Equal keys of different types, also inside tuples, make different trees.
-    """
+    """Equal keys of different types, also inside tuples, make different trees."""
     one, true = (Container("dict", (((0, part), None),)) for part in (1, True))
     assert one != true
     with pytest.raises(sk.InvalidShards, match=r"\(0, 1\) on one rank and \(0, True\)"):
@@ -325,9 +289,7 @@ def test_trees_are_compared_by_the_types_of_their_keys():
 
 
 def test_check_replicas_must_be_given_on_all_ranks(tmp_path):
-    """
-    On some ranks only, it would compare digests with nothing.
-    """
+    """On some ranks only, it would compare digests with nothing."""
 
     def main(world):
         sk.save({"x": torch.ones(3)}, tmp_path, check_replicas=world.rank == 1, group=world)
@@ -338,9 +300,7 @@ def test_check_replicas_must_be_given_on_all_ranks(tmp_path):
 
 
 def test_an_array_here_and_a_tensor_there_is_said(tmp_path):
-    """
-    The error tells what differs, where dtype and shape do not.
-    """
+    """The error tells what differs, where dtype and shape do not."""
 
     def main(world):
         leaf = torch.ones(3, dtype=torch.float64)
@@ -354,9 +314,7 @@ def test_an_array_here_and_a_tensor_there_is_said(tmp_path):
 
 
 def test_workers_stop_if_one_cannot_be_started(monkeypatch):
-    """
-    Where the system gives no more threads, those that run stop instead of doing the whole list.
-    """
+    """Where the system gives no more threads, those that run stop instead of doing the whole list."""
     begun = threading.Event()
     done = []
 
@@ -404,9 +362,7 @@ def test_an_interrupt_while_threads_are_started_waits_for_those_that_are(monkeyp
 
 
 def test_a_failed_write_removes_its_finished_files():
-    """
-    Files that were finished before another one failed are removed too.
-    """
+    """Files that were finished before another one failed are removed too."""
 
     class Full(MemoryStore):
         def create(self, name, nbytes):
@@ -439,18 +395,14 @@ def test_a_failed_write_removes_its_finished_files():
 
 @pytest.mark.parametrize("where", [None, b"runs/a", 3, {"a": 1}, ["a"]], ids=repr)
 def test_what_is_no_place_is_refused(where):
-    """
-    A place of another type is refused by name, with what is accepted.
-    """
+    """A place of another type is refused by name, with what is accepted."""
     for call in (sk.save, sk.load):
         with pytest.raises(CheckpointError, match=r"not a place to keep a checkpoint\n  hint: give a path"):
             call({"x": torch.ones(3)}, where)
 
 
 def test_a_bad_place_on_one_rank_reaches_all_at_once(tmp_path):
-    """
-    The other ranks do not wait for the deadline.
-    """
+    """The other ranks do not wait for the deadline."""
 
     def main(world):
         sk.save({"x": torch.ones(3)}, "s3://bucket" if world.rank else tmp_path, group=world)
@@ -461,9 +413,7 @@ def test_a_bad_place_on_one_rank_reaches_all_at_once(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_replaced_when_asked(tmp_path):
-    """
-    Over a record that cannot be read, a save says to pass overwrite=True, and that replaces all of it.
-    """
+    """Over a record that cannot be read, a save says to pass overwrite=True, and that replaces all of it."""
     sk.save({"x": torch.ones(3)}, tmp_path)
     old = set(names(tmp_path)) - {RECORD_NAME}
     (tmp_path / RECORD_NAME).write_bytes(b"{broken")
@@ -478,9 +428,7 @@ def test_a_damaged_checkpoint_is_replaced_when_asked(tmp_path):
 
 
 def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
-    """
-    Removing what was replaced is not counted.
-    """
+    """Removing what was replaced is not counted."""
     tidy = Coordinator.tidy
 
     def slow(self):

@@ -147,9 +147,7 @@ def test_replicas_are_read_once(rank_pool, tmp_path):
 
 
 def test_a_subgroup_shares_by_its_own_ranks(rank_pool, tmp_path):
-    """
-    Ranks 3 and 1 of four load together: messages go by their numbers in the group.
-    """
+    """Ranks 3 and 1 of four load together: messages go by their numbers in the group."""
     nbytes = replicas(tmp_path / "ck")
     heard = rank_pool.run(4, load_replicas, tmp_path / "ck", shared(), group_of=[1, 3])
     assert heard[0] is None
@@ -181,9 +179,7 @@ def load_objects(where):
 
 
 def test_modules_optimizers_and_meta_tensors(rank_pool, tmp_path):
-    """
-    What stands in a state for objects, and tensors that had no memory, are there before objects are given theirs.
-    """
+    """What stands in a state for objects, and tensors that had no memory, are there before objects are given theirs."""
     torch.manual_seed(9)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -209,9 +205,7 @@ def load_unlike(where):
 
 
 def test_ranks_whose_tensors_are_of_another_kind_read_for_themselves(rank_pool, tmp_path):
-    """
-    Memory that is filled twice on one rank never reaches another, and what is converted is not sent.
-    """
+    """Memory that is filled twice on one rank never reaches another, and what is converted is not sent."""
     values = {"a": torch.full((40, 50), 1.0), "b": torch.full((20, 50), 2.0)}
     sk.save({**values, **{key: torch.full((3000,), n + 3.0) for n, key in enumerate("cde")}}, tmp_path / "ck")
     heard = rank_pool.run(4, load_unlike, tmp_path / "ck")
@@ -229,9 +223,7 @@ def load_torchs(where):
 
 
 def test_checkpoints_of_torchs_layout(rank_pool, tmp_path):
-    """
-    What torch saved is shared as what we saved.
-    """
+    """What torch saved is shared as what we saved."""
     import torch.distributed.checkpoint as dcp
 
     state = {"w": torch.randn(3000, 100), "b": torch.randn(7), "step": 3}
@@ -252,9 +244,7 @@ def load_damaged(where):
 
 
 def test_damage_that_one_rank_finds_is_told_to_all(rank_pool, tmp_path):
-    """
-    A broken block is read by one rank alone: all fail, before any of them waits for bytes that will not come.
-    """
+    """A broken block is read by one rank alone: all fail, before any of them waits for bytes that will not come."""
     sk.save({key: torch.full((1 << 20,), n + 1.0) for n, key in enumerate("abc")}, tmp_path / "ck")
     [file] = (tmp_path / "ck").glob("*.safetensors")
     with open(file, "r+b") as data:
@@ -294,9 +284,7 @@ def lose_a_rank(where, how):
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_rank_that_is_lost_in_the_exchange_is_named(rank_pool, tmp_path, how):
-    """
-    A rank dies, or hangs, while ranks send each other what they read: all others raise, and name it.
-    """
+    """A rank dies, or hangs, while ranks send each other what they read: all others raise, and name it."""
     sk.save({f"t{n}": torch.full((100_000,), n + 1.0) for n in range(9)}, tmp_path / "ck")
     outcomes = rank_pool.outcomes(3, lose_a_rank, tmp_path / "ck", how)
     assert bool(outcomes[2].died) == (how == "dies")
@@ -316,9 +304,7 @@ def fail_to_copy(where):
 
 
 def test_a_rank_that_cannot_copy_keeps_nobody_waiting(rank_pool, tmp_path):
-    """
-    One rank fails on its own in the middle of the exchange: it goes on for the others, and then all fail.
-    """
+    """One rank fails on its own in the middle of the exchange: it goes on for the others, and then all fail."""
     sk.save({"a": torch.ones(400, 500), "b": torch.ones(300)}, tmp_path / "ck")
     heard = rank_pool.run(3, fail_to_copy, tmp_path / "ck")
     assert [each[1:] for each in heard] == [([1], True)] * 3
@@ -358,9 +344,7 @@ def test_one_line_says_why_nothing_is_shared(rank_pool, tmp_path, backend, on_ra
 
 
 def test_a_process_alone_shares_nothing(tmp_path):
-    """
-    Without a process group the option only makes for a line in the log.
-    """
+    """Without a process group the option only makes for a line in the log."""
     sk.save({"w": torch.ones(10)}, tmp_path / "ck")
     state = {"w": torch.zeros(10)}
     with logged() as lines:
@@ -370,9 +354,7 @@ def test_a_process_alone_shares_nothing(tmp_path):
 
 
 def test_the_environment_sets_the_option(monkeypatch):
-    """
-    Off by default, on by its variable.
-    """
+    """Off by default, on by its variable."""
     monkeypatch.delenv("SHARDKEEP_SHARE_READS", raising=False)
     assert sk.Options().share_reads is False
     monkeypatch.setenv("SHARDKEEP_SHARE_READS", "1")
@@ -391,9 +373,7 @@ def load_on_device(where):
 @pytest.mark.skipif(DEVICE is None, reason="needs an accelerator")
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
 def test_tensors_on_an_accelerator(rank_pool, tmp_path, backend):
-    """
-    What is on a device goes through host memory, over gloo; ranks on one device could not use nccl.
-    """
+    """What is on a device goes through host memory, over gloo; ranks on one device could not use nccl."""
     state = {"w": torch.randn(700, 900), "b": torch.randn(9), "c": torch.randn(40)}
     sk.save(state, tmp_path / "ck")
     heard = rank_pool.run(3, load_on_device, tmp_path / "ck", backend=backend)
@@ -402,9 +382,7 @@ def test_tensors_on_an_accelerator(rank_pool, tmp_path, backend):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs nccl")
 def test_nothing_is_sent_by_nccl(rank_pool, tmp_path):
-    """
-    A group without a backend for the CPU shares nothing.
-    """
+    """A group without a backend for the CPU shares nothing."""
     sk.save({"w": torch.ones(1000)}, tmp_path / "ck")
     heard = rank_pool.run(2, load_with_log, tmp_path / "ck", [0, 1], backend="nccl")
     assert [received for received, _ in heard] == [0, 0]

@@ -124,9 +124,7 @@ def test_stripes_are_where_the_elements_are(data):
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 4), st.integers(-5, 60), st.integers(0, 60))
 def test_a_range_of_stripes_is_cut_into_at_most_three(number, width, gap, low, length):
-    """
-    The parts of a range are exactly the wanted elements in it, in order, the cut ones at its ends.
-    """
+    """The parts of a range are exactly the wanted elements in it, in order, the cut ones at its ends."""
     step = width + gap
     every = Stripes(number, width, (step, width))
     parts = list(cut_stripes(every, low, low + length))
@@ -149,9 +147,7 @@ def test_a_matrix_of_whole_columns_is_found_in_any_number_of_axes():
 
 
 def test_a_single_element_is_a_run_whatever_its_stride():
-    """
-    One element of a column is one run of bytes, though its stride says that the next would be far away.
-    """
+    """One element of a column is one run of bytes, though its stride says that the next would be far away."""
     column = torch.zeros(4, 3)[:1, 1]
     memory = TorchScattered(column, torch.float32)
     assert memory.run_of(Box((0,), (1,))) == 0
@@ -160,9 +156,7 @@ def test_a_single_element_is_a_run_whatever_its_stride():
 
 
 def test_pieces_that_cut_elements_and_boxes_that_do_not_fit_are_left_alone():
-    """
-    Where strided copies would be wrong nothing is written, and the caller is told so.
-    """
+    """Where strided copies would be wrong nothing is written, and the caller is told so."""
     tensor = torch.zeros(4, 6)[:, :3]
     memory = HostScattered(tensor)
     box = Box((0, 0), (4, 3))

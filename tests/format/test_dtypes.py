@@ -67,9 +67,7 @@ ORDINARY = [d for d in TORCH_DTYPES if d not in QUANTIZED]
 
 
 def test_the_table_is_frozen() -> None:
-    """
-    Codes, names, sizes and safetensors names are those already on disks.
-    """
+    """Codes, names, sizes and safetensors names are those already on disks."""
     assert {row.code: (row.name, row.itemsize, row.safetensors) for row in dtypes.DTYPES} == GOLDEN
     assert len(GOLDEN) == len(dtypes.DTYPES)
     assert all(0 < code < 256 for code in GOLDEN)
@@ -77,9 +75,7 @@ def test_the_table_is_frozen() -> None:
 
 @pytest.mark.parametrize("dtype", ORDINARY, ids=str)
 def test_every_torch_dtype_is_covered(dtype: torch.dtype) -> None:
-    """
-    Each dtype torch has, but the quantized ones, is in the table with torch's own element size.
-    """
+    """Each dtype torch has, but the quantized ones, is in the table with torch's own element size."""
     row = dtypes.of_torch(dtype)
 
     assert f"torch.{row.name}" == str(dtype)
@@ -92,9 +88,7 @@ def test_every_torch_dtype_is_covered(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", ORDINARY, ids=str)
 def test_bytes_round_trip(dtype: torch.dtype) -> None:
-    """
-    A tensor of any dtype is `itemsize` bytes an element, and the same bytes give it back.
-    """
+    """A tensor of any dtype is `itemsize` bytes an element, and the same bytes give it back."""
     row = dtypes.of_torch(dtype)
     raw = torch.arange(6 * row.itemsize, dtype=torch.uint8).remainder(2).reshape(2, -1)
     tensor = raw.view(dtype)
@@ -106,9 +100,7 @@ def test_bytes_round_trip(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)])
 @pytest.mark.parametrize("row", dtypes.DTYPES, ids=lambda row: row.name)
 def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...], tmp_path) -> None:
-    """
-    Under the dtype and shape we give it, safetensors opens a tensor of any dtype, with the right number of bytes.
-    """
+    """Under the dtype and shape we give it, safetensors opens a tensor of any dtype, with the right number of bytes."""
     name, stored = row.in_safetensors(shape)
     nbytes = int(np.prod(shape)) * row.itemsize
     header = json.dumps({"t": {"dtype": name, "shape": stored, "data_offsets": [0, nbytes]}}).encode()
@@ -127,9 +119,7 @@ def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...
 
 @pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.safetensors], ids=lambda row: row.name)
 def test_safetensors_agrees_about_the_header(row: dtypes.DType) -> None:
-    """
-    Where safetensors knows a dtype, its own writer gives the dtype and shape that we give.
-    """
+    """Where safetensors knows a dtype, its own writer gives the dtype and shape that we give."""
     tensor = torch.zeros(2, 3 * row.itemsize, dtype=torch.uint8).view(dtypes.to_torch(row))
     blob = safetensors_save({"t": tensor})
     header = json.loads(blob[8 : 8 + struct.unpack("<Q", blob[:8])[0]])
@@ -138,9 +128,7 @@ def test_safetensors_agrees_about_the_header(row: dtypes.DType) -> None:
 
 
 def test_fallback_shapes() -> None:
-    """
-    A type safetensors lacks is U8, with an axis more if its elements are several bytes.
-    """
+    """A type safetensors lacks is U8, with an axis more if its elements are several bytes."""
     assert dtypes.by_name("complex128").in_safetensors((3,)) == ("U8", (3, 16))
     assert dtypes.by_name("complex32").in_safetensors(()) == ("U8", (4,))
     assert dtypes.by_name("uint4").in_safetensors((3, 5)) == ("U8", (3, 5))
@@ -150,17 +138,13 @@ def test_fallback_shapes() -> None:
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 def test_quantized_is_refused(dtype: torch.dtype) -> None:
-    """
-    A quantized dtype carries a quantizer, which the error says how to save.
-    """
+    """A quantized dtype carries a quantizer, which the error says how to save."""
     with pytest.raises(UnsupportedLeaf, match=r"int_repr\(\).*scale and zero_point"):
         dtypes.of_torch(dtype)
 
 
 def test_unknown_codes_and_names_are_malformed() -> None:
-    """
-    What no version ever wrote is reported as such.
-    """
+    """What no version ever wrote is reported as such."""
     for code in (0, 42, 255):
         with pytest.raises(MalformedFile, match=str(code)):
             dtypes.by_code(code)
@@ -169,9 +153,7 @@ def test_unknown_codes_and_names_are_malformed() -> None:
 
 
 def test_a_dtype_this_torch_lacks() -> None:
-    """
-    A checkpoint with a dtype the installed torch lacks says which one.
-    """
+    """A checkpoint with a dtype the installed torch lacks says which one."""
     with pytest.raises(UnsupportedLeaf, match="float128_x"):
         dtypes.to_torch(dtypes.DType(99, "float128_x", 16))
     with pytest.raises(UnsupportedLeaf, match="Tensor"):
@@ -180,9 +162,7 @@ def test_a_dtype_this_torch_lacks() -> None:
 
 @pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.numpy], ids=lambda row: row.name)
 def test_numpy_dtypes(row: dtypes.DType) -> None:
-    """
-    numpy's dtype of the same bytes is found in native byte order only.
-    """
+    """numpy's dtype of the same bytes is found in native byte order only."""
     native = np.dtype(row.numpy)
 
     assert dtypes.of_numpy(native) is row
@@ -193,9 +173,7 @@ def test_numpy_dtypes(row: dtypes.DType) -> None:
 
 @pytest.mark.parametrize("code", np.typecodes["All"])
 def test_every_numpy_dtype(code: str) -> None:
-    """
-    A numpy type is in the table exactly if torch has it, whatever C type it is an alias of.
-    """
+    """A numpy type is in the table exactly if torch has it, whatever C type it is an alias of."""
     row = dtypes.of_numpy(np.dtype(code))
 
     if row is None:
@@ -207,9 +185,7 @@ def test_every_numpy_dtype(code: str) -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    """
-    Looking a code up costs no import of torch.
-    """
+    """Looking a code up costs no import of torch."""
     program = "import sys; import shardkeep.format.dtypes as d; d.by_code(9); sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

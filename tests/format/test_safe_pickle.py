@@ -45,9 +45,7 @@ def read(body: bytes, names=None):
 
 @pytest.mark.parametrize(("table", "module", "name"), CASES)
 def test_nothing_that_a_name_gives_can_be_changed(table, module, name):
-    """
-    Neither by setting an attribute, nor by what a pickle has for a state.
-    """
+    """Neither by setting an attribute, nor by what a pickle has for a state."""
     found = NameTable(TABLES[table], 100).find(module, name)
     with pytest.raises((AttributeError, TypeError, MalformedFile)):
         found.exists = 1
@@ -58,9 +56,7 @@ def test_nothing_that_a_name_gives_can_be_changed(table, module, name):
 
 @pytest.mark.parametrize("kind", [pathlib.Path, collections.Counter, argparse.Namespace, uuid.UUID, fractions.Fraction])
 def test_classes_of_the_process_stay_as_they_are(kind):
-    """
-    The attack itself, on an attribute that is there.
-    """
+    """The attack itself, on an attribute that is there."""
     attribute = "__eq__"
     before = dict(vars(kind))
     with pytest.raises(MalformedFile):
@@ -69,9 +65,7 @@ def test_classes_of_the_process_stay_as_they_are(kind):
 
 
 def test_dtypes_of_numpy_stay_as_they_are():
-    """
-    A pickle that turns the bytes of one around turns those of a copy around.
-    """
+    """A pickle that turns the bytes of one around turns those of a copy around."""
     state = pickle.dumps((3, ">", None, None, None, -1, -1, 0), 2)[2:-1]
     made = read(named("numpy", "dtype") + b"(" + text("f8") + b"\x89\x89tR" + state + b"b")
     assert made == np.dtype(">f8")
@@ -79,9 +73,7 @@ def test_dtypes_of_numpy_stay_as_they_are():
 
 
 def test_dtypes_of_ours_stay_as_they_are():
-    """
-    The rows of the table are not given out: their fields could be filled anew.
-    """
+    """The rows of the table are not given out: their fields could be filled anew."""
     state = b"](K\x63" + text("x") + b"K\x01NNK\x01e"
     with pytest.raises(MalformedFile):
         read(named("torch", "float32") + state + b"b0N", torch_metadata._stand_ins())
@@ -110,9 +102,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_little_does_not_become_much(bomb):
-    """
-    A few bytes that ask for far more are refused, before they get it.
-    """
+    """A few bytes that ask for far more are refused, before they get it."""
     with pytest.raises(MalformedFile):
         read(BOMBS[bomb])
 
@@ -121,9 +111,7 @@ def test_little_does_not_become_much(bomb):
     "kind", [int, list, set, pathlib.PosixPath, collections.Counter, argparse.Namespace, uuid.UUID]
 )
 def test_a_class_as_a_value_is_refused(kind):
-    """
-    What stands for it while the pickle is read must not come back in its place.
-    """
+    """What stands for it while the pickle is read must not come back in its place."""
     with pytest.raises(PickleRefused, match="as a value"):
         load_pickle(pickle.dumps({"a": [1, (kind, 2)]}), plain_names(), where="a file")
 
@@ -140,9 +128,7 @@ VALUES = [
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_plain_values_come_back(protocol):
-    """
-    In every protocol, with their classes.
-    """
+    """In every protocol, with their classes."""
     made = load_pickle(pickle.dumps(VALUES, protocol), plain_names(), where="a file")
     assert made == VALUES
     assert [type(each) for each in made] == [type(each) for each in VALUES]
@@ -153,9 +139,7 @@ def test_plain_values_come_back(protocol):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_arrays_come_back(protocol):
-    """
-    With any byte order, text, and fields.
-    """
+    """With any byte order, text, and fields."""
     record = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", ">f8")])
     arrays = [np.arange(5), np.arange(6.0).reshape(2, 3).T, np.array(["a", "bc"]), np.arange(3, dtype=">i8"), record]
     raw = pickle.dumps(arrays, protocol)

@@ -85,16 +85,12 @@ plain_trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tree):
-    """
-    Containers, order and the exact types of keys come back.
-    """
+    """Containers, order and the exact types of keys come back."""
     assert repr(tree) == repr(decode_tree(encode_tree(tree)))
 
 
 def test_flat_names_are_parts_joined_by_dots():
-    """
-    Leaves come in the order of the state; ranks show as @.
-    """
+    """Leaves come in the order of the state; ranks show as @."""
     expected = [
         "model.layer.0.weight", "model.layer.0.bias", "optim.state.0.step", "optim.groups.0", "odd.None", "odd.b'x'",
         "odd.1.5", "odd.True", "odd.(1, ('a',))", "odd.", "rng.@0", "rng.@3.0", "step",
@@ -106,9 +102,7 @@ def test_flat_names_are_parts_joined_by_dots():
 
 
 def test_unflatten_builds_the_real_containers():
-    """
-    The nested state has the kinds, order and keys of the skeleton; ranks become a dict.
-    """
+    """The nested state has the kinds, order and keys of the skeleton; ranks become a dict."""
     state = unflatten(STATE, str.upper)
 
     assert state == {
@@ -127,9 +121,7 @@ def test_unflatten_builds_the_real_containers():
 
 
 def test_unflatten_needs_a_mapping_at_the_root():
-    """
-    A leaf or a list is no state.
-    """
+    """A leaf or a list is no state."""
     for node in (None, box("list", None)):
         with pytest.raises(MalformedFile, match="root"):
             unflatten(node, str)
@@ -141,9 +133,7 @@ def test_unflatten_needs_a_mapping_at_the_root():
 @settings(max_examples=150, deadline=None)
 @given(st.lists(plain_trees, min_size=1, max_size=4))
 def test_merge_is_the_union_in_order(nodes):
-    """
-    Merged leaves are the union of all, the first tree's own order is kept; or the kinds clash.
-    """
+    """Merged leaves are the union of all, the first tree's own order is kept; or the kinds clash."""
     names = [list(leaf_keys(node)) for node in nodes]
     try:
         merged = merge_trees(nodes)
@@ -157,9 +147,7 @@ def test_merge_is_the_union_in_order(nodes):
 
 
 def test_merge_collects_the_ranks():
-    """
-    Each rank's own child joins, equal parts stay one.
-    """
+    """Each rank's own child joins, equal parts stay one."""
     ranks = [box("dict", ("m", box("dict", ("w", None))), ("rng", box("ranks", (r, None)))) for r in range(4)]
 
     expected = box("dict", ("m", box("dict", ("w", None))), ("rng", box("ranks", *[(r, None) for r in range(4)])))
@@ -169,9 +157,7 @@ def test_merge_collects_the_ranks():
 
 
 def test_merge_appends_what_is_new():
-    """
-    Children that only later trees have come behind, in their order.
-    """
+    """Children that only later trees have come behind, in their order."""
     first = box("dict", ("b", None), ("x", box("dict", ("q", None))))
     second = box("dict", ("z", None), ("x", box("dict", ("p", None), ("q", None))), ("a", None))
 
@@ -181,9 +167,7 @@ def test_merge_appends_what_is_new():
 
 @pytest.mark.parametrize("other", [None, box("list"), box("odict"), box("ranks")], ids=str)
 def test_merge_refuses_kinds_that_differ(other):
-    """
-    One path, two kinds: the error names path and kinds.
-    """
+    """One path, two kinds: the error names path and kinds."""
     trees = [box("dict", ("a", box("dict", ("b", node)))) for node in (box("dict"), other)]
 
     kind = "leaf" if other is None else other.kind
@@ -195,9 +179,7 @@ def test_merge_refuses_kinds_that_differ(other):
 
 
 def test_collisions_name_both_paths():
-    """
-    Two paths with one flat name, in one tree or over ranks, are refused.
-    """
+    """Two paths with one flat name, in one tree or over ranks, are refused."""
     dotted, nested = ("a.b", None), ("a", box("dict", ("b", None)))
     expected = r"flat name 'a\.b': \['a\.b'\] and \['a', 'b'\]"
 
@@ -260,9 +242,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_trees_are_refused(data):
-    """
-    What breaks a rule raises an error of ours, at once.
-    """
+    """What breaks a rule raises an error of ours, at once."""
     began = time.perf_counter()
     with pytest.raises(CheckpointError, match="tree"):
         decode_tree(data)
@@ -270,9 +250,7 @@ def test_malformed_trees_are_refused(data):
 
 
 def test_malformed_means_malformed_file():
-    """
-    All but a pickled key is MalformedFile.
-    """
+    """All but a pickled key is MalformedFile."""
     for name, data in HOSTILE.items():
         if name != "a pickled key":
             with pytest.raises(MalformedFile):
@@ -280,18 +258,14 @@ def test_malformed_means_malformed_file():
 
 
 def test_depth_is_the_same_on_both_sides():
-    """
-    What is as deep as allowed comes back; one more is refused when written.
-    """
+    """What is as deep as allowed comes back; one more is refused when written."""
     assert chain(MAX_DEPTH) == decode_tree(encode_tree(chain(MAX_DEPTH)))
     with pytest.raises(UnsupportedLeaf, match="100 levels"):
         encode_tree(chain(MAX_DEPTH + 1))
 
 
 def test_mutated_trees_raise_only_our_errors():
-    """
-    Damaged skeletons decode to something usable or raise an error of ours.
-    """
+    """Damaged skeletons decode to something usable or raise an error of ours."""
     rng = random.Random(20260730)
     seeds = [encode_tree(STATE), encode_tree(box("list", None, box("tuple", None))), encode_tree(chain(20))]
     refused = 0
@@ -323,9 +297,7 @@ def test_mutated_trees_raise_only_our_errors():
     )
 )
 def test_random_columns_raise_only_our_errors(found):
-    """
-    Any three columns are a skeleton or raise MalformedFile.
-    """
+    """Any three columns are a skeleton or raise MalformedFile."""
     try:
         tree = decode_tree(encode_value(list(found), key="k"))
     except MalformedFile:
@@ -334,9 +306,7 @@ def test_random_columns_raise_only_our_errors(found):
 
 
 def test_what_is_a_key():
-    """
-    Keys are told by exact type.
-    """
+    """Keys are told by exact type."""
     good = ["", 0, -(2**63), 2**64 - 1, True, 1.5, None, b"", (), (1, ("a", None))]
     bad = [2**64, -(2**63) - 1, [], {}, frozenset(), ..., 1j, (1, [2]), msgspec.UNSET, (2**64,)]
 

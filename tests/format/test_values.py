@@ -162,9 +162,7 @@ FIXED = [
 
 @pytest.mark.parametrize("value", FIXED, ids=lambda v: f"{type(v).__name__}")
 def test_every_kind_comes_back(value):
-    """
-    Each kind comes back with its type and bits, alone, in a list, and (where it can) as a key.
-    """
+    """Each kind comes back with its type and bits, alone, in a list, and (where it can) as a key."""
     assert same(value, round_trip(value))
     assert same([value, (value, 1)], round_trip([value, (value, 1)]))
     if not isinstance(value, list | set | dict | bytearray | slice | np.void) and not (
@@ -175,9 +173,7 @@ def test_every_kind_comes_back(value):
 
 
 def test_every_name_torch_has():
-    """
-    All dtypes, layouts and memory formats of this torch come back as the same object.
-    """
+    """All dtypes, layouts and memory formats of this torch come back as the same object."""
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found = [value for value in vars(torch).values() if isinstance(value, kinds)]
 
@@ -205,9 +201,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: str(a.dtype))
 def test_arrays_keep_dtype_shape_and_order(array):
-    """
-    Arrays come back writable, with dtype, shape, items and memory order.
-    """
+    """Arrays come back writable, with dtype, shape, items and memory order."""
     got = round_trip(array)
 
     assert (array.dtype, array.shape, array.tolist()) == (got.dtype, got.shape, got.tolist())
@@ -245,9 +239,7 @@ nested = st.recursive(
 @settings(max_examples=120, deadline=None)
 @given(nested)
 def test_random_nested_values_come_back(value):
-    """
-    Any nesting of plain kinds comes back with types, order and bits.
-    """
+    """Any nesting of plain kinds comes back with types, order and bits."""
     assert same(value, round_trip(value))
 
 
@@ -298,18 +290,14 @@ GOLDEN = [
 
 
 def test_bytes_are_the_contract():
-    """
-    What is written today is what was written yesterday.
-    """
+    """What is written today is what was written yesterday."""
     for text, value in GOLDEN:
         assert text == encode_value(value, key="k").hex()
         assert same(value, decode_value(bytes.fromhex(text), key="k"))
 
 
 def test_equal_sets_have_equal_bytes():
-    """
-    The order of a set, which differs from process to process, does not show.
-    """
+    """The order of a set, which differs from process to process, does not show."""
     assert encode_value({0, 8, 16}, key="k") == encode_value({16, 8, 0}, key="k")
 
 
@@ -324,9 +312,7 @@ def test_equal_sets_have_equal_bytes():
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
 def test_the_rest_is_refused_by_name(value):
-    """
-    What has no safe form is refused, alone or inside, with key, type and hint.
-    """
+    """What has no safe form is refused, alone or inside, with key, type and hint."""
     for outer in (value, [1, (value,)], {"a": value}):
         with pytest.raises(UnsupportedLeaf, match=rf"'model\.x' holds a .*{type(value).__qualname__}") as caught:
             encode_value(outer, key="model.x")
@@ -335,9 +321,7 @@ def test_the_rest_is_refused_by_name(value):
 
 
 def test_numpy_variable_width_strings_are_refused():
-    """
-    numpy's StringDType keeps pointers, which are no data.
-    """
+    """numpy's StringDType keeps pointers, which are no data."""
     string_dtype = pytest.importorskip("numpy.dtypes").StringDType
 
     with pytest.raises(UnsupportedLeaf):
@@ -345,9 +329,7 @@ def test_numpy_variable_width_strings_are_refused():
 
 
 def test_cycles_and_depth_are_refused():
-    """
-    A list inside itself and a nesting too deep raise, and 64 levels pass.
-    """
+    """A list inside itself and a nesting too deep raise, and 64 levels pass."""
     loop = [1]
     loop.append(loop)
     twice = []
@@ -366,9 +348,7 @@ def test_cycles_and_depth_are_refused():
 
 
 def test_pickle_only_where_asked_and_only_the_unplain_part():
-    """
-    allow_pickle pickles the inner object alone, and reading asks for it again.
-    """
+    """allow_pickle pickles the inner object alone, and reading asks for it again."""
     value = [1, Opaque(7), {"a": Opaque(8)}]
     data = encode_value(value, key="k", allow_pickle=True)
 
@@ -388,9 +368,7 @@ class Bomb:
 
 
 def test_hostile_pickle_is_not_run(tmp_path, monkeypatch):
-    """
-    Without allow_pickle, a pickle is not even looked at.
-    """
+    """Without allow_pickle, a pickle is not even looked at."""
     data = encode_value([Bomb(tmp_path / "hit")], key="k", allow_pickle=True)
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("pickle was called"))
 
@@ -400,9 +378,7 @@ def test_hostile_pickle_is_not_run(tmp_path, monkeypatch):
 
 
 def test_pickles_that_fail_are_named():
-    """
-    What cannot be pickled or unpickled raises an error of ours.
-    """
+    """What cannot be pickled or unpickled raises an error of ours."""
     with pytest.raises(UnsupportedLeaf, match="cannot be pickled"):
         encode_value(lambda: 0, key="k", allow_pickle=True)
     with pytest.raises(MalformedFile, match="'k': stored pickle is malformed"):
@@ -415,9 +391,7 @@ def test_pickles_that_fail_are_named():
 
 
 def test_enum_without_its_class_is_a_reference():
-    """
-    A class that is not loaded gives an EnumRef, which is saved again as it was; `like` finds local classes.
-    """
+    """A class that is not loaded gives an EnumRef, which is saved again as it was; `like` finds local classes."""
 
     class Local(enum.Enum):
         A = "a"
@@ -432,9 +406,7 @@ def test_enum_without_its_class_is_a_reference():
 
 
 def test_enum_with_an_unhashable_value_is_a_key():
-    """
-    A reference can stand wherever the member stood.
-    """
+    """A reference can stand wherever the member stood."""
 
     class Local(enum.Enum):
         A = [1]  # noqa: RUF012 (unhashable is the case)
@@ -444,9 +416,7 @@ def test_enum_with_an_unhashable_value_is_a_key():
 
 
 def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
-    """
-    Only enum classes of loaded modules are found; module hooks, other attributes and imports are left alone.
-    """
+    """Only enum classes of loaded modules are found; module hooks, other attributes and imports are left alone."""
     trap = types.ModuleType("trap")
     trap.__getattr__ = lambda name: pytest.fail("a module's __getattr__ was called")
     trap.thing = print
@@ -461,9 +431,7 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
 
 
 def test_enum_members_that_are_gone_are_references():
-    """
-    A member or flag the class no longer has comes as it was stored.
-    """
+    """A member or flag the class no longer has comes as it was stored."""
     where = (__name__, "Color"), (__name__, "Bits")
 
     assert EnumRef(*where[0], "BLUE", 9) == decode_value(ext(23, *where[0], "BLUE", 9), key="k")
@@ -471,9 +439,7 @@ def test_enum_members_that_are_gone_are_references():
 
 
 def test_values_need_no_torch():
-    """
-    Reading and writing plain values leaves torch unloaded.
-    """
+    """Reading and writing plain values leaves torch unloaded."""
     script = (
         "import sys; from shardkeep.format.tree import decode_tree; from shardkeep.format.values import *;"
         "decode_value(encode_value([1, (2,), {3: ...}], key='k'), key='k'); is_plain(object());"

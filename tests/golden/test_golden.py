@@ -12,9 +12,7 @@ OPTIONS = sk.Options(keys=KEYS)
 
 
 def test_there_is_one_for_every_version():
-    """
-    Every format version so far has its golden checkpoint.
-    """
+    """Every format version so far has its golden checkpoint."""
     from shardkeep.format.record import VERSION
 
     assert {sk.open(HERE / name, options=OPTIONS).record.version for name in GOLDEN} == {*range(1, VERSION + 1)}
@@ -22,9 +20,7 @@ def test_there_is_one_for_every_version():
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_checkpoints_read_as_they_were_written(name):
-    """
-    Whole tree, tied tensors, per-rank values, record and checksums.
-    """
+    """Whole tree, tied tensors, per-rank values, record and checksums."""
     ck = sk.open(HERE / name, options=OPTIONS)
     tree = ck.to_dict()
 
@@ -38,9 +34,7 @@ def test_golden_checkpoints_read_as_they_were_written(name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_checkpoints_load_in_place(name):
-    """
-    A template of another layout is filled.
-    """
+    """A template of another layout is filled."""
     weight = torch.zeros(7, 5)
     sk.load({"model": {"weight": weight}}, HERE / name, include="model.weight", options=OPTIONS)
     assert torch.equal(weight, full_state()["model"]["weight"])

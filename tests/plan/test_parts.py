@@ -52,9 +52,7 @@ def plan_of(ranks):
 @example([{"model": [3 << 30, 100 * MIB, 100 * MIB]}])
 @example([{"model": [300 * MIB] * 17, "optim": [1] * 50}])
 def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
-    """
-    Chunks fill their files without gaps; parts are numbered from 1, large enough, about equal, and not too many.
-    """
+    """Chunks fill their files without gaps; parts are numbered from 1, large enough, about equal, and not too many."""
     plan = plan_of(ranks)
     pieces = plan.pieces
     sizes = [nbytes for groups in ranks for group in groups.values() for nbytes in group]
@@ -83,9 +81,7 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(states, min_size=1, max_size=3))
 def test_names_are_valid_different_and_of_their_save(ranks):
-    """
-    Every name is one the format allows and tells its save; each rank's orders name its own files and no other's.
-    """
+    """Every name is one the format allows and tells its save; each rank's orders name its own files and no other's."""
     plan = plan_of(ranks)
     names = data_file_names(plan, SAVE_ID, len(ranks))
     assert len(set(names)) == len(names)
@@ -101,9 +97,7 @@ def test_names_are_valid_different_and_of_their_save(ranks):
 
 
 def test_parts_have_the_blocks_of_the_whole():
-    """
-    To cut a group into files makes its blocks no smaller; another group has its own.
-    """
+    """To cut a group into files makes its blocks no smaller; another group has its own."""
     [orders] = split_by_rank(plan_of([{"model": [300 * MIB] * 16, "other": [MIB]}]), SAVE_ID, 1)
     assert [block for *_, block in orders.files] == [MIB] * 8 + [64 << 10]
 
@@ -111,9 +105,7 @@ def test_parts_have_the_blocks_of_the_whole():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 64 * MIB), min_size=1, max_size=200), st.integers(1, 8))
 def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
-    """
-    The fullest part has at most the mean and one chunk; small chunks that stay together are neighbours.
-    """
+    """The fullest part has at most the mean and one chunk; small chunks that stay together are neighbours."""
     nbytes = np.array(sizes, np.int64)
     part = parts.divide_chunks(nbytes, count)
     loads = np.bincount(part, weights=nbytes, minlength=count)
@@ -124,18 +116,14 @@ def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
 
 
 def test_a_small_state_and_a_lone_tensor_are_one_file():
-    """
-    Below two parts' size nothing is cut, nor is a tensor, however large.
-    """
+    """Below two parts' size nothing is cut, nor is a tensor, however large."""
     plan = plan_of([{"model": [100 * MIB] * 3}, {"model": [20 << 30]}])
     assert [(file.rank, file.part) for file in plan.files] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 8), (8, 8), (16, 4), (32, 2), (64, 1), (100, 1)])
 def test_many_ranks_cut_less(ranks, count):
-    """
-    A rank alone writes eight files; ranks that are many enough write one each.
-    """
+    """A rank alone writes eight files; ranks that are many enough write one each."""
     plan = plan_of([{"model": [300 * MIB] * 16}] * ranks)
     assert len(plan.files) == ranks * count
 
@@ -152,9 +140,7 @@ def data_files(place):
 
 
 def test_a_checkpoint_in_parts_is_read_like_any_other(tmp_path, tiny_parts):
-    """
-    What was saved in parts comes back bit for bit, is verified, and every part is a file that safetensors reads.
-    """
+    """What was saved in parts comes back bit for bit, is verified, and every part is a file that safetensors reads."""
     gen = torch.Generator().manual_seed(0)
     many = {f"{i:02}": torch.randn(64, i + 1, generator=gen) for i in range(60)}
     state = {**rich_state(), "many": many, "more": {"w": torch.randn(40, 512, generator=gen)}}

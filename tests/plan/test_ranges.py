@@ -109,9 +109,7 @@ def test_every_wanted_byte_is_read_once_and_no_block_twice(case):
 @settings(max_examples=80, deadline=None)
 @given(wanted(apart=False))
 def test_bytes_wanted_by_several_reach_all_of_them(case):
-    """
-    Where wants overlap in the file, each still gets all of its bytes and only those.
-    """
+    """Where wants overlap in the file, each still gets all of its bytes and only those."""
     runs, scatters, data_nbytes, block, window = case
     plan = plan_reads(0, runs, scatters, data_nbytes=data_nbytes, block_nbytes=block, window_nbytes=window)
 
@@ -125,9 +123,7 @@ def test_bytes_wanted_by_several_reach_all_of_them(case):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_every_block_is_every_byte_once(data_nbytes, blocks):
-    """
-    The plan that checks a file reads all of it, in windows.
-    """
+    """The plan that checks a file reads all of it, in windows."""
     plan = every_block(0, data_nbytes, window_nbytes=16 * blocks)
     read_count, placed, given_to = carry_out(plan, data_nbytes, 16, 16 * blocks)
     assert read_count == Counter(range(data_nbytes))

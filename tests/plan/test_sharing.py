@@ -85,9 +85,7 @@ def test_every_byte_is_read_or_received_once(job):
 
 @given(jobs())
 def test_messages_are_the_same_on_all_ranks(job):
-    """
-    A message has the same parts, in the same order, at its owner and at all receivers, and is not too long.
-    """
+    """A message has the same parts, in the same order, at its owner and at all receivers, and is not too long."""
     things, wants, alone = job
     shares, teams = share_out(
         [offer_of(each, things) for each in wants], np.array(alone, np.int64), message_nbytes=MESSAGE
@@ -127,9 +125,7 @@ def test_ranks_that_want_the_same_read_about_as_much(sizes, alone):
 
 
 def test_small_things_stay_together():
-    """
-    Of many small things side by side in a file, each rank reads runs of neighbours: few blocks are read twice.
-    """
+    """Of many small things side by side in a file, each rank reads runs of neighbours: few blocks are read twice."""
     things = [(64 << 10, 1)] * 512
     wants = [list(range(512))] * 4
     offers = [offer_of(each, things) for each in wants]
@@ -163,18 +159,14 @@ def test_letters_say_the_same():
 
 
 def test_ranks_with_the_same_state_get_the_same_letter():
-    """
-    Replicas get one and the same answer, which rank 0 then stores once.
-    """
+    """Replicas get one and the same answer, which rank 0 then stores once."""
     things = [(1000 * n, n) for n in range(1, 20)]
     letters = [encode_offer(offer_of(range(19), things), alone_nbytes=0, budget_nbytes=1 << 28)] * 8
     assert len(set(plan_sharing(letters, first_tag=0) or [])) == 1
 
 
 def test_messages_fit_the_memory_that_may_be_used():
-    """
-    Messages are a small part of the budget, and hold whole elements whatever it is.
-    """
+    """Messages are a small part of the budget, and hold whole elements whatever it is."""
     assert message_nbytes_for(256 << 20) == sharing.MESSAGE_NBYTES
     assert all(message_nbytes_for(budget) % 16 == 0 for budget in (0, 1, 1 << 20, (64 << 20) + 37))
     assert message_nbytes_for(64 << 20) * 32 == 64 << 20

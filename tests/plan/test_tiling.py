@@ -100,9 +100,7 @@ def test_tiled_says_what_painting_says(data):
 
 
 def test_empty_tensors_are_tiled_by_nothing():
-    """
-    A tensor without elements needs no box, and has room for none.
-    """
+    """A tensor without elements needs no box, and has room for none."""
     none = Boxes(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64))
     assert tiled(np.array([[0, 5], [3, 4]]), np.zeros(0, np.int64), none).tolist() == [True, False]
 
@@ -110,9 +108,7 @@ def test_empty_tensors_are_tiled_by_nothing():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_boxes_meet_as_painted_boxes_do(data):
-    """
-    Intersection, relative position and flat ranges agree with sets of indices.
-    """
+    """Intersection, relative position and flat ranges agree with sets of indices."""
     shape = data.draw(shapes)
     a, b = data.draw(box_in(shape)), data.draw(box_in(shape))
     both = (paint(shape, [a]) == 1) & (paint(shape, [b]) == 1)
@@ -126,9 +122,7 @@ def test_boxes_meet_as_painted_boxes_do(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
-    """
-    The boxes of elements start..stop, laid end to end, are exactly those elements, in that order.
-    """
+    """The boxes of elements start..stop, laid end to end, are exactly those elements, in that order."""
     shape = data.draw(shapes)
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
@@ -146,9 +140,7 @@ def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_contiguous_run_knows_when_a_box_is_one_run(data):
-    """
-    A run is found exactly when the box's flat indices are consecutive, and then it is those.
-    """
+    """A run is found exactly when the box's flat indices are consecutive, and then it is those."""
     shape = data.draw(shapes)
     box = data.draw(box_in(shape))
     flat = np.arange(math.prod(shape)).reshape(shape)[slices(box)].reshape(-1)
@@ -162,9 +154,7 @@ def test_contiguous_run_knows_when_a_box_is_one_run(data):
 
 
 def test_grid_is_the_product_of_runs():
-    """
-    Boxes come in row-major order.
-    """
+    """Boxes come in row-major order."""
     cuts = [[(0, 2), (5, 1)], [(3, 3)], [(0, 1), (1, 1)]]
     assert [(b.offsets, b.sizes) for b in grid(cuts)] == [
         (tuple(o for o, _ in combo), tuple(n for _, n in combo)) for combo in itertools.product(*cuts)
@@ -174,9 +164,7 @@ def test_grid_is_the_product_of_runs():
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_replicated_byte_has_one_writer_that_holds_it(data):
-    """
-    Shares are disjoint, complete, given only to holders, and no rank ends far above what pouring could reach.
-    """
+    """Shares are disjoint, complete, given only to holders, and no rank ends far above what pouring could reach."""
     world = data.draw(st.integers(1, 8))
     load = np.array([data.draw(st.integers(0, 40)) << 20 for _ in range(world)], np.int64)
     groups = data.draw(
@@ -211,9 +199,7 @@ def test_every_replicated_byte_has_one_writer_that_holds_it(data):
 
 
 def test_one_large_replica_is_poured_evenly():
-    """
-    A tensor that all ranks hold is split so that all end with the same load.
-    """
+    """A tensor that all ranks hold is split so that all end with the same load."""
     load = np.array([100, 0, 50, 0], np.int64) << 20
     one = np.array([0])
     group, _, begin, end = assign_replicas(

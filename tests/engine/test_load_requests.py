@@ -25,9 +25,7 @@ def zeros():
 
 
 def test_tied_meta_tensors_are_what_each_asked_for(tmp_path):
-    """
-    Tied in the checkpoint, two templates become one object only if they ask for the same.
-    """
+    """Tied in the checkpoint, two templates become one object only if they ask for the same."""
     weight = torch.randn(3)
     sk.save(dict.fromkeys("abcde", weight), tmp_path / "ck")
     meta = torch.empty(3, device="meta")
@@ -50,9 +48,7 @@ def test_tied_meta_tensors_are_what_each_asked_for(tmp_path):
 
 
 def test_cast_none_casts_nothing(saved):
-    """
-    None is no permission to convert.
-    """
+    """None is no permission to convert."""
     state = zeros()
     state["model"]["a"] = torch.zeros(2, 4, dtype=torch.float64)
     with pytest.raises(sk.StateMismatch, match="float64 in the state"):
@@ -76,9 +72,7 @@ def test_cast_none_casts_nothing(saved):
     ],
 )
 def test_arguments_that_make_no_sense_are_named(saved, argument, value):
-    """
-    A wrong argument is an error of ours that names it, and the state is as it was.
-    """
+    """A wrong argument is an error of ours that names it, and the state is as it was."""
     state = zeros()
     with pytest.raises(sk.StateError, match=argument):
         sk.load(state, saved, **{argument: value})
@@ -86,9 +80,7 @@ def test_arguments_that_make_no_sense_are_named(saved, argument, value):
 
 
 def test_patterns_that_can_be_gone_through_once_hold_to_the_end(saved):
-    """
-    A generator of names selects the same names in every step of a load.
-    """
+    """A generator of names selects the same names in every step of a load."""
     report = sk.load(zeros(), saved, include=(name for name in ["step", "name"]))
     assert report.unexpected == []
 
@@ -103,18 +95,14 @@ def test_patterns_that_can_be_gone_through_once_hold_to_the_end(saved):
     ],
 )
 def test_views_that_overlap_themselves_are_refused(tmp_path, view):
-    """
-    A destination with two elements in one place cannot be filled.
-    """
+    """A destination with two elements in one place cannot be filled."""
     sk.save({"x": torch.arange(8.0).reshape(2, 4)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="share memory"):
         sk.load({"x": view()}, tmp_path / "ck")
 
 
 def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path):
-    """
-    A buffer, its rows and its transpose are saved each by itself, and agree when they are filled again.
-    """
+    """A buffer, its rows and its transpose are saved each by itself, and agree when they are filled again."""
     buffer = torch.arange(16.0).reshape(4, 4)
     state = {"buffer": buffer, "rows": buffer[1:3], "turned": buffer.t()}
     sk.save(state, tmp_path / "ck")
@@ -127,9 +115,7 @@ def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path):
 
 
 def test_views_that_only_interleave_are_filled(tmp_path):
-    """
-    Columns of one matrix, and every other element of one vector, do not share an element.
-    """
+    """Columns of one matrix, and every other element of one vector, do not share an element."""
     columns, vector = torch.arange(12.0).reshape(3, 4), torch.arange(10.0)
     state = {f"c{i}": column for i, column in enumerate(columns.unbind(1))}
     state |= {"even": vector[::2], "odd": vector[1::2], "tied": vector[::2]}
@@ -150,9 +136,7 @@ def test_views_that_only_interleave_are_filled(tmp_path):
     ids=["expanded", "sparse", "overlapping"],
 )
 def test_excluded_leaves_may_be_anything(saved, leaf):
-    """
-    What is not to be loaded is not looked at.
-    """
+    """What is not to be loaded is not looked at."""
     state = zeros()
     state["model"]["a"] = leaf
     sk.load(state, saved, exclude="model.a")
@@ -162,18 +146,14 @@ def test_excluded_leaves_may_be_anything(saved, leaf):
 
 @pytest.mark.parametrize("argument", ["include", "exclude", "cast"])
 def test_a_pattern_that_matches_nothing_is_an_error(saved, argument):
-    """
-    A misspelt pattern is answered with the closest name, and strict=False forgives it.
-    """
+    """A misspelt pattern is answered with the closest name, and strict=False forgives it."""
     with pytest.raises(sk.StateMismatch, match=rf"{argument}='modle' \(did you mean 'model'\?\)"):
         sk.load(zeros(), saved, **{argument: ["step", "modle"]})
     sk.load(zeros(), saved, strict=False, **{argument: ["step", "modle"]})
 
 
 def test_a_pattern_for_one_rank_is_no_error_on_the_others(tmp_path):
-    """
-    A pattern is used if any rank has a name for it.
-    """
+    """A pattern is used if any rank has a name for it."""
     sk.save({"x": torch.ones(2)}, tmp_path / "ck")
 
     def load(world):
@@ -200,9 +180,7 @@ class Odd(tuple):
     ids=["mapping", "tuple"],
 )
 def test_containers_that_cannot_change_are_found_before_anything_does(tmp_path, plain, odd):
-    """
-    One rank's unchangeable container is an error on all ranks, and no tensor of any has been touched.
-    """
+    """One rank's unchangeable container is an error on all ranks, and no tensor of any has been touched."""
     sk.save({"x": torch.ones(2), "o": plain(torch.ones(2))}, tmp_path / "ck")
     states = {}
 
@@ -223,9 +201,7 @@ class Point(NamedTuple):
 
 
 def test_the_dry_run_changes_nothing_that_the_real_one_changes(tmp_path):
-    """
-    Named tuples, lists, mappings and per-rank values are all refilled after they were tried.
-    """
+    """Named tuples, lists, mappings and per-rank values are all refilled after they were tried."""
     sk.save({"p": Point({"n": 1}, 2), "l": [{"n": 3}], "r": sk.PerRank(4)}, tmp_path / "ck")
     state = {"p": Point({"n": 0}, 0), "l": [{"n": 0}], "r": sk.PerRank(0)}
     sk.load(state, tmp_path / "ck")
@@ -243,9 +219,7 @@ def test_the_dry_run_changes_nothing_that_the_real_one_changes(tmp_path):
     ],
 )
 def test_a_value_of_another_kind_is_a_mismatch(tmp_path, stored, mine, line):
-    """
-    Strictly, a value is not replaced by one of another kind.
-    """
+    """Strictly, a value is not replaced by one of another kind."""
     sk.save({"v": stored}, tmp_path / "ck")
     state = {"v": mine}
     with pytest.raises(sk.StateMismatch) as caught:
@@ -262,9 +236,7 @@ def test_a_value_of_another_kind_is_a_mismatch(tmp_path, stored, mine, line):
     [("x", None), (None, "x"), (1, 2.0), (True, 0), (np.float32(1), 0), (0, np.bool_(1)), ([1], (1, 2))],
 )
 def test_values_of_one_kind_replace_each_other(tmp_path, stored, mine):
-    """
-    Numbers are numbers, lists and tuples sequences, and None goes with anything.
-    """
+    """Numbers are numbers, lists and tuples sequences, and None goes with anything."""
     sk.save({"v": stored}, tmp_path / "ck")
     state = {"v": mine}
     sk.load(state, tmp_path / "ck")
@@ -281,9 +253,7 @@ def test_values_of_one_kind_replace_each_other(tmp_path, stored, mine):
     ],
 )
 def test_wrappers_of_the_state_are_recognised(tmp_path, there, here):
-    """
-    Where the state's keys carry a wrapper's prefix, the hint has the rename that puts it in; and it does.
-    """
+    """Where the state's keys carry a wrapper's prefix, the hint has the rename that puts it in; and it does."""
     sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
     state = {here: torch.zeros(3), "step": 0}
 
@@ -296,9 +266,7 @@ def test_wrappers_of_the_state_are_recognised(tmp_path, there, here):
 
 
 def test_keys_spelt_like_ranks_are_keys(tmp_path):
-    """
-    A dict with the keys "@0" and "@1" is no per-rank state: what nothing asks for is unexpected.
-    """
+    """A dict with the keys "@0" and "@1" is no per-rank state: what nothing asks for is unexpected."""
     sk.save({"x": {"@0": torch.ones(1), "@1": torch.ones(1)}}, tmp_path / "ck")
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load({"x": {"@0": torch.zeros(1)}}, tmp_path / "ck")
@@ -306,9 +274,7 @@ def test_keys_spelt_like_ranks_are_keys(tmp_path):
 
 
 def test_state_of_ranks_that_are_gone_is_left_over_under_any_name(tmp_path):
-    """
-    Per-rank state of ranks no longer there is not unexpected, deep inside and renamed as well.
-    """
+    """Per-rank state of ranks no longer there is not unexpected, deep inside and renamed as well."""
     run_thread_ranks(
         3, lambda w: sk.save({"r": sk.PerRank({"a": {"n": w.rank}, "b": torch.ones(1)})}, tmp_path / "ck", group=w)
     )
@@ -328,9 +294,7 @@ def test_state_of_ranks_that_are_gone_is_left_over_under_any_name(tmp_path):
     ],
 )
 def test_a_box_is_checked_when_it_is_made(changed, named):
-    """
-    A `ShardedBox` of wrong parts is an error of ours that names the argument.
-    """
+    """A `ShardedBox` of wrong parts is an error of ours that names the argument."""
     right = {"local": torch.ones(2), "offsets": (0,), "shape": (2,)}
     assert sk.ShardedBox(**right).shape == (2,)
     with pytest.raises(sk.StateError, match=named):
@@ -338,9 +302,7 @@ def test_a_box_is_checked_when_it_is_made(changed, named):
 
 
 def test_each_accelerator_is_waited_for_once(monkeypatch):
-    """
-    `settle` waits for every device that is an accelerator, and for nothing else.
-    """
+    """`settle` waits for every device that is an accelerator, and for nothing else."""
 
     class Fake:
         def __init__(self, device):
