@@ -202,9 +202,7 @@ def ended(tmp_path_factory):
 
 
 def test_a_program_that_ends_right_after_the_call(ended):
-    """
-    The interpreter waits for the save: the checkpoint is complete.
-    """
+    """The interpreter waits for the save: the checkpoint is complete."""
     place, code, _, err = ended["after the call"]
     assert (code, err) == (0, "")
     assert says(place) == {1}
@@ -212,9 +210,7 @@ def test_a_program_that_ends_right_after_the_call(ended):
 
 
 def test_sys_exit_in_the_middle(ended):
-    """
-    The same when it leaves by `sys.exit`, which keeps its code.
-    """
+    """The same when it leaves by `sys.exit`, which keeps its code."""
     place, code, _, err = ended["sys.exit"]
     assert (code, err) == (3, "")
     assert says(place) == {1}
@@ -222,30 +218,22 @@ def test_sys_exit_in_the_middle(ended):
 
 
 def test_a_fork_does_not_wait_for_saves_of_its_parent(ended):
-    """
-    A process forked while a save is in flight (as data loaders do) ends by itself: it has none of the threads.
-    """
+    """A process forked while a save is in flight (as data loaders do) ends by itself: it has none of the threads."""
     assert "fork 0" in ended["sys.exit"][2]
 
 
 def test_a_fork_does_not_wait_for_saves_like_torchs(ended):
-    """
-    Nor for those of `dcp.async_save`.
-    """
+    """Nor for those of `dcp.async_save`."""
     assert ast.literal_eval(ended["forks"][2])[15:] == [0]
 
 
 def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
-    """
-    It is told that it will never know, instead of waiting for ever.
-    """
+    """It is told that it will never know, instead of waiting for ever."""
     assert "asked in a fork: this handle belongs to a save of process" in ended["sys.exit"][2]
 
 
 def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
-    """
-    It is printed, with what it came from, beside the error that ended the program, whose code stays.
-    """
+    """It is printed, with what it came from, beside the error that ended the program, whose code stays."""
     place, _, out, _ = ended["forks"]
     assert ast.literal_eval(out)[2] == 1
     err = Path(f"{place}.2").read_text()
@@ -256,9 +244,7 @@ def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
 
 
 def test_a_program_that_ends_well_but_for_its_save(ended):
-    """
-    The failure is logged at exit, and the exit code stays; handlers, threads and buffers did their work.
-    """
+    """The failure is logged at exit, and the exit code stays; handlers, threads and buffers did their work."""
     place, code, out, err = ended["lost"]
     assert code == 0
     assert "a save failed, and its result was never retrieved" in err
@@ -269,9 +255,7 @@ def test_a_program_that_ends_well_but_for_its_save(ended):
 
 
 def test_the_exit_code_after_a_lost_save(ended):
-    """
-    What the program gave to `sys.exit` stays, and a fork of it is not to blame.
-    """
+    """What the program gave to `sys.exit` stays, and a fork of it is not to blame."""
     *_, left, fork = ast.literal_eval(ended["forks"][2])[:5]
     assert (left, fork) == (3, 0)
 
@@ -287,9 +271,7 @@ def test_failures_of_a_checkpointer_and_of_dcp_are_logged_at_exit(ended):
 
 
 def test_ctrl_c_while_the_end_of_a_program_waits(ended):
-    """
-    It cancels the save, which is logged; a save that is committed by then is not lost.
-    """
+    """It cancels the save, which is logged; a save that is committed by then is not lost."""
     place, _, out, _ = ended["forks"]
     assert ast.literal_eval(out)[11:13] == [0, 0]
     assert f"abandoned before they were complete: saves to {place}-early" in Path(f"{place}.11").read_text()
@@ -299,9 +281,7 @@ def test_ctrl_c_while_the_end_of_a_program_waits(ended):
 
 
 def test_ctrl_c_while_the_end_of_a_program_waits_for_dcp(ended):
-    """
-    The first logs which saves are waited for, the second ends the process at once.
-    """
+    """The first logs which saves are waited for, the second ends the process at once."""
     place, _, out, _ = ended["forks"]
     assert ast.literal_eval(out)[13:15] == [0, 0]
     assert f"waiting for saves to '{place}-once'" in Path(f"{place}.13").read_text()
@@ -311,9 +291,7 @@ def test_ctrl_c_while_the_end_of_a_program_waits_for_dcp(ended):
 
 
 def test_a_failure_of_one_rank_is_told_at_exit_of_all(ended):
-    """
-    The rank that did not fail also logs the lines where the other did, once.
-    """
+    """The rank that did not fail also logs the lines where the other did, once."""
     place, _, out, _ = ended["forks"]
     assert ast.literal_eval(out)[:2] == [0, 0]
     for rank in range(2):
@@ -340,9 +318,7 @@ def vanish(pipe, place, at):
 
 @pytest.mark.parametrize("at", [3, 6, 8, 9])
 def test_os_exit_in_the_middle(place, at):
-    """
-    A process that is gone leaves the checkpoint before as it was; the next save removes what it left.
-    """
+    """A process that is gone leaves the checkpoint before as it was; the next save removes what it left."""
     sk.save(full(1), place)
     with Fork(vanish, place, at) as fork:
         said = fork.pipe.recv()

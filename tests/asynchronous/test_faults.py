@@ -53,9 +53,7 @@ def test_every_operation_that_can_fail(place, fault):
 
 
 def test_a_failure_that_is_not_ours():
-    """
-    Whatever is raised by a store of the user's own, of any class, is told as it is.
-    """
+    """Whatever is raised by a store of the user's own, of any class, is told as it is."""
 
     class Odd(FaultyStore):
         def begin(self, verb, name):
@@ -69,9 +67,7 @@ def test_a_failure_that_is_not_ours():
 
 
 def test_a_place_that_is_taken():
-    """
-    A checkpoint that is there is found after the call, and kept.
-    """
+    """A checkpoint that is there is found after the call, and kept."""
     where = sk.MemoryStore()
     sk.save({"a": 1}, where)
     handle = sk.async_save({"a": 2}, where)
@@ -81,9 +77,7 @@ def test_a_place_that_is_taken():
 
 
 def test_failures_in_a_row():
-    """
-    However many saves fail one after the other, the next one works.
-    """
+    """However many saves fail one after the other, the next one works."""
     for _ in range(30):
         assert isinstance(save(broken(), 1), sk.StorageError)
     where = sk.MemoryStore()

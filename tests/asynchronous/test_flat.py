@@ -23,9 +23,7 @@ def vitals():
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_hundred_saves(place, most):
-    """
-    Memory, threads, descriptors and arenas are the same after a hundred saves as after the first few.
-    """
+    """Memory, threads, descriptors and arenas are the same after a hundred saves as after the first few."""
     state = {"w": torch.zeros(1 << 20), "few": [torch.zeros(3)]}
     stages, handles = [], []
     sk.finish_saves()
@@ -59,9 +57,7 @@ def settled():
 
 
 def test_finish_gives_all_back(place):
-    """
-    After `finish_saves` no thread is left, and no memory.
-    """
+    """After `finish_saves` no thread is left, and no memory."""
     sk.finish_saves()
     before = staging_memory().arenas.nbytes
     others = set(threading.enumerate())  # lanes of `dcp.async_save` in other tests of this process
@@ -75,9 +71,7 @@ def test_finish_gives_all_back(place):
 
 
 def test_arenas_are_used_again():
-    """
-    States of different sizes in turn use the largest memory again and again.
-    """
+    """States of different sizes in turn use the largest memory again and again."""
     sk.finish_saves()
     before = staging_memory().arenas.nbytes
     for n in range(6):
@@ -105,9 +99,7 @@ def ways_to_end():
 
 @pytest.mark.parametrize("way", ["well", "written", "planned", "cancelled"])
 def test_the_state_is_let_go(way):
-    """
-    However a save ends, with its handle and its error still held, nothing of the state is.
-    """
+    """However a save ends, with its handle and its error still held, nothing of the state is."""
     where = ways_to_end()[way]
     state, watching = watched()
     handle = sk.async_save(state, where)
@@ -123,9 +115,7 @@ def test_the_state_is_let_go(way):
 
 
 def test_the_state_is_let_go_while_it_is_written():
-    """
-    Once it is copied and planned, the state is not held while a slow disk takes it.
-    """
+    """Once it is copied and planned, the state is not held while a slow disk takes it."""
     where = held()
     state, watching = watched()
     handle = sk.async_save(state, where)
@@ -139,9 +129,7 @@ def test_the_state_is_let_go_while_it_is_written():
 
 
 def test_a_call_that_fails_lets_go():
-    """
-    What could not be described is not held by anything of ours.
-    """
+    """What could not be described is not held by anything of ours."""
     state, watching = watched()
     with pytest.raises(sk.UnsupportedLeaf):
         sk.async_save({**state, "bad": object()}, sk.MemoryStore())

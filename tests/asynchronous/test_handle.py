@@ -37,9 +37,7 @@ def test_a_save_that_goes_well():
 
 
 def test_a_save_that_fails():
-    """
-    The failure is raised as it was, as often as it is asked for; the state may be changed all the same.
-    """
+    """The failure is raised as it was, as often as it is asked for; the state may be changed all the same."""
     handle = sk.async_save(full(1), broken())
     error = handle.exception(PATIENCE_S)
     assert isinstance(error, sk.StorageError)
@@ -52,9 +50,7 @@ def test_a_save_that_fails():
 
 
 def test_a_silent_rank_is_not_a_timeout_of_the_wait():
-    """
-    RanksSilent is a TimeoutError too: it comes from the save, not from the wait, and is told as it is.
-    """
+    """RanksSilent is a TimeoutError too: it comes from the save, not from the wait, and is told as it is."""
     handle = SaveHandle(WHERE)
     silent = sk.RanksSilent("rank 3 did not answer", ranks=[3])
     handle.end(error=silent)
@@ -87,9 +83,7 @@ class Late(SaveHandle):
 
 
 def test_a_save_that_fails_as_the_wait_ends():
-    """
-    A failure in the moment a wait is over is raised, or left to be asked for: never swallowed with the timeout.
-    """
+    """A failure in the moment a wait is over is raised, or left to be asked for: never swallowed with the timeout."""
     for ask in (Late.result, Late.exception):
         handle = Late(WHERE)
         try:
@@ -101,9 +95,7 @@ def test_a_save_that_fails_as_the_wait_ends():
 
 
 def test_staged_waits():
-    """
-    `staged` is done when the state is needed no more, ends with what went wrong before, and has timeouts.
-    """
+    """`staged` is done when the state is needed no more, ends with what went wrong before, and has timeouts."""
     handle = SaveHandle(WHERE)
     assert not handle.staged.done()
     with pytest.raises(TimeoutError, match="not copied within 0 s"):
@@ -123,9 +115,7 @@ def test_staged_waits():
 
 
 def test_waits_wake_up():
-    """
-    Whoever waits, without limit and on several threads, is told at the end.
-    """
+    """Whoever waits, without limit and on several threads, is told at the end."""
     where = held()
     handle = sk.async_save(full(1), where)
     told = []
@@ -139,9 +129,7 @@ def test_waits_wake_up():
 
 
 def test_progress():
-    """
-    Phases come in order, bytes only grow, and in the end all of them are written.
-    """
+    """Phases come in order, bytes only grow, and in the end all of them are written."""
     where = HeldStore(sk.MemoryStore(), "list", "put")
     handle = sk.async_save({"w": torch.zeros(3 << 20)}, where, options=OPTIONS)
     assert where.reached.wait(PATIENCE_S)
@@ -202,9 +190,7 @@ def test_cancel_keeps_what_was_there(place, state, held_verb):
 
 
 def test_cancel_after_the_commit():
-    """
-    Once it commits a save cannot be cancelled, and `cancel` says so.
-    """
+    """Once it commits a save cannot be cancelled, and `cancel` says so."""
     where = HeldStore(sk.MemoryStore(), "put")
     where.held_verbs = ()
     handle = sk.async_save(full(1), where)
@@ -215,9 +201,7 @@ def test_cancel_after_the_commit():
 
 
 def test_cancel_while_it_commits():
-    """
-    From the moment the files are given out of hand the save goes through, whatever is asked.
-    """
+    """From the moment the files are given out of hand the save goes through, whatever is asked."""
 
     class AtIndex(HeldStore):
         def begin(self, verb, name):
@@ -235,9 +219,7 @@ def test_cancel_while_it_commits():
 
 
 def test_a_save_that_another_rank_cancelled():
-    """
-    Where another rank was quicker, or this rank's part was over, `cancel` makes the end known here too.
-    """
+    """Where another rank was quicker, or this rank's part was over, `cancel` makes the end known here too."""
     handle = SaveHandle(WHERE)
     handle.end(error=sk.SaveCancelled("by rank 1"))
     assert not handle.retrieved
@@ -256,9 +238,7 @@ def test_a_save_that_another_rank_cancelled():
 
 
 def test_as_a_context():
-    """
-    At the end of its block a save is complete, or its failure is raised there.
-    """
+    """At the end of its block a save is complete, or its failure is raised there."""
     where = sk.MemoryStore()
     with sk.async_save(full(1), where) as handle:
         assert isinstance(handle, SaveHandle)
@@ -270,9 +250,7 @@ def test_as_a_context():
 
 
 def test_as_a_context_with_a_failure_inside():
-    """
-    What went wrong in the block is raised; the save is waited for, and its own failure is told by the next one.
-    """
+    """What went wrong in the block is raised; the save is waited for, and its own failure is told by the next one."""
     where = sk.MemoryStore()
     with pytest.raises(ZeroDivisionError), sk.async_save(full(1), where) as handle:
         raise ZeroDivisionError

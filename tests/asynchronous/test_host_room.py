@@ -54,9 +54,7 @@ class SlowStore(FaultyStore):
 
 
 def test_what_other_saves_stage_through_is_no_room_for_copies():
-    """
-    Windows that a save before this one still has count: both together take no more than there is room for.
-    """
+    """Windows that a save before this one still has count: both together take no more than there is room for."""
     sk.finish_saves()
     windows = staging_memory().windows
     windows.most_nbytes = windows.buffer_nbytes
@@ -96,9 +94,7 @@ def test_what_changes_right_after_staged_is_not_saved():
 
 @pytest.mark.parametrize("room", [0, 20 * MIB])
 def test_the_process_that_writes_gets_the_rest_through_windows(room, place):
-    """
-    With a writer of its own too, what does not fit goes through a few shared windows, and is saved as it was.
-    """
+    """With a writer of its own too, what does not fit goes through a few shared windows, and is saved as it was."""
     windows = 64 * MIB
     state = {f"t{n}": torch.randn(1000 + n * 999) for n in range(20)}
     state["large"] = torch.randn(18 * MIB)
@@ -171,9 +167,7 @@ def test_the_step_of_an_optimizer_waits():
 
 
 def test_a_fork_steps_on_its_own():
-    """
-    A process that was forked while its parent's save reads the state changes other memory, and waits for nothing.
-    """
+    """A process that was forked while its parent's save reads the state changes other memory, and waits for nothing."""
     model = nn.Linear(3, 3)
     model(torch.ones(3)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters())
@@ -196,9 +190,7 @@ def test_a_fork_steps_on_its_own():
 
 
 def test_what_only_shares_a_storage_with_a_parameter_is_not_guarded():
-    """
-    Memory beside a parameter, and around it, changes when it likes: the call waits for it.
-    """
+    """Memory beside a parameter, and around it, changes when it likes: the call waits for it."""
     flat = torch.ones(400, 300)
     model = nn.Linear(300, 100, bias=False)
     model.weight = nn.Parameter(flat[:100])
@@ -213,9 +205,7 @@ def test_what_only_shares_a_storage_with_a_parameter_is_not_guarded():
 
 
 def test_real_steps_with_no_wait_in_between():
-    """
-    Training goes on after each of several calls, to disks of any speed: what is saved is the state at the call.
-    """
+    """Training goes on after each of several calls, to disks of any speed: what is saved is the state at the call."""
     rng = random.Random(3)
     model, optimizer = trained()
     for _ in range(6):
@@ -253,9 +243,7 @@ def test_the_call_waits_where_nothing_else_does(staging, room):
 
 
 def test_memory_that_the_caller_lets_go_of_is_kept_until_it_is_read():
-    """
-    Model and optimizer may be dropped after the call: what was not copied lives until it is read, and no longer.
-    """
+    """Model and optimizer may be dropped after the call: what was not copied lives until it is read, and no longer."""
     model, optimizer = trained()
     wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
     where = HeldStore(sk.MemoryStore())
@@ -276,9 +264,7 @@ def test_memory_that_the_caller_lets_go_of_is_kept_until_it_is_read():
 
 
 def test_saves_in_flight_share_the_room():
-    """
-    Two saves at a time copy no more than there is room for together, and neither takes the other's bytes.
-    """
+    """Two saves at a time copy no more than there is room for together, and neither takes the other's bytes."""
     sk.finish_saves()
     wheres = [HeldStore(sk.MemoryStore(), "list"), HeldStore(sk.MemoryStore(), "list")]
     tensors = {f"t{n}": torch.full((100_000,), 1.0) for n in range(10)}
@@ -300,9 +286,7 @@ def test_saves_in_flight_share_the_room():
 
 
 def test_ranks_that_write_parts_of_what_all_have():
-    """
-    Each rank lends all it has and writes a part of it; a part that another rank writes is not waited for.
-    """
+    """Each rank lends all it has and writes a part of it; a part that another rank writes is not waited for."""
     where = sk.MemoryStore()
 
     def save(world):
@@ -319,9 +303,7 @@ def test_ranks_that_write_parts_of_what_all_have():
 
 
 def test_no_memory_at_all(caplog, place):
-    """
-    Where the system has no memory for a copy, all is read by the writers, and the log says why.
-    """
+    """Where the system has no memory for a copy, all is read by the writers, and the log says why."""
     sk.finish_saves()
     state = {"w": torch.arange(32 * MIB, dtype=torch.int32)}
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -372,9 +354,7 @@ def test_a_save_that_fails_gives_all_back(how):
 
 
 def test_threads_are_gone():
-    """
-    Nothing that waited for writers is left when a save is over.
-    """
+    """Nothing that waited for writers is left when a save is over."""
     sk.finish_saves()
     before = threading.active_count()
     sk.async_save({"w": torch.ones(MIB)}, sk.MemoryStore(), options=options(1)).result(PATIENCE_S)

@@ -18,9 +18,7 @@ print(sorted(set(sys.modules) - before))
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_the_background_imports_nothing(writer):
-    """
-    From the return of the first call to its end no module is loaded.
-    """
+    """From the return of the first call to its end no module is loaded."""
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(writer=writer)], capture_output=True, text=True, check=True, timeout=120
     )

@@ -23,9 +23,7 @@ def in_background(call):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_back_pressure(most):
-    """
-    So many saves may be under way; the next call waits for the first of them, and no longer.
-    """
+    """So many saves may be under way; the next call waits for the first of them, and no longer."""
     stores = [held() for _ in range(most + 1)]
     handles = [sk.async_save(full(n), stores[n], max_in_flight=most) for n in range(most)]
     assert all(store.reached.wait(PATIENCE_S) for store in stores[:most])
@@ -45,9 +43,7 @@ def test_back_pressure(most):
 
 
 def test_a_later_save_may_end_first():
-    """
-    Saves in flight do not wait for each other, and each has the state of its own call.
-    """
+    """Saves in flight do not wait for each other, and each has the state of its own call."""
     first, second = held(), sk.MemoryStore()
     state = full(1)
     slow = sk.async_save(state, first, max_in_flight=2)
@@ -64,9 +60,7 @@ def test_a_later_save_may_end_first():
 
 
 def test_calls_that_wait_go_on_meanwhile():
-    """
-    `save`, `load` and `open` work while a save is in flight, and do not wait for it.
-    """
+    """`save`, `load` and `open` work while a save is in flight, and do not wait for it."""
     where = held()
     handle = sk.async_save(full(1), where)
     assert where.reached.wait(PATIENCE_S)
@@ -82,9 +76,7 @@ def test_calls_that_wait_go_on_meanwhile():
 
 
 def test_two_saves_to_one_place():
-    """
-    While a save writes to a place another one to it is refused, and the first goes through.
-    """
+    """While a save writes to a place another one to it is refused, and the first goes through."""
     where = held()
     first = sk.async_save(full(1), where, max_in_flight=2)
     assert where.reached.wait(PATIENCE_S)
@@ -97,9 +89,7 @@ def test_two_saves_to_one_place():
 
 
 def test_one_place_over_and_over(place):
-    """
-    With one save in flight at a time, calls in a row to one place each replace the one before.
-    """
+    """With one save in flight at a time, calls in a row to one place each replace the one before."""
     for step in range(10):
         sk.async_save(full(step), place, step=step, overwrite=True)
     sk.finish_saves()
@@ -108,9 +98,7 @@ def test_one_place_over_and_over(place):
 
 
 def test_finish_waits_for_all():
-    """
-    `finish_saves` returns when every save has ended; what follows works as before.
-    """
+    """`finish_saves` returns when every save has ended; what follows works as before."""
     stores = [held() for _ in range(3)]
     handles = [sk.async_save(full(n), store, max_in_flight=3) for n, store in enumerate(stores)]
     thread, _ = in_background(sk.finish_saves)
@@ -173,9 +161,7 @@ def train_and_save(folder, most):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_beside_collectives_and_calls_that_wait(rank_pool, tmp_path, most):
-    """
-    Real ranks save while they train, save and load with their own collectives: nothing is mixed up.
-    """
+    """Real ranks save while they train, save and load with their own collectives: nothing is mixed up."""
     assert rank_pool.run(3, train_and_save, str(tmp_path), most) == [3 * 80.0] * 3
     for step in range(8):
         tree = sk.open(str(tmp_path / str(step))).to_dict()
@@ -203,9 +189,7 @@ def ranks_differ(folder, order):
 
 
 def test_ranks_that_save_in_different_order(rank_pool, tmp_path):
-    """
-    Where ranks name different places, no rank waits for ever, nothing is saved, and the next save works.
-    """
+    """Where ranks name different places, no rank waits for ever, nothing is saved, and the next save works."""
     found = rank_pool.run(2, ranks_differ, str(tmp_path), {0: "ab", 1: "ba"})
     for ended, took_s, _ in found:
         assert set(ended.values()) <= {"RanksDisagree", "RanksSilent"}
@@ -217,9 +201,7 @@ def test_ranks_that_save_in_different_order(rank_pool, tmp_path):
 
 
 def test_a_rank_that_does_not_call(rank_pool, tmp_path):
-    """
-    A rank that never makes a call fails it on the other within the deadline; then saves work again.
-    """
+    """A rank that never makes a call fails it on the other within the deadline; then saves work again."""
     found = rank_pool.run(2, ranks_differ, str(tmp_path), {0: "a", 1: ""})
     ended, took_s, _ = found[0]
     assert ended == {"a": "RanksSilent"}
@@ -259,9 +241,7 @@ def cancel_on(folder, ranks):
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_cancelled_on_some_ranks(rank_pool, tmp_path, ranks):
-    """
-    A save that any rank gives up is given up on all, and leaves nothing.
-    """
+    """A save that any rank gives up is given up on all, and leaves nothing."""
     found = rank_pool.run(2, cancel_on, str(tmp_path), ranks)
     assert found == [("SaveCancelled", [True] * (rank in ranks), "cancelled") for rank in range(2)]
     assert list(sk.LocalStore(str(tmp_path / "ck")).list()) == []

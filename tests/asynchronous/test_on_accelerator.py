@@ -97,9 +97,7 @@ def test_everything_is_changed_right_after_staged(way):
 
 @pytest.mark.parametrize("way", ["auto", "device", "host"])
 def test_these_ways_need_no_wait(way):
-    """
-    Without an optimizer in the state, all is copied, or its copy queued, in the call.
-    """
+    """Without an optimizer in the state, all is copied, or its copy queued, in the call."""
     rng = random.Random(way)
     state = fresh_state()
     for step in range(1, 16):
@@ -173,9 +171,7 @@ def test_training_goes_on_without_a_wait(way, kind):
 
 
 def test_a_step_waits_for_a_save_that_is_held():
-    """
-    In overlap mode the copies do not wait for the disk, nor does the step once they are queued.
-    """
+    """In overlap mode the copies do not wait for the disk, nor does the step once they are queued."""
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -195,9 +191,7 @@ def test_a_step_waits_for_a_save_that_is_held():
 
 
 def test_steps_are_free_after_a_failure():
-    """
-    A save that fails, or is cancelled, at any moment lets the optimizer step.
-    """
+    """A save that fails, or is cancelled, at any moment lets the optimizer step."""
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -216,9 +210,7 @@ def test_steps_are_free_after_a_failure():
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype(dtype):
-    """
-    Tensors of any type that the device can hold arrive bit for bit.
-    """
+    """Tensors of any type that the device can hold arrive bit for bit."""
     state = {
         "plain": random_tensor((400, 12), dtype, seed=1).to(DEVICE),
         "scalar": random_tensor((1,), dtype, seed=3)[0].to(DEVICE),
@@ -252,9 +244,7 @@ def test_budgets_smaller_than_the_state(caplog):
 
 
 def test_failures_do_not_use_up_the_budget():
-    """
-    After many saves that failed with windows filled, one with the same small budget still goes through.
-    """
+    """After many saves that failed with windows filled, one with the same small budget still goes through."""
     sk.finish_saves()
     state = {f"t{n}": torch.full((5 << 20,), float(n), device=DEVICE) for n in range(10)}
     for _ in range(6):
@@ -265,9 +255,7 @@ def test_failures_do_not_use_up_the_budget():
 
 
 def test_several_in_flight():
-    """
-    Three saves at a time share pinned memory and windows, and none takes another's bytes.
-    """
+    """Three saves at a time share pinned memory and windows, and none takes another's bytes."""
     state = {f"t{n}": torch.zeros(2 << 20, device=DEVICE) for n in range(8)}
     stores, handles = [], []
     for step in range(12):
@@ -282,9 +270,7 @@ def test_several_in_flight():
 
 
 def test_a_row_is_staged_alone():
-    """
-    A row of a large storage takes its own bytes on the device and on the way.
-    """
+    """A row of a large storage takes its own bytes on the device and on the way."""
     large = torch.zeros(1000, 1 << 20, dtype=torch.uint8, device=DEVICE)
     before = torch.accelerator.memory_allocated() if hasattr(torch.accelerator, "memory_allocated") else None
     where = HeldStore(sk.MemoryStore(), "list")
@@ -296,9 +282,7 @@ def test_a_row_is_staged_alone():
 
 
 def test_device_memory_is_given_back():
-    """
-    Overlap takes no memory on the device; a copy on it is gone when the save is over.
-    """
+    """Overlap takes no memory on the device; a copy on it is gone when the save is over."""
     module = torch.get_device_module(DEVICE)
     state = {"w": torch.ones(50 << 20, device=DEVICE)}
     for way in ("overlap", "device"):
@@ -312,9 +296,7 @@ def test_device_memory_is_given_back():
 
 
 def test_a_state_that_is_dropped_right_after_the_call():
-    """
-    Nobody but the save holds the tensors: their memory is not used again before they are copied.
-    """
+    """Nobody but the save holds the tensors: their memory is not used again before they are copied."""
     for step in range(20):
         where = sk.MemoryStore()
         state = {"w": torch.full((20 << 20,), float(step), device=DEVICE)}
@@ -328,9 +310,7 @@ def test_a_state_that_is_dropped_right_after_the_call():
 
 @pytest.mark.parametrize("where", [broken, sk.MemoryStore])
 def test_the_state_is_let_go(where):
-    """
-    With the handle and the error of a save still held, nothing on the device is.
-    """
+    """With the handle and the error of a save still held, nothing on the device is."""
     module = torch.get_device_module(DEVICE)
     gc.collect()
     before = module.memory_allocated()
@@ -347,9 +327,7 @@ def test_the_state_is_let_go(where):
 
 
 def test_work_on_another_stream():
-    """
-    What the caller's current stream has queued comes before the copies, whichever stream that is.
-    """
+    """What the caller's current stream has queued comes before the copies, whichever stream that is."""
     rng = random.Random(1)
     w = torch.zeros(4 << 20, device=DEVICE)
     for step in range(1, 11):
@@ -366,9 +344,7 @@ def test_work_on_another_stream():
 
 
 def test_a_hundred_saves():
-    """
-    Host, pinned and device memory and threads are the same after a hundred saves.
-    """
+    """Host, pinned and device memory and threads are the same after a hundred saves."""
     module = torch.get_device_module(DEVICE)
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -107,9 +107,7 @@ def test_the_state_of_the_call_is_saved(place):
 
 
 def test_any_name_that_the_system_allows(place, monkeypatch):
-    """
-    A path may be relative, and not be text at all; where it leads is settled in the call.
-    """
+    """A path may be relative, and not be text at all; where it leads is settled in the call."""
     folder = os.fsdecode(os.fsencode(place) + b"-\xff")
     os.mkdir(folder)
     monkeypatch.chdir(folder)
@@ -122,9 +120,7 @@ def test_any_name_that_the_system_allows(place, monkeypatch):
 
 
 def test_it_writes_what_threads_write(place):
-    """
-    Files have the same bytes, but for the id of their save.
-    """
+    """Files have the same bytes, but for the id of their save."""
     found = []
     for writer in ("process", "thread"):
         where = f"{place}-{writer}"
@@ -154,9 +150,7 @@ def stop(pid):
 
 
 def test_the_process_is_small_patient_and_hard_to_disturb(place):
-    """
-    It has no torch, is niced, outlives signals that are meant for all processes of a job, and is used again.
-    """
+    """It has no torch, is niced, outlives signals that are meant for all processes of a job, and is used again."""
     pid = started_child(place)
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
         assert "libtorch" not in maps.read()
@@ -170,9 +164,7 @@ def test_the_process_is_small_patient_and_hard_to_disturb(place):
 
 
 def test_signals_before_it_is_ready_do_not_end_it(place):
-    """
-    What a terminal or a scheduler sends to all is withheld until the process can ignore it.
-    """
+    """What a terminal or a scheduler sends to all is withheld until the process can ignore it."""
     handle = save(full(1), place)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(writer_manager().pid, number)
@@ -182,9 +174,7 @@ def test_signals_before_it_is_ready_do_not_end_it(place):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_killed_while_a_request_is_under_way(place, number):
-    """
-    The save fails at once and says who died of what, leaves nothing, and the next one starts a new process.
-    """
+    """The save fails at once and says who died of what, leaves nothing, and the next one starts a new process."""
     pid = started_child(place)
     stop(pid)
     handle = save(large(), f"{place}-2")
@@ -201,9 +191,7 @@ def test_killed_while_a_request_is_under_way(place, number):
 
 
 def test_killed_with_a_file_half_written(place, monkeypatch):
-    """
-    What was written of the failed save is removed, and the checkpoint that was there before is as it was.
-    """
+    """What was written of the failed save is removed, and the checkpoint that was there before is as it was."""
     save(full(1), place).result(PATIENCE_S)
     before = names(place)
     ask, half_written = WriterProcess.ask, []
@@ -226,9 +214,7 @@ def test_killed_with_a_file_half_written(place, monkeypatch):
 
 
 def test_killed_while_idle(place):
-    """
-    Nobody needs to hear of a process that had nothing to do: the next save starts another one.
-    """
+    """Nobody needs to hear of a process that had nothing to do: the next save starts another one."""
     pid = started_child(place)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not writer_manager()._process.alive())
@@ -237,9 +223,7 @@ def test_killed_while_idle(place):
 
 
 def test_all_saves_in_flight_fail_with_it(place):
-    """
-    Two saves share the process: both fail, and the failure nobody asked for is raised by the next save.
-    """
+    """Two saves share the process: both fail, and the failure nobody asked for is raised by the next save."""
     pid = started_child(place)
     stop(pid)
     handles = [save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2)]
@@ -253,9 +237,7 @@ def test_all_saves_in_flight_fail_with_it(place):
 
 
 def test_an_error_in_the_process_is_raised_here(place):
-    """
-    A write that fails there is a StorageError with its errno and its name, and the process goes on.
-    """
+    """A write that fails there is a StorageError with its errno and its name, and the process goes on."""
     pid = started_child(place)
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
     handle = save(large(), f"{place}-2")
@@ -270,9 +252,7 @@ def test_an_error_in_the_process_is_raised_here(place):
 
 
 def test_a_cancelled_save_leaves_nothing(place):
-    """
-    A save that is cancelled while the process is slow ends as soon as that answers.
-    """
+    """A save that is cancelled while the process is slow ends as soon as that answers."""
     pid = started_child(place)
     stop(pid)
     handle = save(large(), f"{place}-2")
@@ -284,9 +264,7 @@ def test_a_cancelled_save_leaves_nothing(place):
 
 
 def test_one_that_hangs_is_ended_at_the_deadline(place):
-    """
-    The save says that nobody answered, and leaves nothing; the next one starts a new process.
-    """
+    """The save says that nobody answered, and leaves nothing; the next one starts a new process."""
     pid = started_child(place)
     stop(pid)
     with pytest.raises(WriterDied, match=rf"pid {pid}\) did not answer within") as raised:
@@ -300,9 +278,7 @@ def test_one_that_hangs_is_ended_at_the_deadline(place):
 
 
 def test_one_that_hangs_is_ended_by_a_cancel(place):
-    """
-    Long before the deadline: the save was cancelled, leaves nothing, and the next one starts a new process.
-    """
+    """Long before the deadline: the save was cancelled, leaves nothing, and the next one starts a new process."""
     pid = started_child(place)
     stop(pid)
     handle = save(large(), f"{place}-2", options=sk.Options(io_threads=2, timeout_s=10 * PATIENCE_S))
@@ -317,9 +293,7 @@ def test_one_that_hangs_is_ended_by_a_cancel(place):
 
 
 def test_a_cancel_does_not_end_what_another_save_needs(place):
-    """
-    Two saves share a process that is slow: one is cancelled, the other has its checkpoint.
-    """
+    """Two saves share a process that is slow: one is cancelled, the other has its checkpoint."""
     pid = started_child(place)
     stop(pid)
     cancelled, other = (save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2))
@@ -350,9 +324,7 @@ def place_in(folder):
 
 @pytest.mark.parametrize("broken", ["send", "receive"])
 def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, alone, monkeypatch, broken):
-    """
-    A request breaks off before its answer was received whole: the process is ended, and nobody asks it again.
-    """
+    """A request breaks off before its answer was received whole: the process is ended, and nobody asks it again."""
     patience = WaitPolicy(PATIENCE_S)
     assert alone.ask(CreateFile(place_in(tmp_path), "first", 10), patience).file == 1
 
@@ -392,9 +364,7 @@ def test_a_save_that_broke_off_does_not_harm_the_next(place, monkeypatch):
 
 
 def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
-    """
-    Such a request arrives whole; a process that hangs takes no more than a part of it, and is ended.
-    """
+    """Such a request arrives whole; a process that hangs takes no more than a part of it, and is ended."""
     data = os.urandom(5 * MIB)
     file = alone.ask(CreateFile(place_in(tmp_path), "blob", len(data)), WaitPolicy(PATIENCE_S)).file
     alone.ask(WriteBytes(file, 0, data), WaitPolicy(PATIENCE_S))
@@ -406,9 +376,7 @@ def test_a_request_larger_than_its_pipe_does_not_wait_for_ever(tmp_path, alone):
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
-    """
-    A job that goes on after hours, with all its processes, ends none of them for not having answered.
-    """
+    """A job that goes on after hours, with all its processes, ends none of them for not having answered."""
     waiting, now = ReplyDeadline(WaitPolicy(1.0)), [time.monotonic()]
     monkeypatch.setattr(rpc.time, "monotonic", lambda: now[0])
     now[0] += 10_000
@@ -422,9 +390,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
 
 
 def test_what_cannot_be_written_there_is_refused_in_the_call(place):
-    """
-    A store that only this process has, and a writer that nobody knows, are errors that say what to do.
-    """
+    """A store that only this process has, and a writer that nobody knows, are errors that say what to do."""
     with pytest.raises(sk.CheckpointError, match="MemoryStore in another process") as raised:
         save(full(1), sk.MemoryStore())
     assert 'writer="thread"' in raised.value.hint
@@ -434,9 +400,7 @@ def test_what_cannot_be_written_there_is_refused_in_the_call(place):
 
 
 def test_a_python_that_does_not_start_is_told(place, monkeypatch):
-    """
-    Where no process can be started, the call says so; one that ends by itself says with which code.
-    """
+    """Where no process can be started, the call says so; one that ends by itself says with which code."""
     import multiprocessing.spawn
 
     monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: "/no/such/python")
@@ -458,9 +422,7 @@ def counts(pid):
 
 
 def test_thirty_saves_take_no_more_than_three(place):
-    """
-    Shared memory, file descriptors, threads and mappings of both processes stay as they are; all is given back.
-    """
+    """Shared memory, file descriptors, threads and mappings of both processes stay as they are; all is given back."""
     gc.collect()
     before = counts("self")
     seen = []
@@ -478,9 +440,7 @@ def test_thirty_saves_take_no_more_than_three(place):
 
 
 def test_memory_that_is_dropped_is_given_back():
-    """
-    A region is known while a view of it lives; afterwards its memory is free, and its address nobody's.
-    """
+    """A region is known while a view of it lives; afterwards its memory is free, and its address nobody's."""
     shared = SharedMemory()
     first, second = shared.buffer(5 * MIB), shared.buffer(3 * MIB + 1)
     for each in (first, second):
@@ -501,9 +461,7 @@ def test_memory_that_is_dropped_is_given_back():
 
 
 def test_a_script_that_ends_early_has_its_checkpoint(place):
-    """
-    Without a guard around its main part, and without a wait: it runs once, and the process ends with it.
-    """
+    """Without a guard around its main part, and without a wait: it runs once, and the process ends with it."""
     ran = run_script(
         """
         import sys, torch, shardkeep as sk
@@ -551,9 +509,7 @@ def test_a_script_ends_though_its_writer_hangs(place):
 
 
 def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
-    """
-    No checkpoint is seen, the process ends though a fork of the trainer lives on, and the next save cleans up.
-    """
+    """No checkpoint is seen, the process ends though a fork of the trainer lives on, and the next save cleans up."""
     ran = run_script(
         """
         import os, signal, sys, time, torch, shardkeep as sk
@@ -662,9 +618,7 @@ def test_all_ranks_hear_of_one_that_lost_its_process(rank_pool, place, killed):
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("staging", ["auto", "overlap", "device", "host"])
 def test_from_an_accelerator(place, staging):
-    """
-    Tensors there are copied to shared windows, and changed as soon as the handle allows it.
-    """
+    """Tensors there are copied to shared windows, and changed as soon as the handle allows it."""
     device = torch.accelerator.current_accelerator()
     for n in range(5):
         state = {"there": torch.full((20_000_000,), float(n), device=device), "here": torch.full((5,), float(n))}
@@ -678,9 +632,7 @@ def test_from_an_accelerator(place, staging):
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_steps_of_an_optimizer_wait_for_the_copies(place):
-    """
-    Training goes on after each call without a wait; every checkpoint has the weights of its call.
-    """
+    """Training goes on after each call without a wait; every checkpoint has the weights of its call."""
     device = torch.accelerator.current_accelerator()
     model = torch.nn.Linear(2000, 2000, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -25,9 +25,7 @@ def save(state, where):
 
 @UNCONDITIONAL
 def test_a_place_that_fsspec_opens(place):
-    """
-    It is opened again with its options, and what is there is what was saved; a path with options likewise.
-    """
+    """It is opened again with its options, and what is there is what was saved; a path with options likewise."""
     save(full(1), sk.open_place(f"local://{place}/a", auto_mkdir=True)).result(PATIENCE_S)
     save(full(2), sk.open_place(f"{place}/b", durable=False)).result(PATIENCE_S)
     assert says(f"{place}/a") == {1}
@@ -36,9 +34,7 @@ def test_a_place_that_fsspec_opens(place):
 
 @UNCONDITIONAL
 def test_an_error_of_a_place_that_fsspec_opens(place):
-    """
-    A directory that cannot be made there is an error that names the file, and the process goes on.
-    """
+    """A directory that cannot be made there is an error that names the file, and the process goes on."""
     with open(place, "wb"):
         pass
     with pytest.raises(sk.StorageError, match=f"local://{place}/"):
@@ -96,18 +92,14 @@ def test_what_cannot_be_opened_there_is_refused_in_the_call(opened, said):
 
 @pytest.mark.parametrize("opened", [in_bucket, lambda: sk.open_place("local:///a", password="hunter2")])
 def test_the_words_for_a_store_are_not_shown(opened):
-    """
-    They have the keys in them, which the process needs, and what is printed of them has not.
-    """
+    """They have the keys in them, which the process needs, and what is printed of them has not."""
     words = spec_of(opened())
     assert "hunter2" in words.options.values()
     assert "hunter2" not in repr(words)
 
 
 def test_the_process_imports_what_it_needs():
-    """
-    Before it writes to an object store, no package that only object stores need.
-    """
+    """Before it writes to an object store, no package that only object stores need."""
     found = subprocess.run(
         [sys.executable, "-c", "import sys, shardkeep.engine.process.server; print(*sys.modules)"],
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,

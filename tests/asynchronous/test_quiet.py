@@ -76,7 +76,5 @@ def save_quietly(folder):
 
 
 def test_no_collective_no_process_no_port(rank_pool, tmp_path):
-    """
-    In the call and after it, no collective and no group is made, nothing listens and no process is started.
-    """
+    """In the call and after it, no collective and no group is made, nothing listens and no process is started."""
     assert rank_pool.run(2, save_quietly, str(tmp_path)) == [([], 0, {(True, True)})] * 2

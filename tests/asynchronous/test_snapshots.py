@@ -78,9 +78,7 @@ def test_everything_is_changed_right_after_staged(place):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype(dtype):
-    """
-    Tensors of any type, also as views, without elements or with one, are kept bit for bit while they change.
-    """
+    """Tensors of any type, also as views, without elements or with one, are kept bit for bit while they change."""
     where = held()
     base = random_tensor((40, 12), dtype, seed=1)
     state = {
@@ -108,9 +106,7 @@ def copies(dtype):
 
 
 def test_every_kind_of_leaf(place):
-    """
-    A state with one of every kind of leaf is saved as a call that waits saves it.
-    """
+    """A state with one of every kind of leaf is saved as a call that waits saves it."""
     state = rich_state()
     sk.save(state, place)
     handle = sk.async_save(state, where := sk.MemoryStore())
@@ -119,9 +115,7 @@ def test_every_kind_of_leaf(place):
 
 
 def test_conjugates_and_negatives_are_not_taken_for_what_they_are_views_of():
-    """
-    A complex tensor, its conjugate and its imaginary parts share memory, layout and type, and are not the same.
-    """
+    """A complex tensor, its conjugate and its imaginary parts share memory, layout and type, and are not the same."""
     x = torch.randn(5, dtype=torch.complex64)
     state = {"x": x, "conj": x.conj(), "imag": x.imag, "neg": x.conj().imag}
     wanted = bits({key: tensor.clone() for key, tensor in state.items()})
@@ -130,9 +124,7 @@ def test_conjugates_and_negatives_are_not_taken_for_what_they_are_views_of():
 
 
 def test_values_that_change_after_the_call():
-    """
-    Plain values, lists and dicts of the state may change after the call too.
-    """
+    """Plain values, lists and dicts of the state may change after the call too."""
     where = held()
     state = {"step": 1, "seen": [1, 2], "nested": {"lr": 0.5}, "w": torch.zeros(3)}
     handle = sk.async_save(state, where)
@@ -175,9 +167,7 @@ def train(model, optimizer):
 
 
 def test_only_its_own_bytes_of_a_view_are_copied():
-    """
-    A row of 4 kB in a storage of 40 MB takes 4 kB of memory; what occurs twice is copied once.
-    """
+    """A row of 4 kB in a storage of 40 MB takes 4 kB of memory; what occurs twice is copied once."""
     sk.finish_saves()
     before = staging_memory().arenas.nbytes
     row = torch.zeros(10_000, 1000)[7]
@@ -187,9 +177,7 @@ def test_only_its_own_bytes_of_a_view_are_copied():
 
 
 def test_large_tensors_are_copied_whole():
-    """
-    Tensors that are large enough to be copied by several threads at once arrive whole.
-    """
+    """Tensors that are large enough to be copied by several threads at once arrive whole."""
     state = {"a": torch.randint(0, 1 << 60, (5 << 20,)), "b": torch.arange(17 << 20, dtype=torch.uint8)}
     wanted = bits({key: tensor.clone() for key, tensor in state.items()})
     where = HeldStore(sk.MemoryStore())
@@ -202,9 +190,7 @@ def test_large_tensors_are_copied_whole():
 
 
 def test_a_state_that_cannot_be_saved_is_told_in_the_call():
-    """
-    What cannot be described is an error of the call, and the next save is not troubled by it.
-    """
+    """What cannot be described is an error of the call, and the next save is not troubled by it."""
     where = sk.MemoryStore()
     with pytest.raises(sk.UnsupportedLeaf):
         sk.async_save({"w": torch.zeros(2), "bad": object()}, where)

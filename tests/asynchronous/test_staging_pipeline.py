@@ -144,9 +144,7 @@ LARGE = [[(300, True)], [(300, True)]]
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("fault", ["read", "write", "cancel"])
 def test_buffers_come_back_from_what_failed(fault, queued):
-    """
-    Wherever it failed, every buffer is there for the next save: with none left that would wait for ever.
-    """
+    """Wherever it failed, every buffer is there for the next save: with none left that would wait for ever."""
     for n in range(0, 24, 3):
         ran = run(
             LARGE,

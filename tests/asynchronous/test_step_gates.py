@@ -40,9 +40,7 @@ def stepping(model, optimizer):
 
 
 def test_a_step_waits_for_its_gate():
-    """
-    The step goes on when the copies are queued, and the next one does not wait again.
-    """
+    """The step goes on when the copies are queued, and the next one does not wait again."""
     gates, gate = StepBarriers(), StepBarrier()
     model, optimizer = trained()
     gates.put(gate, [optimizer])
@@ -59,9 +57,7 @@ def test_a_step_waits_for_its_gate():
 
 
 def test_each_optimizer_has_gates_of_its_own():
-    """
-    An optimizer that no save has is not held back by one that it has.
-    """
+    """An optimizer that no save has is not held back by one that it has."""
     gates, gate = StepBarriers(), StepBarrier()
     model, held_back = trained()
     other = trained(torch.optim.SGD)
@@ -72,9 +68,7 @@ def test_each_optimizer_has_gates_of_its_own():
 
 
 def test_several_saves_hold_a_step_back_until_the_last():
-    """
-    With gates of two saves before it, a step waits for both.
-    """
+    """With gates of two saves before it, a step waits for both."""
     gates, first, second = StepBarriers(), StepBarrier(), StepBarrier()
     model, optimizer = trained()
     gates.put(first, [optimizer])
@@ -90,9 +84,7 @@ def test_several_saves_hold_a_step_back_until_the_last():
 
 
 def test_the_hook_is_put_once_and_taken_away():
-    """
-    However many saves there are, there is one hook; when it is taken away nothing holds a step back.
-    """
+    """However many saves there are, there is one hook; when it is taken away nothing holds a step back."""
     gates = StepBarriers()
     model, optimizer = trained()
     for _ in range(5):
@@ -113,9 +105,7 @@ def test_the_hook_is_put_once_and_taken_away():
 
 
 def test_finish_saves_takes_hooks_away():
-    """
-    After `finish_saves` an optimizer is as it was.
-    """
+    """After `finish_saves` an optimizer is as it was."""
     _, optimizer = trained()
     gate = StepBarrier()
     gate.open({})
@@ -126,9 +116,7 @@ def test_finish_saves_takes_hooks_away():
 
 
 def test_a_state_in_host_memory_needs_no_hook():
-    """
-    Where all was copied in the call, optimizers are left alone.
-    """
+    """Where all was copied in the call, optimizers are left alone."""
     model, optimizer = trained()
     sk.async_save({"model": model, "optimizer": optimizer}, sk.MemoryStore()).result(PATIENCE_S)
     assert hooks_of(optimizer) == 0
@@ -153,9 +141,7 @@ def test_copies_of_an_optimizer_are_free(copied):
 
 
 def test_closures_scalers_and_schedulers():
-    """
-    Steps with a closure, by a GradScaler and with a scheduler work with the hook, and give what they gave.
-    """
+    """Steps with a closure, by a GradScaler and with a scheduler work with the hook, and give what they gave."""
     found = []
     for gated in (False, True):
         gates, gate = StepBarriers(), StepBarrier()
@@ -183,9 +169,7 @@ def test_closures_scalers_and_schedulers():
 
 
 def test_optimizers_are_not_kept_alive():
-    """
-    A hook and a gate hold no optimizer.
-    """
+    """A hook and a gate hold no optimizer."""
     gates = StepBarriers()
     model, optimizer = trained()
     gates.put(StepBarrier(), [optimizer])
@@ -197,9 +181,7 @@ def test_optimizers_are_not_kept_alive():
 
 
 def test_a_gate_may_be_opened_before_it_is_put():
-    """
-    A save that is quicker than its call holds nothing back.
-    """
+    """A save that is quicker than its call holds nothing back."""
     gates, gate = StepBarriers(), StepBarrier()
     gate.open({})
     gate.open({})

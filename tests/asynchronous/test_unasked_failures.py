@@ -48,9 +48,7 @@ def test_the_next_call_raises_it(then, caplog):
 
 @pytest.mark.parametrize("then", ["async_save", "save"])
 def test_the_call_that_raises_saves_all_the_same(then):
-    """
-    The call that raises has made its save, or begun it, and hands it out with the error.
-    """
+    """The call that raises has made its save, or begun it, and hands it out with the error."""
     fail_unasked()
     where = sk.MemoryStore()
     call = {"save": sk.save, "async_save": sk.async_save}[then]
@@ -64,18 +62,14 @@ def test_the_call_that_raises_saves_all_the_same(then):
 
 
 def test_a_save_that_fails_at_once_is_not_an_earlier_one():
-    """
-    A call never raises the failure of the save that it has begun itself.
-    """
+    """A call never raises the failure of the save that it has begun itself."""
     for _ in range(20):
         sk.async_save(full(1), broken()).exception(PATIENCE_S)
 
 
 @pytest.mark.parametrize("ask", ["result", "exception", "context", "cancel"])
 def test_what_was_asked_for_is_not_raised_again(ask):
-    """
-    Whoever knows of a failure is not told again.
-    """
+    """Whoever knows of a failure is not told again."""
     handle = sk.async_save(full(1), broken())
     if ask == "cancel":
         handle.cancel()
@@ -90,9 +84,7 @@ def test_what_was_asked_for_is_not_raised_again(ask):
 
 
 def test_looking_is_not_asking():
-    """
-    `done`, `progress`, `staged` and a wait that timed out do not take a failure for known.
-    """
+    """`done`, `progress`, `staged` and a wait that timed out do not take a failure for known."""
     handle = sk.async_save(full(1), broken())
     handle.staged.wait(PATIENCE_S)
     with contextlib.suppress(TimeoutError, sk.StorageError):
@@ -105,9 +97,7 @@ def test_looking_is_not_asking():
 
 
 def test_several_failures_are_told_together():
-    """
-    With three saves in flight that fail, one error tells of the first and counts the others.
-    """
+    """With three saves in flight that fail, one error tells of the first and counts the others."""
     stores = [HeldStore(broken()) for _ in range(3)]
     handles = [sk.async_save(full(n), store, max_in_flight=9) for n, store in enumerate(stores)]
     for handle, store in zip(handles, stores, strict=True):
@@ -119,9 +109,7 @@ def test_several_failures_are_told_together():
 
 
 def test_a_failure_in_the_call_is_told_by_the_call_alone():
-    """
-    What was raised by the call itself is known.
-    """
+    """What was raised by the call itself is known."""
     with pytest.raises(sk.UnsupportedLeaf):
         sk.async_save({"bad": object()}, sk.MemoryStore())
     sk.finish_saves()
@@ -201,16 +189,12 @@ def cancelled_by_rank_0(folder):
 
 
 def test_what_one_rank_cancels_is_no_failure_on_another(rank_pool, tmp_path):
-    """
-    The next save of a rank whose save another rank cancelled is made, and raises nothing.
-    """
+    """The next save of a rank whose save another rank cancelled is made, and raises nothing."""
     assert rank_pool.run(2, cancelled_by_rank_0, str(tmp_path)) == [True, True]
 
 
 def test_finish_saves_is_each_ranks_own(rank_pool, tmp_path):
-    """
-    `finish_saves` meets nobody: a rank that has asked is not told again.
-    """
+    """`finish_saves` meets nobody: a rank that has asked is not told again."""
     told = rank_pool.run(2, rank_1_fails, str(tmp_path), (0,), "finish_saves")
     assert told[0] == "ok"
     assert told[1][0] == "EarlierSaveFailed"
@@ -234,8 +218,6 @@ def a_loop_that_goes_on(folder):
 
 
 def test_a_loop_that_goes_on_saves_again(rank_pool, tmp_path):
-    """
-    After one rank's failure in one call, a loop that catches errors and goes on has checkpoints again.
-    """
+    """After one rank's failure in one call, a loop that catches errors and goes on has checkpoints again."""
     rank_pool.run(2, a_loop_that_goes_on, str(tmp_path))
     assert sk.open(str(tmp_path / "5")).step is None

@@ -87,18 +87,14 @@ def test_values_are_those_of_the_call(options, side):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_the_blocking_stager_waits(cache):
-    """
-    The same for the stager that writers are.
-    """
+    """The same for the stager that writers are."""
     stager = BlockingAsyncStager(cache_staged_state_dict=cache)
     assert rounds(stager.stage, fresh_state()) == [{float(step)} for step in range(ROUNDS)]
     stager.close()
 
 
 def test_pinned_memory_is_used_again_and_given_back():
-    """
-    The same pinned memory serves all snapshots; closing unpins it.
-    """
+    """The same pinned memory serves all snapshots; closing unpins it."""
     stager = DefaultStager(StagingOptions(True, False, False, True))
     state = {"w": torch.ones(1_000_000, device=torch.accelerator.current_accelerator())}
     places = set()
@@ -117,9 +113,7 @@ def test_pinned_memory_is_used_again_and_given_back():
 
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
 def test_saves_from_an_accelerator(tmp_path, kind):
-    """
-    What is saved asynchronously while the state is being changed is the state of the call.
-    """
+    """What is saved asynchronously while the state is being changed is the state of the call."""
     state = {"w": torch.zeros(500_000, device=torch.accelerator.current_accelerator())}
     stager = DefaultStager()
     uploads = []
@@ -173,9 +167,7 @@ def test_copies_on_the_device_come_between(side):
 
 
 def test_memory_of_copies_that_are_given_up_is_free_for_the_caller():
-    """
-    Copies that nobody wants any more, still queued, do not write into what the caller puts in their memory next.
-    """
+    """Copies that nobody wants any more, still queued, do not write into what the caller puts in their memory next."""
     device = torch.accelerator.current_accelerator()
     state = [torch.zeros(4 << 20, device=device) for _ in range(8)]
     for step in range(ROUNDS):
@@ -188,9 +180,7 @@ def test_memory_of_copies_that_are_given_up_is_free_for_the_caller():
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_each_thread_with_a_window_has_a_stream_after_the_callers(side):
-    """
-    Threads copy on streams of their own, the same ones each time, after what their caller has queued.
-    """
+    """Threads copy on streams of their own, the same ones each time, after what their caller has queued."""
     device = torch.accelerator.current_accelerator()
     target = torch.zeros(1 << 20, device=device)
     seen = []

@@ -23,9 +23,7 @@ def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> DeviceSn
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_bytes_of_every_dtype(dtype):
-    """
-    Tensors of any dtype, also scalars and those of many axes, come out with the bytes and the form they had.
-    """
+    """Tensors of any dtype, also scalars and those of many axes, come out with the bytes and the form they had."""
     sources = [
         random_tensor(shape, dtype, seed=at) for at, shape in enumerate([(), (1,), (3, 5), (2, 1, 3, 2), (70_000,)])
     ]
@@ -40,9 +38,7 @@ def test_bytes_of_every_dtype(dtype):
 
 
 def test_tensors_are_what_they_were_at_the_call():
-    """
-    A tensor that gets another shape or other memory before anybody asks is still given as it was.
-    """
+    """A tensor that gets another shape or other memory before anybody asks is still given as it was."""
     resized, replaced, transposed = torch.arange(6.0), torch.arange(4), torch.arange(12).view(3, 4).t()
     wanted = copy.deepcopy([resized, replaced, transposed])
 
@@ -55,9 +51,7 @@ def test_tensors_are_what_they_were_at_the_call():
 
 
 def test_what_is_the_same_memory_is_copied_once():
-    """
-    Two views that are one and the same take room once, whatever storage they are of; any others are copied alone.
-    """
+    """Two views that are one and the same take room once, whatever storage they are of; any others are copied alone."""
     array = np.arange(1000.0)
     one = torch.from_numpy(array)
     again, halves, bits = torch.from_numpy(array), one.view(2, 500), one.view(torch.int64)
@@ -88,9 +82,7 @@ def test_memory_that_begins_inside_a_buffer():
 
 
 def test_whoever_empties_the_list_lets_go_of_all():
-    """
-    Tensors are asked for once; a list that was emptied holds nothing of the state.
-    """
+    """Tensors are asked for once; a list that was emptied holds nothing of the state."""
     found = taken([torch.ones(3)])
     found.tensors.clear()
 
@@ -140,9 +132,7 @@ def test_what_finds_no_room_is_lent(sizes, room, guarded, again):
     [(2000, "auto", [0, 1], True), (1999, "auto", [], False), (0, "device", [0, 1], True), (2000, "host", [], False)],
 )
 def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monkeypatch, free, staging, copied, guarded):
-    """
-    With less room, and no optimizer that guards the state, nothing is copied there and the call has to wait.
-    """
+    """With less room, and no optimizer that guards the state, nothing is copied there and the call has to wait."""
     monkeypatch.setattr(pieces, "_free_nbytes", lambda device: free)
     elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
 

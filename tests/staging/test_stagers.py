@@ -76,9 +76,7 @@ def everything():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_everything(kind):
-    """
-    Same values, kinds, order and nesting, in other memory, whatever happens to the original.
-    """
+    """Same values, kinds, order and nesting, in other memory, whatever happens to the original."""
     state, model = everything(), everything()
     staged = StateDictStager(**kind).stage(state)
     for tensor in [*state.values(), state["ordered"]["a"], state["pair"].left, state["object"].tensor]:
@@ -110,9 +108,7 @@ def test_a_copy_of_everything(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_shares_memory_goes_on_sharing_it(kind):
-    """
-    A tensor under two names, its rows and its transpose are views of one copy; a stranger is not.
-    """
+    """A tensor under two names, its rows and its transpose are views of one copy; a stranger is not."""
     staged = StateDictStager(**kind).stage(everything())
     assert staged["alias"] is staged["whole"]
     staged["whole"].fill_(7)
@@ -122,9 +118,7 @@ def test_what_shares_memory_goes_on_sharing_it(kind):
 
 
 def test_only_the_own_bytes_of_a_view_are_staged():
-    """
-    A row and two columns of a matrix take what they show; torch stages the whole matrix.
-    """
+    """A row and two columns of a matrix take what they show; torch stages the whole matrix."""
     whole = numbered(1000, 1000)
     for state, nbytes in (
         ({"row": whole[5]}, 4000),
@@ -144,9 +138,7 @@ def test_only_the_own_bytes_of_a_view_are_staged():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_views_of_one_storage(data):
-    """
-    Views with any offsets, steps and types are copied bit for bit, and two share memory only where they did.
-    """
+    """Views with any offsets, steps and types are copied bit for bit, and two share memory only where they did."""
     base = torch.arange(240, dtype=torch.uint8)
     state = {}
     for index in range(data.draw(st.integers(1, 6))):
@@ -167,9 +159,7 @@ def test_any_views_of_one_storage(data):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_used_again_only_when_nobody_holds_it(kind):
-    """
-    A snapshot that is still held keeps its values over later stages; one that was let go of gives its memory.
-    """
+    """A snapshot that is still held keeps its values over later stages; one that was let go of gives its memory."""
     stager = StateDictStager(**kind)
     state = {"w": torch.zeros(1000), "b": torch.zeros(10)}
     held = []
@@ -194,9 +184,7 @@ def test_memory_is_used_again_only_when_nobody_holds_it(kind):
 
 
 def test_many_small_tensors_share_a_few_pieces_of_shared_memory():
-    """
-    A thousand tensors take a handful of file descriptors, and each still shows its own values.
-    """
+    """A thousand tensors take a handful of file descriptors, and each still shows its own values."""
     state = {str(index): torch.full((5,), float(index)) for index in range(1000)}
     staged = StateDictStager(share_memory=True).stage(state)
     assert len({tensor.untyped_storage().data_ptr() for tensor in staged.values()}) < 5
@@ -204,17 +192,13 @@ def test_many_small_tensors_share_a_few_pieces_of_shared_memory():
 
 
 def test_a_value_that_cannot_be_copied_is_named():
-    """
-    The error says where it is.
-    """
+    """The error says where it is."""
     with pytest.raises(TypeError, match=r"'a\.b\.1' holds a lock"):
         StateDictStager().stage({"a": {"b": [numbered(2), threading.Lock()]}})
 
 
 def test_attributes_of_tensors_come_along():
-    """
-    As with torch's: what users hang on a tensor is copied too, tensors among it, and what cannot be stays.
-    """
+    """As with torch's: what users hang on a tensor is copied too, tensors among it, and what cannot be stays."""
     tensor = numbered(3)
     tensor.note, tensor.other, tensor.lock = ["x"], numbered(2), threading.Lock()
     staged = StateDictStager().stage({"t": tensor})["t"]
@@ -239,9 +223,7 @@ class Fleeting:
 
 
 def test_tensors_that_live_for_a_moment():
-    """
-    An object that copies itself through other tensors sees their values, and none is taken for one before it.
-    """
+    """An object that copies itself through other tensors sees their values, and none is taken for one before it."""
     numbers = [float(number) for number in range(200)]
     stager = DefaultStager(StagingOptions(False, False, True, False))
     assert stager.stage({"o": Fleeting(numbers)}).result(30)["o"].values == numbers
@@ -249,9 +231,7 @@ def test_tensors_that_live_for_a_moment():
 
 
 def test_a_state_that_contains_itself():
-    """
-    A cycle is copied as a cycle.
-    """
+    """A cycle is copied as a cycle."""
     state = {"w": numbered(2)}
     state["self"] = state
     staged = StateDictStager().stage(state)
@@ -272,9 +252,7 @@ def on_ranks(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_spread_tensors(rank_pool, kind):
-    """
-    DTensors and ShardedTensors of any layout keep it, with copies of their local parts; they can be pickled.
-    """
+    """DTensors and ShardedTensors of any layout keep it, with copies of their local parts; they can be pickled."""
     assert rank_pool.run(2, on_ranks, kind) == [(True, True)] * 2
 
 
@@ -282,9 +260,7 @@ def test_spread_tensors(rank_pool, kind):
 
 
 def test_the_default_options_work_without_an_accelerator():
-    """
-    What only an accelerator needs is left out; torch raises an AssertionError.
-    """
+    """What only an accelerator needs is left out; torch raises an AssertionError."""
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     assert StagingOptions() == StagingOptions(True, True, True, True)
@@ -301,9 +277,7 @@ def test_the_default_options_work_without_an_accelerator():
 
 @pytest.mark.parametrize("options", [(False, False, False, False), (True, True, False, True), (True, True, True, True)])
 def test_one_stager_for_many_stages(options):
-    """
-    Every snapshot has the values of its own time; after `close` there are no more.
-    """
+    """Every snapshot has the values of its own time; after `close` there are no more."""
     stager = DefaultStager(StagingOptions(*options))
     weights = torch.zeros(500)
     snapshots = []
@@ -321,9 +295,7 @@ def test_one_stager_for_many_stages(options):
 
 
 def test_objects_are_copied_before_the_call_returns():
-    """
-    With staging on a thread only tensors must be left alone until it is done.
-    """
+    """With staging on a thread only tensors must be left alone until it is done."""
     stager = DefaultStager(StagingOptions(False, False, True, False))
     state = {"list": [1], "w": numbered(1_000_000)}
     future = stager.stage(state)
@@ -333,9 +305,7 @@ def test_objects_are_copied_before_the_call_returns():
 
 
 def test_stagers_are_torchs_stagers_and_torchs_are_ours():
-    """
-    The protocol is the same one, by its members.
-    """
+    """The protocol is the same one, by its members."""
     ours, torchs = BlockingAsyncStager(), theirs.BlockingAsyncStager()
     assert isinstance(ours, theirs.AsyncStager)
     assert isinstance(torchs, AsyncStager)
@@ -370,18 +340,14 @@ def test_the_blocking_stager_copies_values_on_the_cpu(cache):
 
 
 def test_the_blocking_stager_checks_types_if_asked_to():
-    """
-    As torch's does, and with the path.
-    """
+    """As torch's does, and with the path."""
     with pytest.raises(ValueError, match=r"'a\.b'"):
         BlockingAsyncStager(type_check=True).stage({"a": {"b": {1, 2}}})
     assert BlockingAsyncStager().stage({"a": {1, 2}}) == {"a": {1, 2}}
 
 
 def test_stagers_are_pickled_without_their_memory():
-    """
-    A writer that is a stager goes to another process without the last state it staged.
-    """
+    """A writer that is a stager goes to another process without the last state it staged."""
     stager = BlockingAsyncStager(cache_staged_state_dict=True)
     staged = stager.stage({"w": torch.zeros(100_000)})
     sent = pickle.dumps(stager)
@@ -401,9 +367,7 @@ class Box:
 
 @pytest.mark.parametrize("top", [False, True])
 def test_parameters_inside_objects_are_staged_too(top):
-    """
-    They are parameters in the copy, in the stager's memory; one that the state also holds itself is that copy.
-    """
+    """They are parameters in the copy, in the stager's memory; one that the state also holds itself is that copy."""
     box = Box()
     state = {"box": box, "weight": box.layer.weight} if top else {"box": box}
     expected = {key: value.clone() for key, value in box.layer.state_dict().items()}
@@ -424,9 +388,7 @@ def test_parameters_inside_objects_are_staged_too(top):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_default_device_is_not_where_states_are_staged(kind):
-    """
-    Copies are in host memory, though the user has tensors made elsewhere.
-    """
+    """Copies are in host memory, though the user has tensors made elsewhere."""
     state = {"w": numbered(6), "strided": numbered(6)[::2], "none": torch.empty(0), "box": Box()}
     with torch.device("meta"):
         staged = StateDictStager(**kind).stage(state)
@@ -438,9 +400,7 @@ def test_a_default_device_is_not_where_states_are_staged(kind):
 
 
 def test_states_are_staged_on_a_thread_in_inference_mode():
-    """
-    The mode belongs to the caller's thread; the copy made there is filled on another.
-    """
+    """The mode belongs to the caller's thread; the copy made there is filled on another."""
     with closing(DefaultStager(StagingOptions(False, False, True, False))) as stager, torch.inference_mode():
         staged = stager.stage({"w": numbered(6), "strided": numbered(6)[::2]}).result(30)
     assert torch.equal(staged["w"], numbered(6))

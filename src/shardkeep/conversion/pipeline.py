@@ -112,12 +112,12 @@ def file_parts(
     *,
     header: bytearray | None = None,
     block_nbytes: int | None = None,
-    apart: bool = False,
+    sidecar: bool = False,
 ) -> FileParts:
     """
     Lay parts end to end in a file. Each stored part must begin at a multiple of its elements' size.
 
-    `header`, `block_nbytes` and `apart` are for native data files, as in `FileJob`; other files hold no digests.
+    `header`, `block_nbytes` and `sidecar` are for native data files, as in `FileJob`; other files hold no digests.
     """
     filled = [part for part in parts if part.nbytes]
     ends = np.cumsum([part.nbytes for part in filled], dtype=np.int64)
@@ -131,7 +131,7 @@ def file_parts(
         start=start,
         address=np.zeros(len(start), np.int64),
         scattered={},
-        apart=apart,
+        sidecar=sidecar,
     )
     return FileParts(job, filled)
 

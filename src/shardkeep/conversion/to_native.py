@@ -172,15 +172,15 @@ def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[F
             dtype = by_code(int(index.tensors.dtype[tensor]))
             parts.append(TensorPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype))
             whole.append(box.sizes == index.shape(tensor))
-        apart = orders.apart and orders.chain[at] is None
+        sidecar = orders.sidecar and orders.chain[at] is None
         header = build_header(
             _entries(parts, whole),
             save_id=orders.save_id,
             data_nbytes=data_nbytes,
             block_nbytes=block_nbytes,
-            apart=apart,
+            sidecar=sidecar,
         )
-        made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, apart=apart))
+        made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
     return made
 
 

@@ -425,18 +425,18 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
         RanksSilent: the store the ranks talk through cannot be reached.
 
     """
-    meeting = Rendezvous(world, title)
+    call = Rendezvous(world, title)
     if world.solo:
-        yield meeting
+        yield call
         return
-    meeting._join()
+    call._join()
     try:
-        yield meeting
+        yield call
     except BaseException as error:
-        meeting._leave(error)
+        call._leave(error)
         raise
     finally:
-        meeting._part()
+        call._part()
 
 
 def _last_activity(mailbox: KVMailbox, rank: int) -> bytes:

@@ -239,10 +239,10 @@ def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:
 class FileCodecs:
     """The codecs of a rank's files. Thread-safe."""
 
-    def __init__(self, orders: RankWritePlan, keys: CachedKeys | None) -> None:
+    def __init__(self, writes: RankWritePlan, keys: CachedKeys | None) -> None:
         """Open the chains that rank 0 has started."""
-        self.chains = [CodecChain.opened(each, keys=keys) for each in orders.chains]
-        self._number = {name: chain for (name, _, _), chain in zip(orders.files, orders.chain, strict=True)}
+        self.chains = [CodecChain.opened(each, keys=keys) for each in writes.chains]
+        self._number = {name: chain for (name, _, _), chain in zip(writes.files, writes.chain, strict=True)}
         self._by_name = {name: self.chains[number] for name, number in self._number.items() if number is not None}
         self._keys = keys
         self.seals: dict[str, Seal] = {}

@@ -110,7 +110,7 @@ class Coordinator:
         orphans.make_claim(self.store, self.save_id)
         recorded = [chain.recorded for chain in codecs.chains]
         sequential = is_sequential(self.store)
-        rank_plans = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, apart=sequential)
+        rank_plans = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sequential)
         return PlannedSave(plan, values, tree, codecs, replaces, rank_plans)
 
     def collect(self, planned: PlannedSave, by_rank: list[list[FileEntry]]) -> list[FileEntry]:
@@ -281,7 +281,7 @@ def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
 
 
 def split_by_rank(
-    plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), apart: bool = False
+    plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
 ) -> list[RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
     names = data_file_names(plan, save_id, world_size)
@@ -305,7 +305,7 @@ def split_by_rank(
                 sizes=pieces.sizes.tobytes(),
                 chain=[file.chain for file in plan.files[low:high]],
                 chains=list(chains),
-                apart=apart,
+                sidecar=sidecar,
             )
         )
     return plans

@@ -378,9 +378,9 @@ def make_file_jobs(description: Description, plan: RankWritePlan) -> list[FileJo
     for at, (name, data_nbytes, block) in enumerate(plan.files):
         mine = np.flatnonzero(file == at)
         chunks = _FileChunks(description, row[mine], Boxes(offsets[mine], sizes[mine]), start[mine])
-        apart = plan.apart and plan.chain[at] is None
+        sidecar = plan.sidecar and plan.chain[at] is None
         header = build_header(
-            chunks.entries(), save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, apart=apart
+            chunks.entries(), save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
         )
         tensors = chunks.tensors()
         addresses = [host_address(tensor) for tensor in tensors]
@@ -388,7 +388,7 @@ def make_file_jobs(description: Description, plan: RankWritePlan) -> list[FileJo
             i: scattered_memory(tensors[i], tensors[i].dtype) for i, address in enumerate(addresses) if not address
         }
         begins = np.array(addresses, np.int64)
-        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], begins, others, apart=apart))
+        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], begins, others, sidecar=sidecar))
     return jobs
 
 

@@ -128,7 +128,7 @@ def divide_budget(
     """
 
     def held(count: int, nbytes: int) -> int:
-        """Return what so many threads with such windows hold, without the room."""
+        """Return what `count` threads with windows of `nbytes` hold, without the room."""
         each = nbytes + (_codec_nbytes(nbytes) if coded else 0)
         if not part_nbytes:
             return count * (each + nbytes)  # the store may read or write through a buffer of its own
@@ -139,7 +139,7 @@ def divide_budget(
     copied = coded or part_nbytes > window
 
     def fitting(nbytes: int) -> int:
-        """Return how many threads fit with such windows."""
+        """Return how many threads with windows of `nbytes` fit."""
         counts = range(threads, 0, -1)
         rooms = ((count if copied else 1) * part_nbytes for count in counts)
         return next((n for n, room in zip(counts, rooms, strict=True) if held(n, nbytes) + room <= budget_nbytes), 0)

@@ -55,7 +55,7 @@ class FileJob:
     scattered: dict[int, Scattered]
     owners: Sequence[object] = ()
     """Objects that must live as long as the addresses are used."""
-    apart: bool = False
+    sidecar: bool = False
     """The header has no room for the digests: it is written first, and they go into a sidecar file."""
     digests: bytearray = field(default_factory=bytearray)
     """Of its blocks; filled as it is written."""
@@ -190,7 +190,7 @@ def windows_in_turn(jobs: Sequence[FileJob], window_nbytes: int, threads: int) -
 def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
     """Cut a file into windows of whole blocks; with a sidecar, if possible where the store cuts it into parts."""
     lead = len(job.header) % window_nbytes
-    stop = window_nbytes - lead if job.apart and not lead % job.block_nbytes else window_nbytes
+    stop = window_nbytes - lead if job.sidecar and not lead % job.block_nbytes else window_nbytes
     start = 0
     while start < job.data_nbytes:
         yield Window(job, start, min(stop, job.data_nbytes))
@@ -210,7 +210,7 @@ def _tasks(
                 writer = sink.begin(job)
             undo.callback(writer.abandon)
             begun.append(job.name)
-            if job.apart:
+            if job.sidecar:
                 begun.append(native.blocks_name(job.name))
                 writer.write_at(0, memoryview(job.header))
             job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
@@ -283,11 +283,11 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
 
 def _finish(store: Creates, file: _OpenFile) -> None:
     job = file.job
-    if job.header and not job.apart:
+    if job.header and not job.sidecar:
         seal_header(job.header, job.digests)
         file.writer.write_at(0, memoryview(job.header))
     file.writer.finish()
-    if job.apart:
+    if job.sidecar:
         digests = encode_sidecar(job.header, job.digests)
         beside = store.create(native.blocks_name(job.name), len(digests))
         try:
@@ -305,6 +305,6 @@ def file_entry(job: FileJob) -> FileEntry:
         nbytes=job.nbytes,
         header_nbytes=len(job.header),
         block_nbytes=job.block_nbytes,
-        checksum=checksum_text(digest(encode_sidecar(job.header, job.digests) if job.apart else job.header)),
-        blocks=native.blocks_name(job.name) if job.apart else None,
+        checksum=checksum_text(digest(encode_sidecar(job.header, job.digests) if job.sidecar else job.header)),
+        blocks=native.blocks_name(job.name) if job.sidecar else None,
     )

@@ -58,12 +58,12 @@ def count_blocks(data_nbytes: int, block_nbytes: int) -> int:
 
 
 def build_header(
-    entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, apart: bool = False
+    entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, sidecar: bool = False
 ) -> bytearray:
-    """Build the header with room for digests, which `seal_header` fills in, or without if they go into a sidecar (`apart`)."""
+    """Build the header with room for digests, which `seal_header` fills in, or without, if they go into a sidecar."""
     quote = json.encoder.encode_basestring_ascii
     room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
-    digests = "" if apart else f',{_MARK.decode()}{room}"'
+    digests = "" if sidecar else f',{_MARK.decode()}{room}"'
     metadata = (
         f'{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
         f'"shardkeep.block_nbytes":"{block_nbytes}"{digests}}}'
@@ -81,7 +81,7 @@ def build_header(
     parts.append("}")
     text = "".join(parts).encode()
     # With a sidecar, windows of a large file then begin where the parts of a multipart upload do.
-    unit = block_nbytes if apart and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
+    unit = block_nbytes if sidecar and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
     total = -(-(8 + len(text)) // unit) * unit
     if total > MAX_HEADER_NBYTES:
         raise StateError(

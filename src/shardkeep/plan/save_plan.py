@@ -116,7 +116,7 @@ class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
     chain: list[int | None]
     """The codec chain of each file."""
     chains: list[Recorded]
-    apart: bool
+    sidecar: bool
     """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
 
 

@@ -24,7 +24,7 @@ _MOST_EXPLAINED = 4096
 
 def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bool_]:
     """
-    For each tensor say whether its boxes tile it.
+    Return for each tensor whether its boxes tile it.
 
     `tensor` gives each box's tensor and is sorted; boxes lie inside their tensors and are not empty.
     """

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import spawn
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -231,16 +231,6 @@ class SharedMemory:
         self._close()
 
 
-class WriterClient(Protocol):
-    """The writer process, as one save uses it."""
-
-    def ask(self, request: WriterRequest, *, nbytes: int = 0) -> WriterReply:
-        """Send a request, for which the process may have to make so many bytes durable."""
-
-    def cancel(self, name: str) -> None:
-        """Cancel the save that a file belongs to; neither waits nor raises."""
-
-
 class WriteTarget(NamedTuple):
     """Where files go."""
 
@@ -265,7 +255,7 @@ class ProcessSink:
     """A sink whose windows the writer process hashes and writes."""
 
     def __init__(
-        self, client: WriterClient, memory: SharedMemory, target: WriteTarget, staging: Staging, codecs: FileCodecs
+        self, client: WriterSession, memory: SharedMemory, target: WriteTarget, staging: Staging, codecs: FileCodecs
     ) -> None:
         self._codecs = codecs
         self._client = client
@@ -314,7 +304,7 @@ class ProcessSink:
 class _ProcessFile:
     """A file that the writer process writes."""
 
-    def __init__(self, client: WriterClient, target: WriteTarget, job: FileJob, codecs: FileCodecs) -> None:
+    def __init__(self, client: WriterSession, target: WriteTarget, job: FileJob, codecs: FileCodecs) -> None:
         self._client = client
         self._nbytes = job.nbytes
         self._name = job.name
@@ -336,7 +326,7 @@ class _ProcessFile:
     def give_up(self) -> None:
         """Let threads that wait for a reply about this file have it soon, because the save has failed."""
         if not self._over:
-            self._client.cancel(self._name)
+            self._client.process.cancel(self._name)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self._client.ask(WriteBytes(self.number, offset, bytes(data)))
@@ -398,7 +388,7 @@ class WriterSession:
 
     def ask(self, request: WriterRequest, *, nbytes: int = 0) -> WriterReply:
         """
-        Send a request, for which the process may have to make so many bytes durable.
+        Send a request, for which the process may have to make `nbytes` durable.
 
         Raises:
             WriterDied: the process died, or does not answer.
@@ -412,10 +402,6 @@ class WriterSession:
             if self.wanted():
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
-
-    def cancel(self, name: str) -> None:
-        """Cancel the save that a file belongs to; neither waits nor raises."""
-        self.process.cancel(name)
 
     def sink(self, staging: Staging, codecs: FileCodecs, room_nbytes: int) -> Sink:
         """Return where windows go, with which codecs, and with how much memory for what is copied on the way."""
