@@ -32,14 +32,6 @@ def zeros_crc(nbytes):
     return whole
 
 
-def test_the_checksum_of_zeros_is_right():
-    """
-    Of any number of them.
-    """
-    for nbytes in (1, 2, 5, 4096, 100_001):
-        assert zeros_crc(nbytes) == zlib.crc32(bytes(nbytes))
-
-
 def write_sparse(path, layout, sizes, values):
     """Write an archive whose storages are zeros but for a first byte each: the zeros are holes of the file."""
     sums = []

@@ -85,7 +85,7 @@ def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max
 @pytest.mark.parametrize("pair", PAIRS, ids="-over-".join)
 def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
     """
-    One that is there is refused whatever its layout; with overwrite it is replaced, and of its files none stay but others'.
+    An existing checkpoint of any layout is kept; with overwrite it is replaced, and only foreign files stay.
     """
     new, old = pair
     sk.save({"w": torch.ones(3), "n": 1}, tmp_path / "old")
@@ -102,13 +102,15 @@ def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
     sk.convert(tmp_path / "new", tmp_path / "fresh", new)
     assert len(files_in(tmp_path / "to")) == len(files_in(tmp_path / "fresh")) + 1
     assert (tmp_path / "to" / "notes.txt").read_text() == "mine"
+    with pytest.raises(sk.CheckpointError, match="own place"):
+        sk.convert(tmp_path / "to", tmp_path / "to", new, overwrite=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("there", [False, True])
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
     """
-    Where the source turns out to be damaged half way, neither files nor new directories are left; old ones stay as they were.
+    Damage in the source is an error that names the tensor; no files or new directories are left, old ones stay.
     """
     sk.save({"a": torch.arange(100.0), "z": torch.arange(5000.0)}, tmp_path / "ck")
     [file] = (tmp_path / "ck").glob("*.safetensors")
@@ -119,7 +121,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
     if there:
         to.mkdir(parents=True)
         (to / "notes.txt").write_text("mine")
-    with pytest.raises(sk.DamagedCheckpoint):
+    with pytest.raises(sk.ChecksumMismatch, match="'z'"):
         sk.convert(tmp_path / "ck", to, layout)
     assert (tmp_path / "new").exists() == there
     assert not there or list(files_in(to)) == ["notes.txt"]
@@ -262,7 +264,7 @@ def test_a_part_of_a_list_is_not_dropped(tmp_path):
     Items of a list have numbers for names: dropping some would rename others, and is refused.
     """
     sk.save({"l": [torch.ones(2), torch.zeros(2)]}, tmp_path / "ck")
-    with pytest.raises(sk.StateError, match="change their numbers"):
+    with pytest.raises(sk.StateError, match="change their positions"):
         sk.convert(tmp_path / "ck", tmp_path / "new", drop="l.0")
     with pytest.raises(sk.StateError, match="matches no name"):
         sk.convert(tmp_path / "ck", tmp_path / "new", drop="m")
@@ -288,24 +290,6 @@ def test_pickled_values_go_along_only_if_allowed(tmp_path, layout):
     assert list(sk.open(tmp_path / "without")) == ["w"]
     sk.convert(tmp_path / "ck", tmp_path / "with", layout, allow_pickle=True)
     assert sk.open(tmp_path / "with").get_item("odd", allow_pickle=True).number == 3
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path, layout):
-    """
-    What is at the target stays unless overwrite is given, and a checkpoint is never converted onto itself.
-    """
-    sk.save({"w": torch.ones(3)}, tmp_path / "old")
-    sk.save({"w": torch.zeros(3)}, tmp_path / "new")
-    sk.convert(tmp_path / "old", tmp_path / "to", layout)
-    before = files_in(tmp_path / "to")
-    with pytest.raises(sk.CheckpointExists):
-        sk.convert(tmp_path / "new", tmp_path / "to", layout)
-    assert files_in(tmp_path / "to") == before
-    sk.convert(tmp_path / "new", tmp_path / "to", layout, overwrite=True)
-    assert bits(sk.open(tmp_path / "to").to_dict()) == bits({"w": torch.zeros(3)})
-    with pytest.raises(sk.CheckpointError, match="own place"):
-        sk.convert(tmp_path / "to", tmp_path / "to", layout, overwrite=True)
 
 
 @pytest.mark.parametrize("fault", ["error", "full", "crash", "flip"])
@@ -337,21 +321,6 @@ def test_whatever_fails_the_old_checkpoint_stays(fault):
         found.verify()
         assert bits(found.to_dict()) in (old, new)
     assert "failed" in outcomes
-
-
-def test_damage_is_not_carried_over(tmp_path):
-    """
-    A flipped bit in the source is an error that names the tensor; nothing is committed, and nothing is left.
-    """
-    sk.save({"w": random_tensor((900,), torch.float32, 1)}, tmp_path / "ck")
-    [file] = (tmp_path / "ck").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(bytes(data))
-    for layout in LAYOUTS:
-        with pytest.raises(sk.ChecksumMismatch, match="'w'"):
-            sk.convert(tmp_path / "ck", tmp_path / layout, layout)
-        assert not (tmp_path / layout).exists() or not os.listdir(tmp_path / layout)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

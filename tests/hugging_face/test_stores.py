@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 
 import shardkeep as sk
 from shardkeep.dcp import CheckpointException
@@ -106,20 +105,6 @@ def test_a_save_replaces_another(any_root, shards):
         assert same(loaded(any_root, state), state) == []
         assert same(tensors_at(any_root), state) == []
         assert len(names_at(any_root)) == (3 if turn < 2 else 1) + (not shards)
-
-
-def test_shards_beside_a_model_are_refused(any_root):
-    """
-    Where a model that no save made is, shards are not put beside it.
-    """
-    sk.save({"a": numbered(3)}, f"{any_root}/native")
-    sk.export(f"{any_root}/native", f"{any_root}/exported")
-    open_place(f"{any_root}/alone").put("model.safetensors", save_safetensors({"a": numbered(3)}))
-    for where, why in ((f"{any_root}/exported", "with an index file"), (f"{any_root}/alone", "which no save made")):
-        there = names_at(where)
-        with pytest.raises(CheckpointException, match=why):
-            save("ours", {"a": numbered(3)}, where, no_dist=True, save_distributed=True)
-        assert names_at(where) == there
 
 
 class Died(BaseException):
