@@ -108,7 +108,7 @@ def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monk
 
 
 def test_when_a_call_asks_for_it(tmp_path: Path) -> None:
-    """From any thread; where nobody talks it is refused."""
+    """From any thread; it is refused where ranks exchange no requests."""
     with checkpointer(tmp_path) as ckpt:
         thread = threading.Thread(target=ckpt.request_save)
         thread.start()
@@ -146,7 +146,7 @@ def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
 
 
 def test_signals_need_the_main_thread(tmp_path: Path) -> None:
-    """Elsewhere Python lets nobody handle them, and that is said."""
+    """Python handles signals in the main thread only, and the error says so."""
     found: list[BaseException] = []
 
     def make() -> None:
@@ -230,7 +230,7 @@ def test_walks_back_past_what_is_torn_or_damaged(tmp_path: Path) -> None:
         assert [event.step for event in heard if isinstance(event, StepSkipped)] == [6, 4, 3]
         ckpt.save(10, state_at(10))
         ckpt.wait()
-        assert ckpt.all_steps() == [2, 3, 6, 10]  # 3 and 6 have records, and are left to whoever can mend them
+        assert ckpt.all_steps() == [2, 3, 6, 10]  # 3 and 6 have records, and may be repaired
         ckpt.save(11, state_at(11))
         ckpt.wait()
         assert {"step-10", "step-11", "step-6", "step-3"} <= places(tmp_path)
@@ -417,7 +417,7 @@ class _Sticky(LocalStore):
 
 
 def test_what_cannot_be_deleted_fails_no_save(tmp_path: Path) -> None:
-    """It is told, and tried again after the next save."""
+    """It is reported, and the next save tries again."""
     heard: list[Event] = []
     with checkpointer(_Sticky(tmp_path), every_steps=1, keep_last=1, on_event=heard.append) as ckpt:
         train(ckpt, range(1, 4))
@@ -488,7 +488,7 @@ def test_a_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
 
 
 def test_a_failure_is_raised_by_the_next_step_due_or_not(tmp_path: Path) -> None:
-    """Nobody has to wait for the next save to learn of it."""
+    """Even if no save is due."""
     ckpt = checkpointer(_broken(tmp_path))
     ckpt.save(1, state_at(1)).exception()  # type: ignore[union-attr]
     with pytest.raises(sk.EarlierSaveFailed):
@@ -541,7 +541,7 @@ def _save_and_fail(root: Any) -> None:
 
 
 def test_what_passes_is_tried_again(tmp_path: Path) -> None:
-    """An asynchronous save goes through, and an event tells of each attempt."""
+    """An asynchronous save succeeds, and each retry emits an event."""
     heard: list[Event] = []
     root = _Recording(tmp_path, fault="error", at=0, verbs=("write_at",))
     with checkpointer(root, on_event=heard.append) as ckpt:

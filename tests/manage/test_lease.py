@@ -48,7 +48,7 @@ def holder(root: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Clock:
-    """A clock that goes only when somebody waits; others may do something meanwhile."""
+    """A clock that advances only during sleeps; `meanwhile` runs in each sleep."""
 
     def __init__(self, meanwhile: Callable[[float], object] = lambda _: None) -> None:
         self.now = 0.0
@@ -82,7 +82,7 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_job_held_is_free(tmp_path: Path) -> None:
-    """Its process is certainly gone: nobody waits."""
+    """Its process no longer exists, so the new job begins at once."""
     with holder(tmp_path) as process:
         process.kill()
         process.wait()
@@ -133,7 +133,7 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
     assert lease.held
     lease.check()
     lease.release()
-    later = clock.lease(root, lasts_s=100.0)  # waits for nobody
+    later = clock.lease(root, lasts_s=100.0)  # begins at once
     later.acquire()
     assert clock.now < 105
     later.release()
@@ -168,7 +168,7 @@ def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
     lease.release()
 
 
-def test_takeover_waits_for_nobody() -> None:
+def test_takeover_does_not_wait() -> None:
     """It was asked for."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
@@ -180,7 +180,7 @@ def test_takeover_waits_for_nobody() -> None:
 
 
 def test_it_is_renewed_while_it_is_held() -> None:
-    """By a thread, which notices when it is lost, and puts it back where somebody tidied up."""
+    """A thread renews it, notices when it is lost, and writes it again when it was deleted by hand."""
     root = MemoryStore()
     lease = Lease(root, lasts_s=2.0)
     lease.acquire()
@@ -323,7 +323,7 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_renewal_does_not_undo_a_takeover() -> None:
-    """Whoever renews has looked, and is overtaken before it writes."""
+    """The renewing job has read the lease, and another job takes it before the write."""
     inner = MemoryStore()
 
     others: list[Lease] = []

@@ -104,7 +104,7 @@ def went_back(root: Path) -> None:
 
 
 def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> None:
-    """A read that fails is raised, a record that rotted is told of, whatever timeline it was of."""
+    """A failed read is raised, and a damaged record is reported, whatever its timeline."""
     went_back(tmp_path)
     fault = Fault(tmp_path)
     fault.set("step-300", "get", "shardkeep.json", code=errno.EACCES)
@@ -125,7 +125,7 @@ def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> Non
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
-    """With the same step, also after its failure was told."""
+    """With the same step, even after its failure was reported."""
     fault = Fault(tmp_path)
     with checkpointer(fault.root, asynchronous=asynchronous, on_error=on_error, retries=0) as ckpt:
         ckpt.save(5, state_at(5))
@@ -163,7 +163,7 @@ def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchrono
 
 
 def test_the_first_save_may_fail_like_any_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A root that cannot be taken or listed is told as `on_error` says, and the next save begins anew."""
+    """A root that cannot be acquired or listed is reported as `on_error` says, and the next save tries again."""
     for verb, code in (("put", errno.EROFS), ("places", errno.EACCES)):
         fault = Fault(tmp_path / verb)
         with checkpointer(fault.root, on_error="warn") as ckpt:
@@ -196,8 +196,8 @@ def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> None:
     """There is no going on with a root that is another job's."""
-    told: list[BaseException] = []
-    first = checkpointer(tmp_path, on_error=told.append, asynchronous=asynchronous)
+    reported: list[BaseException] = []
+    first = checkpointer(tmp_path, on_error=reported.append, asynchronous=asynchronous)
     first.save(1, state_at(1))
     first.wait()
     with checkpointer(tmp_path, takeover=True) as second:
@@ -208,7 +208,7 @@ def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> No
             first.step(3, state_at(3), force=True) and first.wait()
         assert isinstance(caught.value.__cause__ or caught.value, sk.LeaseLost)
         first.close()
-    assert told == []
+    assert reported == []
 
 
 def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A job that went back from it goes on with the next one that is due; who asks for that very step is told."""
+    """A job that went back skips it and saves the next due step; an explicit save of that step raises."""
     with checkpointer(tmp_path, every_steps=10) as ckpt:
         train(ckpt, range(1, 31))
         ckpt.wait()

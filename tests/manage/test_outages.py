@@ -50,14 +50,14 @@ def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path:
         assert third.restore_latest(state) == 30
         assert torch.equal(state["w"], state_at(1030)["w"])
         third.save(40, state_at(40))
-    with pytest.raises(sk.LeaseLost):  # also after one that took it from nobody
+    with pytest.raises(sk.LeaseLost):  # also after a job that found the lease free
         away.save(50, state_at(50))
     away.close()
     assert holder_of(LocalStore(tmp_path)).released
 
 
 def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
-    """The one that took it over was killed; who takes it from the dead tells the first one, too."""
+    """The job that took it over was killed; when a third job acquires the lease, the first one still notices."""
     root = MemoryStore()
     away, second, third = Lease(root), Lease(root, takeover=True), Lease(root)
     away.acquire()
@@ -72,7 +72,7 @@ def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
 
 
 def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
-    """By hand, it is tidied up beside a living job; nobody knows what happened while a job was away for longer."""
+    """A live job writes a deleted lease again; a job that did not renew it in time must not."""
     root, now = MemoryStore(), [0.0]
     lease = Lease(root, lasts_s=1000.0, clock=lambda: now[0])
     lease.acquire()
@@ -92,7 +92,7 @@ def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
 
 
 def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> None:
-    """It was there when the lease was to be written, and gone when somebody looked who it was."""
+    """It held the lease when this job tried to write it, and was gone when this job read it."""
     inner = MemoryStore()
 
     busy: list[bool] = []
@@ -118,7 +118,7 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
 
 
 def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
-    """The holder elsewhere, who had taken it from somebody, has ended well; a lease of an earlier release is read."""
+    """The holder on another machine has ended; a lease file of an earlier release is understood."""
     root, now = MemoryStore(), [0.0]
     old = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": 3}
     root.put(LEASE_NAME, json.dumps(old).encode())
@@ -138,7 +138,7 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
 
 
 class Away:
-    """A root that does not give the record of one checkpoint while it is told so."""
+    """A root that fails to give the record of one checkpoint while `away` is set."""
 
     def __init__(self, inner: Any, name: str) -> None:
         self.url, self.away, self._inner, self._name = inner.url, True, inner, name

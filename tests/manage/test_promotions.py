@@ -107,7 +107,7 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
 
 
 def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all of an index, or of a header, has one digest: damaged once it is mended, damaged for good it is told."""
+    """A whole index, or header, has one digest: damage of one read is repaired, permanent damage is raised."""
     monkeypatch.setattr("shardkeep.manage.file_copy.window_for", lambda *_: (2, 4096))
     source = MemoryStore()
     sk.save({f"name-{number}": torch.ones(1) for number in range(200)}, source)
@@ -227,7 +227,7 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
-    """It is told once, stays, counts for nothing, and holds up no other. It is tried, whichever save is the newest by then."""
+    """It is reported once, is kept, does not count in the policy, and does not block other checkpoints."""
     far = far_root()
     with checkpointer(tmp_path) as ckpt:
         train_three(ckpt)
@@ -275,7 +275,7 @@ def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch: pytest.Monkey
     assert reads > 1
 
 
-def test_half_a_promotion_stays_while_nobody_knows() -> None:
+def test_a_partial_copy_stays_while_the_near_record_cannot_be_read() -> None:
     """A near root that does not give a record for a moment has not lost its checkpoint: the next round goes on."""
     near, far = far_root(), far_root(Broken("put", "shardkeep.json"))
     with checkpointer(near, promote_to=far, on_error="warn", retries=0, asynchronous=False) as ckpt:
@@ -296,7 +296,7 @@ def test_half_a_promotion_stays_while_nobody_knows() -> None:
 @pytest.mark.parametrize("becomes", ["deleted", "damaged"])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path: Path, becomes: str, replaces: bool) -> None:
-    """Of half a promotion that nobody goes on with, alone or beside an older save of the step, nothing stays."""
+    """A partial copy that will not be continued is removed, alone or beside an older save of the step."""
     far = far_root()
     how: dict[str, Any] = {"keep_promoted": KeepAll(), "promote_required": False, "on_error": "warn", "retries": 0}
     with checkpointer(tmp_path, promote_to=far, keep_last=1 if becomes == "deleted" else 3, **how) as ckpt:
@@ -455,7 +455,7 @@ def run_job(near: Path, far: Path, verb: str, start: str, how: str) -> int:
 
 
 def test_a_killed_promotion_is_taken_up(tmp_path: Path) -> None:
-    """It was never visible; the next job copies what is missing and nothing that is whole, or sweeps what nobody wants."""
+    """It was never visible; the next job copies only what is missing, or sweeps what is not wanted."""
     near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
     assert run_job(near, far, "finish", "part2", "kill") == -signal.SIGKILL
     assert committed(near) == [1]

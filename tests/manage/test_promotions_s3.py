@@ -75,7 +75,7 @@ def test_from_bucket_to_bucket(s3_server: S3Server, kind: str) -> None:
     ids=["data", "digests", "frame", "table"],
 )
 def test_damage_at_the_source(s3_server: S3Server, kind: str, what: str, at: int) -> None:
-    """It is told with the file's name, nothing of it is committed or left in the far bucket, and the rest is promoted."""
+    """It is reported with the file's name, nothing of it stays in the far bucket, and the rest is promoted."""
     near, far = roots(s3_server, f"damage-{what}{at}")
     small = {"model": {"w": torch.arange(3000.0)}}
     with checkpointer(near, codecs=CODECS[kind], options=sk.Options(keys=KEYS)) as ckpt:
@@ -98,7 +98,7 @@ def test_damage_at_the_source(s3_server: S3Server, kind: str, what: str, at: int
 
 
 def test_what_arrives_otherwise_than_it_was_sent(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service of which nobody knows whether it checks is asked for what was written: nothing is committed."""
+    """A service that may not verify uploads is read back, and nothing damaged is committed."""
     near, far = roots(s3_server, "arrives")
     create = ObjectStore.create
 

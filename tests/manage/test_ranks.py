@@ -243,7 +243,7 @@ def test_a_silent_rank_0_is_named() -> None:
 
 
 def test_ranks_at_different_steps_are_found_out() -> None:
-    """A loop that lost count is told so."""
+    """A loop that lost count gets an error."""
 
     def main(world: World) -> None:
         step = 5 + world.rank

@@ -163,7 +163,7 @@ def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
 
 
 def test_a_record_that_the_store_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told as a promotion that failed, and put again after the next save."""
+    """It is reported as a failed promotion, and written again after the next save."""
     far = far_root()
     place_of = far.inner.place("step-1")
     put = place_of.put
@@ -226,7 +226,7 @@ def test_a_trace_shows_promotions(rank_pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_one_line_for_each_promotion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says how much was copied, and how long each phase took; whoever listens for the event hears it once."""
+    """It says how much was copied and how long each phase took; the event is emitted once."""
     heard: list[Any] = []
     with (
         caplog.at_level(logging.INFO, "shardkeep"),

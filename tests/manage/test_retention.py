@@ -78,7 +78,7 @@ def kept_by(policy: Policy, mine: Entry, committed: list[Entry]) -> bool:
 
 
 @given(entries(), POLICIES, st.lists(st.integers(0, 40), max_size=2))
-def test_what_is_deleted_is_what_nobody_wants(every: list[Entry], policies: list[Policy], spare: list[int]) -> None:
+def test_what_is_deleted_is_what_no_policy_wants(every: list[Entry], policies: list[Policy], spare: list[int]) -> None:
     """A checkpoint goes if and only if it is committed and neither wanted, pinned, in use nor the newest."""
     spared = {f"step-{step}" for step in spare}
     committed = [each for each in every if each.status == "committed"]

@@ -96,7 +96,7 @@ class SilentRoot(MemoryStore):
         return super().open(name)
 
 
-def test_nobody_waits_for_a_root_that_does_not_answer():
+def test_training_does_not_wait_for_a_root_that_does_not_answer():
     """
     A look that takes long is made aside, one at a time; what it finds counts when it is there, and only once.
     """
@@ -120,8 +120,8 @@ def test_nobody_waits_for_a_root_that_does_not_answer():
 
 
 def test_a_forked_child_can_be_terminated() -> None:
-    """As it could without handlers: they are of the process that set them, which goes on to be told."""
-    # In an interpreter of its own, as pytest's may have threads, beside which nobody should fork. The child says when it
+    """As it could without handlers: they act only in the process that installed them."""
+    # In an interpreter of its own, because pytest's may have threads, and forking beside them is unsafe. The child says when it
     # runs: Python forgets signals that come to any handler of its own in the very moment of a fork. And it sleeps little
     # at a time: of one that comes just before a sleep Python takes notice after it.
     script = (

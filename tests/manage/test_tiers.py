@@ -96,7 +96,7 @@ def test_files_are_shared_out_by_size() -> None:
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
 def test_both_roots_are_ordinary_ones(tmp_path: Path, codecs: Any) -> None:
-    """The copy has the very same bytes, is verified, and is told of by events and one line."""
+    """The copy has the very same bytes, is verified, and is reported by events."""
     near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
     with checkpointer(near, promote_to=far, every_steps=1, on_event=heard.append, codecs=codecs) as ckpt:
         train(ckpt, range(1, 3))
@@ -352,7 +352,7 @@ def groups(step: int) -> dict[str, Any]:
 
 
 class Noting(LocalStore):
-    """Notes which files this rank made, and fails where it is told to."""
+    """Records which files this rank created, and fails where the test wants it."""
 
     made: list[str]
     broken: Any = None

@@ -1,7 +1,7 @@
 """
 A training script for `torchrun`, which test_signals.py starts: python -m torch.distributed.run ... torchrun_job.py DIR
 
-Two Checkpointers are told of signals: one that ends the job when SIGTERM comes, and one that saves when SIGUSR1 comes and
+Two Checkpointers handle signals: one that ends the job when SIGTERM comes, and one that saves when SIGUSR1 comes and
 goes on. Each rank writes down what it saved, as it happens.
 """
 

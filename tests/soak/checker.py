@@ -1,4 +1,4 @@
-"""Compares what is on disk with what the ranks of a soak were told, and with what shardkeep says is there."""
+"""Compares what is on disk with what was acknowledged to the ranks of a soak, and with what shardkeep lists."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Checker:
         self._same_as_we_say(found)
         if afresh:
             self._same_as_the_command_says(found)
-        wanted, allowed = kept([*{**self._told, **on_disk}.values()])
+        wanted, allowed = kept([*{**self._acknowledged, **on_disk}.values()])
         if len(filled) > len(wanted) + _SLACK * (1 + died_since_tidy):
             raise Damage(f"{len(filled)} places are there, {len(wanted)} are wanted, {died_since_tidy} jobs died")
         if tidy:
@@ -109,8 +109,8 @@ class Checker:
         path.write_text(json.dumps(about, indent=1, default=str))
 
     @property
-    def _told(self) -> dict[str, Made]:
-        """What the ranks were told is here."""
+    def _acknowledged(self) -> dict[str, Made]:
+        """The saves that were acknowledged to ranks in this root."""
         return self._ledger.promoted if self._far else self._ledger.acked
 
     @property
@@ -136,7 +136,7 @@ class Checker:
     def _nothing_lost(self, on_disk: dict[str, Made]) -> None:
         """Insist that all is there that was acknowledged and is to be kept."""
         by_step = {each.step: each for each in on_disk.values()}
-        wanted, _ = kept([*self._told.values(), *on_disk.values()])
+        wanted, _ = kept([*self._acknowledged.values(), *on_disk.values()])
         for each in wanted:
             if each.save_id in on_disk:
                 continue
@@ -175,8 +175,8 @@ class Checker:
             _same(f"files of {place}", look.places[place], each.files)
         _same("files of the root", look.files - self._released(), {"latest"})
         # What a living save lost (it was begun twice, as an answer did not come, or its end did not arrive) stays for a
-        # day, as nobody can tell it from a copy that another program makes; that of the dead goes with their claims.
-        _same("uploads that nobody finishes", [each for each in look.uploads if not _OF_A_SAVE.search(each)], ())
+        # day, because it looks like a copy that another program makes.
+        _same("abandoned uploads", [each for each in look.uploads if not _OF_A_SAVE.search(each)], ())
         newest = max(on_disk, key=lambda each: each.age)
         _same("latest", {(self._ground.get("latest") or b"").decode()}, {f"step-{newest.step}\n"})
 

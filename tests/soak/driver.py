@@ -55,7 +55,7 @@ class Soak:
             store: where the root is.
             server: where buckets are, if there are any.
             short: processes are started as rarely as can be.
-            say: is told of each round.
+            say: called after each round.
 
         """
         self.scene = Scene.of(store, folder, server)
@@ -310,7 +310,7 @@ def _words(running: Running) -> list[str]:
 
 
 def _runs(pid: int) -> bool:
-    """Say whether a process still runs: one that was killed and that nobody has waited for does not."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

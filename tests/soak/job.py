@@ -1,4 +1,4 @@
-"""What the ranks of a soak do: restore, train a while, save each step, and write down what they were told is durable."""
+"""What the ranks of a soak do: restore, train a while, save each step, and log which saves were acknowledged."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
     if plan.rough:
         dies_at = plan.dies_at[1] if plan.dies_at and plan.dies_at[0] == rank else None
         luck = Luck(
-            f"{plan.seed} disk {rank}", rate=plan.rate, dies_at=dies_at, told=lambda kind: log("fault", kind=kind)
+            f"{plan.seed} disk {rank}", rate=plan.rate, dies_at=dies_at, on_fault=lambda kind: log("fault", kind=kind)
         )
         root = RoughRoot(plan.root, luck)
     elif root.startswith("s3://"):

@@ -43,7 +43,7 @@ class Ledger:
         self._logs = logs
         self._read: Counter[Path] = Counter()
         self.acked: dict[str, Made] = {}
-        """What any rank was told is durable, by save id."""
+        """The saves that were acknowledged to any rank, by save id."""
         self.promoted: dict[str, Made] = {}
         """What was said to be in the second root, likewise."""
         self.restored: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, as somebody sees it who knows nothing of shardkeep: folders by the file system, buckets by boto3."""
+"""Where checkpoints are, seen without shardkeep: directories through the file system, buckets through boto3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Look:
     files: set[str] = field(default_factory=set)
     """Of the root itself."""
     uploads: list[str] = field(default_factory=list)
-    """Files that somebody began to upload, and neither finished nor gave up: no listing shows them."""
+    """Multipart uploads that were neither completed nor aborted; no listing shows them."""
 
 
 class Ground(Protocol):

@@ -26,7 +26,7 @@ _BURST = 8
 class Luck:
     """Decides, by a seed, what becomes of each operation. Used by several threads."""
 
-    def __init__(self, seed: str, *, rate: float, dies_at: int | None, told: Callable[[str], None]) -> None:
+    def __init__(self, seed: str, *, rate: float, dies_at: int | None, on_fault: Callable[[str], None]) -> None:
         """
         Begin.
 
@@ -34,13 +34,13 @@ class Luck:
             seed: whatever.
             rate: of operations that fail.
             dies_at: the operation, from 0, in which this process is killed.
-            told: is called with each fault.
+            on_fault: called with each fault.
 
         """
         self._random = random.Random(seed)
         self._rate = rate
         self._dies_at = dies_at
-        self._told = told
+        self._on_fault = on_fault
         self._count = 0
         self._burst = 0
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class Luck:
                     self._burst, kind = _BURST, "error"
             else:
                 return ""
-        self._told(f"{kind} {verb}")
+        self._on_fault(f"{kind} {verb}")
         return kind
 
 
@@ -88,7 +88,7 @@ class RoughStore(FaultyStore):
         return None
 
     def put(self, name: str, data: bytes, **how: Any) -> None:
-        """Put, and perhaps fail once it is done: whoever hears of it cannot know."""
+        """Put, and perhaps fail after it is done, so that the caller cannot know."""
         kind = self._luck.strike("put")
         if kind in ("error", "short"):
             raise self.broken("put", name)

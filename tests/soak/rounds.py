@@ -64,7 +64,7 @@ class Round:
     network: dict[str, Any] = field(default_factory=dict)
     """What goes wrong between the ranks and a bucket; nothing at all if it is empty."""
     at_request: int | None = None
-    """After how many requests to the bucket somebody is killed, if not by a disk's operation or by time."""
+    """After how many requests to the bucket a process is killed, if not by a disk operation or by time."""
 
     @property
     def misread(self) -> bool:

@@ -30,7 +30,7 @@ class Scene:
 
     @classmethod
     def of(cls, store: StoreKind, folder: Path, server: S3Server | None) -> Scene:
-        """Find a place that nobody else uses; below the folder, if it is on a disk."""
+        """Find an unused location; below the directory, if it is on a disk."""
         if store == "local":
             return cls(store, str(folder / "root"))
         if server is None:
@@ -56,7 +56,7 @@ class Scene:
         return {"root": self.root, "promote_to": self.far, "options": options, "direct": direct, "bulk": True}
 
     def checkers(self, ledger: Ledger) -> list[Checker]:
-        """Have somebody look at each root, the one that is saved to first."""
+        """Make a reader of each root, the one that is saved to first."""
         return [self._checker(url, ledger) for url in (self.root, self.far) if url]
 
     def lose_near(self, ledger: Ledger) -> None:

@@ -109,7 +109,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, boto:
         (lambda objects: objects.pop("step-2/shardkeep.json"), "acknowledged"),
         (lambda objects: objects.update({"step-2/litter": b""}), "files of step-2"),
         (lambda objects: objects.update({"lease.json": b""}), "files of the root"),
-        (lambda objects: objects.update({"step-2/upload": UPLOAD}), "uploads that nobody finishes"),
+        (lambda objects: objects.update({"step-2/upload": UPLOAD}), "abandoned uploads"),
     ],
 )
 def test_the_checker_finds(

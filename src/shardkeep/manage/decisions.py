@@ -2,7 +2,7 @@
 Decisions that all ranks follow although only one rank knows the reason: a signal, a request, the time, a failed save.
 
 Rank 0 decides and publishes the decision in torch's key-value store; the other ranks read it. No collective is used, and
-ranks wait for nobody but rank 0. They do not communicate at every step: each decision says after how many calls the next
+ranks wait only for rank 0. They do not communicate at every step: each decision says after how many calls the next
 one follows, so that there is about one per second. Requests of other ranks reach rank 0 through keys of their own.
 
 The keys, below one prefix per Checkpointer, all of which are deleted again:

@@ -7,7 +7,7 @@ The lease is a file in the root that its holder rewrites regularly. Reading a ro
 - If the holder is on another machine, a new job watches the lease with a monotonic clock. When the lease is renewed, the
   new job is refused. When it was not renewed for as long as a lease lasts, the new job takes it over.
 - A job whose lease was taken over notices before its next commit at the latest, even if the other job has ended by
-  then: whoever takes a lease from a holder that may come back marks it as contested, and a contested lease is never
+  then: a job that takes a lease from a holder that may come back marks it as contested, and a contested lease is never
   deleted, but marked as released.
 - If the file vanishes, the holder writes it again, since it was probably deleted by hand. A holder that has not renewed
   its lease in time does not: another job may have come and gone.
