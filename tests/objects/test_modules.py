@@ -30,9 +30,7 @@ def contents(module):
 
 
 def test_a_module_is_filled_where_it_is(tmp_path):
-    """
-    Parameters, buffers and extra state; the parameter objects and their memory stay.
-    """
+    """Parameters, buffers and extra state; the parameter objects and their memory stay."""
     torch.manual_seed(0)
     model = Tied()
     model.notes["seen"] = 7
@@ -48,9 +46,7 @@ def test_a_module_is_filled_where_it_is(tmp_path):
 
 
 def test_a_module_on_meta_gets_its_memory_from_the_load(tmp_path):
-    """
-    Parameters stay the same objects, tied ones tied, and the optimizer that holds them holds the filled ones.
-    """
+    """Parameters stay the same objects, tied ones tied, and the optimizer that holds them holds the filled ones."""
     torch.manual_seed(0)
     model = Tied()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -76,18 +72,14 @@ def test_a_module_on_meta_gets_its_memory_from_the_load(tmp_path):
 
 
 def test_names_inside_a_module_are_checked(tmp_path):
-    """
-    A layer too many and a layer too few are one error that names both.
-    """
+    """A layer too many and a layer too few are one error that names both."""
     sk.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))}, tmp_path / "c")
     with pytest.raises(sk.StateMismatch, match=r"(?s)model\.2\.weight.*model\.1\.weight"):
         sk.load({"model": nn.ModuleDict({"0": nn.Linear(2, 2), "2": nn.Linear(2, 3)})}, tmp_path / "c")
 
 
 def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
-    """
-    Saved as a module, loaded as a plain state dict, and the other way round.
-    """
+    """Saved as a module, loaded as a plain state dict, and the other way round."""
     model = nn.Linear(3, 3)
     sk.save({"model": model}, tmp_path / "a")
     state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
@@ -100,9 +92,7 @@ def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
 
 
 def test_what_state_dict_makes_for_the_occasion_goes_back(tmp_path):
-    """
-    A module whose state_dict holds other tensors than its parameters is loaded through its own load_state_dict.
-    """
+    """A module whose state_dict holds other tensors than its parameters is loaded through its own load_state_dict."""
 
     class Packed(nn.Module):
         def __init__(self):
@@ -128,9 +118,7 @@ def test_what_state_dict_makes_for_the_occasion_goes_back(tmp_path):
 
 
 def test_hooks_that_wait_for_a_load_are_called(tmp_path):
-    """
-    A module's and an optimizer's own load hooks run after the load, and see what was loaded.
-    """
+    """A module's and an optimizer's own load hooks run after the load, and see what was loaded."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
@@ -158,9 +146,7 @@ class Turned(nn.Module):
 
 
 def test_hooks_on_the_way_are_honoured_on_meta_too(tmp_path):
-    """
-    A module on meta whose hooks change the form of its state gets its parameter in the parameter's form.
-    """
+    """A module on meta whose hooks change the form of its state gets its parameter in the parameter's form."""
     sk.save({"m": Turned()}, tmp_path / "c")
     with torch.device("meta"):
         other = Turned()
@@ -193,9 +179,7 @@ def test_a_parameter_on_meta_keeps_class_attributes_and_hooks(tmp_path):
 
 
 def test_ties_on_meta_are_those_of_the_module(tmp_path):
-    """
-    Saved tied, loaded untied: two memories. Saved untied, loaded tied: an error, as off meta.
-    """
+    """Saved tied, loaded untied: two memories. Saved untied, loaded tied: an error, as off meta."""
 
     def pair(*, tied):
         model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
@@ -215,9 +199,7 @@ def test_ties_on_meta_are_those_of_the_module(tmp_path):
 
 
 def test_extra_state_that_grew_is_given_back(tmp_path):
-    """
-    Extra state of another nesting or size than the module has now goes through set_extra_state.
-    """
+    """Extra state of another nesting or size than the module has now goes through set_extra_state."""
 
     class Noted(nn.Linear):
         notes = None
@@ -239,9 +221,7 @@ def test_extra_state_that_grew_is_given_back(tmp_path):
 
 
 def test_a_modules_own_ways_are_gone(tmp_path):
-    """
-    Overridden methods, pre-hooks and renaming hooks have their part in a load, in memory and on meta.
-    """
+    """Overridden methods, pre-hooks and renaming hooks have their part in a load, in memory and on meta."""
 
     class Own(nn.Module):
         def __init__(self):

@@ -43,9 +43,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_training_goes_on_bit_for_bit_on_the_device(kind, tmp_path):
-    """
-    Dropout draws the same masks, a fresh optimizer gets its state where it keeps it, and losses are the same.
-    """
+    """Dropout draws the same masks, a fresh optimizer gets its state where it keeps it, and losses are the same."""
     torch.manual_seed(0)
     model = net()
     optimizer = MAKERS[kind](model.parameters())
@@ -66,9 +64,7 @@ def test_training_goes_on_bit_for_bit_on_the_device(kind, tmp_path):
 
 
 def test_a_module_on_meta_is_loaded_to_the_device(tmp_path):
-    """
-    Under a default device, memory for meta parameters is made there.
-    """
+    """Under a default device, memory for meta parameters is made there."""
     model = net()
     sk.save({"model": model}, tmp_path / "c")
     with torch.device("meta"):
@@ -99,8 +95,6 @@ def sharded(where):
 
 
 def test_fsdp2_on_the_device(rank_pool, tmp_path):
-    """
-    Sharded parameters and moments on the device, with the device's own backend and none for the CPU.
-    """
+    """Sharded parameters and moments on the device, with the device's own backend and none for the CPU."""
     backend = dist.get_default_backend_for_device(device())
     assert rank_pool.run(1, sharded, str(tmp_path / "c"), backend=backend) == [True]

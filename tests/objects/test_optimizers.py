@@ -93,9 +93,7 @@ def parameters(model):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
-    """
-    Train, save, load into a fresh model and optimizer, train on: bit for bit as without the break.
-    """
+    """Train, save, load into a fresh model and optimizer, train on: bit for bit as without the break."""
     torch.manual_seed(1)
     model = Net()
     optimizer = MAKERS[kind](trainable(model))
@@ -115,9 +113,7 @@ def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
 
 
 def test_groups_are_found_by_their_parameters(tmp_path):
-    """
-    Groups in another order, and one cut in two, get the hyper-parameters their parameters were saved with.
-    """
+    """Groups in another order, and one cut in two, get the hyper-parameters their parameters were saved with."""
     model = Net()
     groups = [
         {"params": list(model.first.parameters()), "lr": 0.1, "tag": "a"},
@@ -143,9 +139,7 @@ def test_groups_are_found_by_their_parameters(tmp_path):
 
 
 def test_one_group_of_two_different_ones_is_refused(tmp_path):
-    """
-    The error names both parameters and what differs; nothing has been loaded.
-    """
+    """The error names both parameters and what differs; nothing has been loaded."""
     model = Net()
     groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.second.weight], "lr": 0.2}]
     sk.save({"model": model, "optim": torch.optim.SGD(groups)}, tmp_path / "c")
@@ -160,9 +154,7 @@ def test_one_group_of_two_different_ones_is_refused(tmp_path):
 
 
 def test_what_this_machine_decides_stays(tmp_path):
-    """
-    `foreach` and its kin are how a step is done here; they are not taken from the checkpoint.
-    """
+    """`foreach` and its kin are how a step is done here; they are not taken from the checkpoint."""
     model = Net()
     sk.save({"model": model, "optim": torch.optim.Adam(trainable(model), foreach=True, lr=0.5)}, tmp_path / "c")
     fresh = torch.optim.Adam(trainable(model), foreach=False, lr=0.1)
@@ -172,9 +164,7 @@ def test_what_this_machine_decides_stays(tmp_path):
 
 
 def test_state_of_a_parameter_that_is_gone_is_unexpected(tmp_path):
-    """
-    Moments that nothing takes are an error, and not a silent reset.
-    """
+    """Moments that nothing takes are an error, and not a silent reset."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model))
     train(model, optimizer, 1, seed=0)
@@ -188,9 +178,7 @@ def test_state_of_a_parameter_that_is_gone_is_unexpected(tmp_path):
 
 
 def test_a_parameter_that_was_not_optimized_is_missing(tmp_path):
-    """
-    A parameter the saved optimizer did not have is named; one it had no state for yet is fine.
-    """
+    """A parameter the saved optimizer did not have is named; one it had no state for yet is fine."""
     model = Net()
     sk.save({"model": model, "optim": torch.optim.Adam(model.first.parameters())}, tmp_path / "c")
     more = torch.optim.Adam(trainable(model))
@@ -199,9 +187,7 @@ def test_a_parameter_that_was_not_optimized_is_missing(tmp_path):
 
 
 def test_an_optimizer_without_its_module_needs_names(tmp_path):
-    """
-    A clear error at save; named_parameters() gives the optimizer names of its own.
-    """
+    """A clear error at save; named_parameters() gives the optimizer names of its own."""
     model = Net()
     with pytest.raises(sk.StateError, match="no module in the state"):
         sk.save({"optim": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "c")
@@ -215,9 +201,7 @@ def test_an_optimizer_without_its_module_needs_names(tmp_path):
 
 
 def test_several_optimizers_and_modules(tmp_path):
-    """
-    Each optimizer finds its module; one over two modules names parameters by both.
-    """
+    """Each optimizer finds its module; one over two modules names parameters by both."""
     one, two = Net(), Net()
     state = {
         "one": one,
@@ -249,9 +233,7 @@ def test_several_optimizers_and_modules(tmp_path):
 
 
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
-    """
-    `rename` reaches the names inside optimizer state, and hyper-parameters follow.
-    """
+    """`rename` reaches the names inside optimizer state, and hyper-parameters follow."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model), lr=0.02)
     train(model, optimizer, 1, seed=0)
@@ -275,9 +257,7 @@ def test_a_renamed_layer_takes_its_moments_along(tmp_path):
 
 
 def test_a_scheduler_goes_on(tmp_path):
-    """
-    Learning rates after a resume are those of the run without a break.
-    """
+    """Learning rates after a resume are those of the run without a break."""
     model = Net()
     optimizer = torch.optim.SGD(trainable(model), lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -297,9 +277,7 @@ def test_a_scheduler_goes_on(tmp_path):
 
 
 def test_a_part_of_the_state_alone(tmp_path):
-    """
-    What `exclude` leaves out stays in the optimizer as it was; what is loaded takes its place.
-    """
+    """What `exclude` leaves out stays in the optimizer as it was; what is loaded takes its place."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model))
     train(model, optimizer, 2, seed=0)
@@ -313,9 +291,7 @@ def test_a_part_of_the_state_alone(tmp_path):
 
 
 def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
-    """
-    What get_optimizer_state_dict returned, saved as a dict, is the same state.
-    """
+    """What get_optimizer_state_dict returned, saved as a dict, is the same state."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model), lr=0.03)
     train(model, optimizer, 2, seed=0)
@@ -326,10 +302,8 @@ def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
     assert torch.equal(fresh.state[model.first.bias]["exp_avg"], optimizer.state[model.first.bias]["exp_avg"])
 
 
-def test_an_optimizer_with_its_own_state_dict_is_taken_at_its_word(tmp_path):
-    """
-    What its `state_dict` returns is what its `load_state_dict` gets.
-    """
+def test_what_an_overridden_state_dict_returns_is_stored(tmp_path):
+    """What its `state_dict` returns is what its `load_state_dict` gets."""
 
     class Own(torch.optim.SGD):
         def state_dict(self):
@@ -346,9 +320,7 @@ def test_an_optimizer_with_its_own_state_dict_is_taken_at_its_word(tmp_path):
 
 
 def test_tensors_that_an_optimizer_keeps_for_no_parameter(tmp_path):
-    """
-    A tensor of many elements that belongs to no parameter, and is neither true nor false, is saved and loaded.
-    """
+    """A tensor of many elements that belongs to no parameter, and is neither true nor false, is saved and loaded."""
     model = Net()
     optimizer, fresh = (torch.optim.Adam(trainable(model)) for _ in range(2))
     train(model, optimizer, 1, seed=0)
@@ -367,9 +339,7 @@ def step(model, optimizer, times=1):
 
 
 def test_going_back_to_before_the_first_step_clears_state(tmp_path):
-    """
-    A checkpoint of an optimizer without state takes the state of later steps away, of all parameters or some.
-    """
+    """A checkpoint of an optimizer without state takes the state of later steps away, of all parameters or some."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"m": model, "o": optimizer}
@@ -389,9 +359,7 @@ def test_going_back_to_before_the_first_step_clears_state(tmp_path):
 
 
 def test_schedulers_with_tensor_learning_rates(tmp_path):
-    """
-    Schedulers that show one tensor under several names are loaded.
-    """
+    """Schedulers that show one tensor under several names are loaded."""
     model = nn.Linear(2, 2)
 
     def build():
@@ -410,9 +378,7 @@ def test_schedulers_with_tensor_learning_rates(tmp_path):
 
 
 def test_ranks_that_optimize_different_modules_keep_their_own_moments(tmp_path):
-    """
-    Rank 0 trains the encoder, rank 1 the decoder, whose parameters have the same names inside.
-    """
+    """Rank 0 trains the encoder, rank 1 the decoder, whose parameters have the same names inside."""
 
     def state_of(world, fill):
         mine = nn.Linear(2, 2)
@@ -448,9 +414,7 @@ def test_names_do_not_depend_on_what_else_is_in_the_state(tmp_path):
 
 
 def test_hyper_parameters_follow_renamed_layers(tmp_path):
-    """
-    Layers that move up by one, and layers that change places, keep their learning rates.
-    """
+    """Layers that move up by one, and layers that change places, keep their learning rates."""
 
     def build(names, rates):
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
@@ -473,9 +437,7 @@ def test_hyper_parameters_follow_renamed_layers(tmp_path):
 
 
 def test_learning_rates_that_are_tensors(tmp_path):
-    """
-    Groups that share one tensor get each its own; one group of two different ones is refused.
-    """
+    """Groups that share one tensor get each its own; one group of two different ones is refused."""
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     groups = [
         {"params": part.parameters(), "lr": torch.tensor(rate)} for part, rate in zip(model, (0.3, 0.7), strict=True)
@@ -489,9 +451,7 @@ def test_learning_rates_that_are_tensors(tmp_path):
 
 
 def test_one_hyper_parameter_alone(tmp_path):
-    """
-    A glob that reaches the learning rates, and nothing else, loads the learning rates.
-    """
+    """A glob that reaches the learning rates, and nothing else, loads the learning rates."""
     model = nn.Linear(2, 2)
     sk.save({"m": model, "o": torch.optim.Adam(model.parameters(), lr=0.3)}, tmp_path / "c")
     fresh = torch.optim.Adam(model.parameters())
@@ -499,7 +459,7 @@ def test_one_hyper_parameter_alone(tmp_path):
     assert fresh.param_groups[0]["lr"] == 0.3
 
 
-def test_a_parameter_takes_nobody_elses_state(tmp_path):
+def test_a_parameter_takes_its_own_state_only(tmp_path):
     """
     A frozen head inside the model, a trained head beside it: each has what is its own, and a new module has nothing.
     """
@@ -526,9 +486,7 @@ def test_a_parameter_takes_nobody_elses_state(tmp_path):
 
 
 def test_step_counters_are_not_shared_because_they_were(tmp_path):
-    """
-    Parameters that shared one counter when they were saved count for themselves.
-    """
+    """Parameters that shared one counter when they were saved count for themselves."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     step(model, optimizer, 3)
@@ -542,9 +500,7 @@ def test_step_counters_are_not_shared_because_they_were(tmp_path):
 
 
 def test_names_that_are_dropped_leave_state_alone(tmp_path):
-    """
-    `rename` to None is as good as `exclude`: live state stays.
-    """
+    """`rename` to None is as good as `exclude`: live state stays."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)
@@ -574,9 +530,7 @@ def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
 
 
 def test_ranks_with_other_objects_are_refused_at_save(tmp_path):
-    """
-    Modules under different keys on different ranks: told to all, before their moments could be mixed up.
-    """
+    """Modules under different keys on different ranks: an error on all, before their moments are mixed up."""
 
     def save(world):
         model = nn.Linear(2, 2)

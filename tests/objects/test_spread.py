@@ -62,9 +62,7 @@ def load_on_meta(where):
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 2), (4, 3), (1, 4)])
 def test_a_sharded_module_on_meta_gets_its_memory_from_the_load(rank_pool, tmp_path, writers, readers):
-    """
-    Parameters stay the objects that the optimizer holds, on other numbers of ranks too, and training goes on.
-    """
+    """Parameters stay the objects that the optimizer holds, on other numbers of ranks too, and training goes on."""
     expected, losses = rank_pool.run(writers, save_net, str(tmp_path / "c"))[0]
     for as_asked, loaded, went_on in rank_pool.run(readers, load_on_meta, str(tmp_path / "c")):
         assert as_asked
@@ -84,9 +82,7 @@ def load_a_share(where):
 
 
 def test_a_sharded_module_reads_its_shards_and_no_more(rank_pool, tmp_path):
-    """
-    Each of four ranks reads about a quarter of the model and of both moments: no full copy anywhere.
-    """
+    """Each of four ranks reads about a quarter of the model and of both moments: no full copy anywhere."""
     model = nn.Linear(1024, 1024, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
@@ -191,9 +187,7 @@ def odd_second(where, kind):
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_state_of_sharded_parameters(rank_pool, tmp_path, kind):
-    """
-    Optimizers whose state is not all shaped like the parameter go on bit for bit, fresh ones too.
-    """
+    """Optimizers whose state is not all shaped like the parameter go on bit for bit, fresh ones too."""
     expected = rank_pool.run(2, odd_first, str(tmp_path / "c"), kind)
     assert rank_pool.run(2, odd_second, str(tmp_path / "c"), kind) == expected
 
@@ -212,9 +206,7 @@ def load_with_fault(where):
 
 
 def test_no_object_takes_anything_if_a_rank_fails_to_read(rank_pool, tmp_path):
-    """
-    A read fails on one rank: it is told to all, and no optimizer has been touched.
-    """
+    """A read fails on one rank: all ranks raise, and no optimizer has been touched."""
     rank_pool.run(2, save_net, str(tmp_path / "c"))
     for outcome in rank_pool.run(2, load_with_fault, str(tmp_path / "c")):
         count, lr, message = outcome
@@ -237,9 +229,7 @@ def load_three_ways(where):
 
 
 def test_a_mesh_of_three_dimensions(rank_pool, tmp_path):
-    """
-    Eight ranks as 2x2x2: back onto the same mesh bit for bit, and onto three ranks of one dimension.
-    """
+    """Eight ranks as 2x2x2: back onto the same mesh bit for bit, and onto three ranks of one dimension."""
     saved = rank_pool.run(8, save_net, str(tmp_path / "c"), three_ways, timeout_s=120)
     assert rank_pool.run(8, load_three_ways, str(tmp_path / "c"), timeout_s=120) == saved
     for as_asked, loaded, went_on in rank_pool.run(3, load_on_meta, str(tmp_path / "c")):
@@ -275,9 +265,7 @@ def gram(where, *, save):
 
 
 def test_a_factor_that_looks_like_a_shard_is_none(rank_pool, tmp_path):
-    """
-    A 4x4 factor of an 8x4 parameter on two ranks has the shape of a shard, and is loaded as it is on one.
-    """
+    """A 4x4 factor of an 8x4 parameter on two ranks has the shape of a shard, and is loaded as it is on one."""
     saved = rank_pool.run(2, gram, str(tmp_path / "c"), save=True)
     assert rank_pool.run(2, gram, str(tmp_path / "c"), save=False) == saved
     assert rank_pool.run(1, gram, str(tmp_path / "c"), save=False) == saved[:1]
@@ -318,9 +306,7 @@ def fsdp1_fails_alone(where):
 
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_does_not_wait_for_a_rank_that_failed(rank_pool, tmp_path):
-    """
-    What can fail on a rank alone comes before FSDP1 talks; and an optimizer that never stepped stays fresh.
-    """
+    """What can fail on a rank alone comes before FSDP1 talks; and an optimizer that never stepped stays fresh."""
     for said, count in rank_pool.run(2, fsdp1_fails_alone, str(tmp_path / "c")):
         assert len(said) == 2
         assert "not on this rank" in said[0]

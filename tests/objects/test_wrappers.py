@@ -122,9 +122,7 @@ def saved(new_ranks, tmp_path_factory):
 @pytest.mark.timeout(400)  # the first of these saves with every wrapper
 @pytest.mark.parametrize("target", WORLDS)
 def test_every_wrapper_loads_what_every_wrapper_saved(target, saved, new_ranks):
-    """
-    Bit for bit the same state; and the losses go on as they did, exactly under the wrapper that saved them.
-    """
+    """Bit for bit the same state; and the losses go on as they did, exactly under the wrapper that saved them."""
     folder, expected, firsts = saved
     sources = [(source, optimizer) for source, kind, optimizer in PAIRS if kind == target]
     losses = new_ranks.run(WORLDS[target], second_part, str(folder), target, sources, timeout_s=150)[-1]

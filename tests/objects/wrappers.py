@@ -208,6 +208,6 @@ def pipeline_step(model, x):
         loss.backward()
     if rank:
         dist.send(x.grad, rank - 1)
-    told = torch.tensor([loss.item()], dtype=torch.float64)
-    dist.broadcast(told, ranks - 1)
-    return told.item()
+    shared = torch.tensor([loss.item()], dtype=torch.float64)
+    dist.broadcast(shared, ranks - 1)
+    return shared.item()

@@ -101,9 +101,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_plain_tensors_are_viewed(make: Any) -> None:
-    """
-    A tensor that lies in memory is one piece, which is that memory.
-    """
+    """A tensor that lies in memory is one piece, which is that memory."""
     tensor = make()
     leaf = describe_leaf("k", tensor)
     view = only(leaf)
@@ -116,9 +114,7 @@ def test_plain_tensors_are_viewed(make: Any) -> None:
 
 
 def test_functions_of_a_subclass_are_not_called() -> None:
-    """
-    Describing a tensor never runs code of its class.
-    """
+    """Describing a tensor never runs code of its class."""
     raw = torch.arange(3.0)
 
     assert only(describe_leaf("k", raw.as_subclass(Watched))).data_ptr() == raw.data_ptr()
@@ -127,9 +123,7 @@ def test_functions_of_a_subclass_are_not_called() -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0, 2)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_elements_no_pieces(shape: tuple[int, ...], device: str) -> None:
-    """
-    A tensor without elements has dtype and shape and nothing to store.
-    """
+    """A tensor without elements has dtype and shape and nothing to store."""
     expected = TensorLeaf(torch.int16, shape, (), None)
 
     assert describe_leaf("k", torch.empty(shape, dtype=torch.int16, device=device)) == expected
@@ -147,9 +141,7 @@ def test_no_elements_no_pieces(shape: tuple[int, ...], device: str) -> None:
     ids=["conj", "neg", "scalar"],
 )
 def test_lazy_views_are_resolved(lazy: torch.Tensor) -> None:
-    """
-    Conjugate and negative bits are not stored as such: the values are.
-    """
+    """Conjugate and negative bits are not stored as such: the values are."""
     assert lazy.is_conj() or lazy.is_neg()
     view = only(describe_leaf("k", lazy))
 
@@ -181,9 +173,7 @@ COPIED = {
 
 @pytest.mark.parametrize("array", [*ARRAYS.values(), *COPIED.values()], ids=[*ARRAYS, *COPIED])
 def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
-    """
-    A numpy array is described as a tensor over its memory, or over a copy where torch cannot view it.
-    """
+    """A numpy array is described as a tensor over its memory, or over a copy where torch cannot view it."""
     assert is_tensor(array)
     view = only(describe_leaf("k", array))
 
@@ -194,9 +184,7 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
 
 
 def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
-    """
-    A read-only array, a memory map included, is viewed without a warning and cannot be loaded into.
-    """
+    """A read-only array, a memory map included, is viewed without a warning and cannot be loaded into."""
     np.arange(6.0).tofile(tmp_path / "a")
     mapped = np.memmap(tmp_path / "a", mode="r", dtype=np.float64)
     locked = np.arange(6.0)
@@ -211,9 +199,7 @@ def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
 
 
 def test_a_view_outlives_its_array() -> None:
-    """
-    The pieces keep a read-only array's memory alive.
-    """
+    """The pieces keep a read-only array's memory alive."""
     view = only(describe_leaf("k", np.frombuffer(bytes(range(100)), np.uint8)))
 
     assert view.tolist() == list(range(100))
@@ -237,9 +223,7 @@ def test_a_view_outlives_its_array() -> None:
     ids=lambda obj: type(obj).__name__,
 )
 def test_other_things_are_not_tensors(obj: Any) -> None:
-    """
-    What is not plainly a tensor is left to others.
-    """
+    """What is not plainly a tensor is left to others."""
     assert not is_tensor(obj)
 
 
@@ -248,9 +232,7 @@ def test_other_things_are_not_tensors(obj: Any) -> None:
     "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str
 )
 def test_sparse_is_refused(layout: torch.layout) -> None:
-    """
-    A sparse tensor is refused with its layout and what to save instead.
-    """
+    """A sparse tensor is refused with its layout and what to save instead."""
     block = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     sparse = torch.eye(4).to_sparse(layout=layout, blocksize=block)
 
@@ -305,9 +287,7 @@ def _functional() -> torch.Tensor:
     ],
 )
 def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
-    """
-    Each kind without a plain form is refused with the key, what it is and a way out.
-    """
+    """Each kind without a plain form is refused with the key, what it is and a way out."""
     leaf = make()
     assert is_tensor(leaf)
 
@@ -320,9 +300,7 @@ def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
 
 
 def test_meta_where_allowed() -> None:
-    """
-    For loading, a meta tensor has its shape and no memory.
-    """
+    """For loading, a meta tensor has its shape and no memory."""
     leaf = describe_leaf("k", torch.empty(2, 3, device="meta"), allow_meta=True, writable=True)
 
     assert only(leaf).is_meta
@@ -330,9 +308,7 @@ def test_meta_where_allowed() -> None:
 
 
 def test_alias_is_the_same_memory_seen_the_same_way() -> None:
-    """
-    Tied weights share an alias; another shape, stride, offset, dtype or memory does not.
-    """
+    """Tied weights share an alias; another shape, stride, offset, dtype or memory does not."""
     base = torch.arange(12.0).reshape(3, 4)
     alias = describe_leaf("a", base).alias
 
@@ -349,9 +325,7 @@ def test_alias_is_the_same_memory_seen_the_same_way() -> None:
 
 
 def test_alias_of_several_pieces() -> None:
-    """
-    A leaf of pieces is another one's alias if all pieces are.
-    """
+    """A leaf of pieces is another one's alias if all pieces are."""
     a, b = torch.ones(2), torch.ones(2)
 
     def boxed(*pieces: tuple[torch.Tensor, tuple[int, ...]]) -> Any:
@@ -369,9 +343,7 @@ def test_alias_of_several_pieces() -> None:
     ids=["expanded", "broadcast", "reversed"],
 )
 def test_what_cannot_be_filled(leaf: Any) -> None:
-    """
-    A leaf whose memory would not become the loaded values is refused for loading, not for saving.
-    """
+    """A leaf whose memory would not become the loaded values is refused for loading, not for saving."""
     describe_leaf("k", leaf)
 
     with pytest.raises(UnsupportedLeaf, match="'k'"):
@@ -379,9 +351,7 @@ def test_what_cannot_be_filled(leaf: Any) -> None:
 
 
 def test_writable_leaves_see_what_is_written() -> None:
-    """
-    Writing into the pieces changes the leaf, whichever kind it is, and autograd hears of it.
-    """
+    """Writing into the pieces changes the leaf, whichever kind it is, and autograd hears of it."""
     parameter = nn.Parameter(torch.zeros(2, 3).t())
     box = ShardedBox(torch.zeros(2).as_subclass(Tagged), offsets=(1,), shape=(3,))
     array = np.zeros(3)
@@ -399,9 +369,7 @@ def test_writable_leaves_see_what_is_written() -> None:
 
 
 def test_sharded_boxes() -> None:
-    """
-    A ShardedBox gives its pieces where they lie, the empty ones left out.
-    """
+    """A ShardedBox gives its pieces where they lie, the empty ones left out."""
     first, second = torch.ones(2, 3), nn.Parameter(torch.zeros(1, 3))
     box = ShardedBox.of(
         [(first, (0, 0)), (torch.ones(0, 3), (2, 0)), (second, (4, 0))], shape=(6, 3), dtype=torch.float32
@@ -428,9 +396,7 @@ def test_sharded_boxes() -> None:
     ],
 )
 def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) -> None:
-    """
-    A piece outside the tensor, or of another dtype, is an error that names the key.
-    """
+    """A piece outside the tensor, or of another dtype, is an error that names the key."""
     box = ShardedBox.of([(tensor, offsets)], shape=(6, 3), dtype=torch.float32)
 
     with pytest.raises(InvalidShards, match=rf"'a\.b'.*{what}"):
@@ -441,9 +407,7 @@ def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) 
     "piece", [np.ones(2), Packed(torch.ones(2)), torch.eye(2).to_sparse()], ids=["numpy", "wrapper", "sparse"]
 )
 def test_pieces_are_plain_tensors(piece: Any) -> None:
-    """
-    A piece is held to the same rules as a leaf.
-    """
+    """A piece is held to the same rules as a leaf."""
     box = ShardedBox.of([(piece, (0,) * len(piece.shape))], shape=tuple(piece.shape), dtype=torch.float32)
 
     with pytest.raises(UnsupportedLeaf, match="'k'"):
@@ -466,9 +430,7 @@ def test_fifty_thousand_leaves() -> None:
 
 
 def test_async_collective_tensor(mesh: DeviceMesh) -> None:
-    """
-    A collective's result still under way is waited for.
-    """
+    """A collective's result still under way is waited for."""
     pending = funcol.all_reduce(torch.arange(4.0), "sum", mesh)
     assert type(pending) is funcol.AsyncCollectiveTensor
     view = only(describe_leaf("k", pending))
@@ -479,9 +441,7 @@ def test_async_collective_tensor(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_dtensor(mesh: DeviceMesh, placement: Any) -> None:
-    """
-    A DTensor's piece is its local tensor, without communication, copy or autograd.
-    """
+    """A DTensor's piece is its local tensor, without communication, copy or autograd."""
     full = torch.arange(12.0).reshape(4, 3)
     parameter = nn.Parameter(distribute_tensor(full, mesh, [placement]))
     leaf = describe_leaf("k", parameter)
@@ -494,9 +454,7 @@ def test_dtensor(mesh: DeviceMesh, placement: Any) -> None:
 
 
 def test_dtensor_with_a_pending_local_tensor(mesh: DeviceMesh) -> None:
-    """
-    The local tensor of a DTensor may itself be under way.
-    """
+    """The local tensor of a DTensor may itself be under way."""
     local = funcol.all_reduce(torch.arange(4.0), "sum", mesh)
     leaf = describe_leaf("k", DTensor.from_local(local, mesh, [Shard(0)]))
 
@@ -504,9 +462,7 @@ def test_dtensor_with_a_pending_local_tensor(mesh: DeviceMesh) -> None:
 
 
 def test_dtensor_edges(mesh: DeviceMesh) -> None:
-    """
-    Scalars, empty tensors and meta tensors are DTensors too; a wrapped local tensor is refused.
-    """
+    """Scalars, empty tensors and meta tensors are DTensors too; a wrapped local tensor is refused."""
     assert only(describe_leaf("k", distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))).item() == 2
     assert describe_leaf("k", distribute_tensor(torch.ones(0, 3), mesh, [Shard(0)])).pieces == ()
     on_meta = distribute_tensor(torch.empty(4, device="meta"), mesh, [Shard(0)])
@@ -519,9 +475,7 @@ def test_dtensor_edges(mesh: DeviceMesh) -> None:
 
 
 def test_sharded_tensor_on_one_rank(mesh: DeviceMesh) -> None:
-    """
-    A ShardedTensor gives its local shards; one within another is refused.
-    """
+    """A ShardedTensor gives its local shards; one within another is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates ShardedTensor
         from torch.distributed._shard.sharded_tensor import Shard as TensorShard
@@ -550,9 +504,7 @@ def test_sharded_tensor_on_one_rank(mesh: DeviceMesh) -> None:
 
 
 def test_materialize_plain_tensors() -> None:
-    """
-    A meta tensor gets memory of the same shape and order of strides; anything else is returned as it is.
-    """
+    """A meta tensor gets memory of the same shape and order of strides; anything else is returned as it is."""
     meta = torch.empty(2, 3, 4, device="meta", dtype=torch.bfloat16).permute(2, 0, 1)
     made = materialize("k", meta)
 
@@ -568,9 +520,7 @@ def test_materialize_plain_tensors() -> None:
 
 
 def test_materialize_keeps_the_kind() -> None:
-    """
-    Class, attributes and `requires_grad` survive.
-    """
+    """Class, attributes and `requires_grad` survive."""
     frozen = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
     special = SpecialParameter(torch.empty(2, device="meta"))
     special.tensor_parallel = True
@@ -590,17 +540,13 @@ def test_materialize_keeps_the_kind() -> None:
 
 
 def test_materialize_under_a_meta_default() -> None:
-    """
-    A default device of meta is no place to load to.
-    """
+    """A default device of meta is no place to load to."""
     with torch.device("meta"):
         assert materialize("k", torch.empty(2)).device.type == "cpu"
 
 
 def test_materialize_boxes() -> None:
-    """
-    The pieces of a ShardedBox are given memory where they lack it.
-    """
+    """The pieces of a ShardedBox are given memory where they lack it."""
     real = torch.ones(2)
     box = ShardedBox.of([(real, (0,)), (torch.empty(2, device="meta"), (2,))], shape=(4,), dtype=torch.float32)
     made = materialize("k", box)
@@ -611,9 +557,7 @@ def test_materialize_boxes() -> None:
 
 
 def test_materialize_dtensors(mesh: DeviceMesh) -> None:
-    """
-    A DTensor on meta gets a local tensor on its mesh's device, with the same placements.
-    """
+    """A DTensor on meta gets a local tensor on its mesh's device, with the same placements."""
     meta = nn.Parameter(distribute_tensor(torch.empty(3, 4, device="meta").t(), mesh, [Shard(1)]))
     meta.tensor_parallel = True
     made = materialize("k", meta)
@@ -631,9 +575,7 @@ def test_materialize_dtensors(mesh: DeviceMesh) -> None:
 
 
 def test_materialize_refuses_what_it_cannot_make() -> None:
-    """
-    A meta tensor of a kind without a plain form is refused by name.
-    """
+    """A meta tensor of a kind without a plain form is refused by name."""
     wrapper = torch.Tensor._make_wrapper_subclass(Packed, (2,), device="meta")
 
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*Packed"):
@@ -648,9 +590,7 @@ def on_a_part_of_the_ranks() -> tuple[Any, ...]:
 
 
 def test_ranks_outside_the_mesh(rank_pool: RankPool) -> None:
-    """
-    A rank outside a DTensor's mesh knows its shape and holds no piece, and neither does one whose shard is empty.
-    """
+    """A rank outside a DTensor's mesh knows its shape and holds no piece, and neither does one whose shard is empty."""
     assert rank_pool.run(4, on_a_part_of_the_ranks) == [
         ((5,), [((0,), [0.0, 1.0, 2.0])], False),
         ((5,), [((3,), [3.0, 4.0])], False),
@@ -675,9 +615,7 @@ def sharded_tensor() -> tuple[Any, ...]:
 
 
 def test_sharded_tensor(rank_pool: RankPool) -> None:
-    """
-    Every rank gives its own shards of a ShardedTensor, of whatever sizes.
-    """
+    """Every rank gives its own shards of a ShardedTensor, of whatever sizes."""
     assert rank_pool.run(3, sharded_tensor) == [
         ((5, 2), torch.float32, [((0, 0), [[0.0, 1.0]]), ((1, 0), [[2.0, 3.0], [4.0, 5.0]])]),
         ((5, 2), torch.float32, [((3, 0), [[6.0, 7.0], [8.0, 9.0]])]),
@@ -699,9 +637,7 @@ def pending() -> tuple[Any, ...]:
 
 
 def test_pending_collectives(rank_pool: RankPool) -> None:
-    """
-    What a collective will bring is waited for; what was never reduced is refused.
-    """
+    """What a collective will bring is waited for; what was never reduced is refused."""
     assert rank_pool.run(2, pending) == [([0.0, 1.0], True, [2.0, 2.0])] * 2
 
 
@@ -723,7 +659,5 @@ def loaded_from_meta() -> tuple[Any, ...]:
 
 
 def test_materialize_under_fsdp(rank_pool: RankPool) -> None:
-    """
-    A parameter FSDP sharded on meta gets memory on every rank, the empty shards included.
-    """
+    """A parameter FSDP sharded on meta gets memory on every rank, the empty shards included."""
     assert rank_pool.run(4, loaded_from_meta) == [(True, True, True, [0.0, 0.0, 1.0, 1.0, 2.0])] * 4

@@ -89,9 +89,7 @@ def as_written(placements: tuple[Placement, ...]) -> list[Cut]:
 @settings(deadline=None, max_examples=120)
 @given(shardings())
 def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """
-    For any mix of placements, at every coordinate, the boxes hold what torch's splitting gives the rank.
-    """
+    """For any mix of placements, at every coordinate, the boxes hold what torch's splitting gives the rank."""
     shape, mesh, placements = sharding
     full = numbered(shape)
     cuts = as_written(placements)
@@ -105,9 +103,7 @@ def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> No
 @settings(deadline=None, max_examples=80)
 @given(shardings())
 def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """
-    Shape, and the offset of the first box, are those of torch's own function for checkpoints.
-    """
+    """Shape, and the offset of the first box, are those of torch's own function for checkpoints."""
     shape, mesh, placements = sharding
     cuts = as_written(placements)
     for at in coordinates(mesh):
@@ -121,9 +117,7 @@ def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement,
 @settings(deadline=None, max_examples=80)
 @given(shardings(strided=False))
 def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """
-    Without strided placements a rank has one box or none; boxes of all ranks tile the tensor, once a replica.
-    """
+    """Without strided placements a rank has one box or none; boxes of all ranks tile the tensor, once a replica."""
     shape, mesh, placements = sharding
     count = torch.zeros(shape, dtype=torch.int64)
     for at in coordinates(mesh):
@@ -139,9 +133,7 @@ def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, .
 
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (2, 4), (3, 2), (5, 3)])
 def test_fsdp_over_tensor_parallel(mesh: Ints) -> None:
-    """
-    FSDP cuts what tensor parallelism left: for every size, even or not, the rank's rows are those and one run.
-    """
+    """FSDP cuts what tensor parallelism left: for every size, even or not, the rank's rows are those and one run."""
     placements = (_StridedShard(0, split_factor=mesh[1]), Shard(0))
     for rows, at in itertools.product(range(40), coordinates(mesh)):
         full = numbered((rows, 2))
@@ -166,9 +158,7 @@ def test_fsdp_over_tensor_parallel(mesh: Ints) -> None:
     ids=str,
 )
 def test_three_dimensional_meshes(placements: tuple[Placement, ...], order: list[tuple[int, int]]) -> None:
-    """
-    HSDP, and FSDP over two model-parallel dimensions, are read back in the order the cuts were made.
-    """
+    """HSDP, and FSDP over two model-parallel dimensions, are read back in the order the cuts were made."""
     mesh = (2, 2, 2)
     for rows, columns, at in itertools.product(range(20), (1, 5), coordinates(mesh)):
         full = numbered((rows, columns))
@@ -180,7 +170,7 @@ def test_three_dimensional_meshes(placements: tuple[Placement, ...], order: list
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (2, 4)])
 def test_distribute_tensor_with_strided_placements(mesh: Ints) -> None:
     """
-    The same placements applied left to right differ in uneven sizes; the local shape tells, and the boxes are right.
+    The same placements applied left to right differ in uneven sizes; the local shape decides, and the boxes are right.
     """
     placements = (_StridedShard(0, split_factor=mesh[1]), Shard(0))
     for rows, at in itertools.product(range(40), coordinates(mesh)):
@@ -191,27 +181,21 @@ def test_distribute_tensor_with_strided_placements(mesh: Ints) -> None:
 
 
 def test_strided_without_its_partner() -> None:
-    """
-    A strided placement that no other accounts for gives several disjoint boxes, in the order of the local tensor.
-    """
+    """A strided placement that no other accounts for gives several disjoint boxes, in the order of the local tensor."""
     boxes = dtensor_boxes("k", spec_of((9,), (4,), (0,), (_StridedShard(0, split_factor=2),)), (3,))
 
     assert boxes == [(Box((0,), (2,)), Box((0,), (2,))), (Box((5,), (1,)), Box((2,), (1,)))]
 
 
 def test_runs_that_touch_are_one() -> None:
-    """
-    Parts that follow one another in the whole tensor are one box, not several.
-    """
+    """Parts that follow one another in the whole tensor are one box, not several."""
     assert local_boxes((8,), (1,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (8,)), Box((0,), (8,)))]
     assert local_boxes((4,), (2,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (4,)), Box((0,), (4,)))]
     assert local_boxes((4,), (2,), (1,), [Cut(0, 0, 4)]) == []
 
 
 def test_strided_on_two_dimensions_is_a_grid() -> None:
-    """
-    Several runs on each of two dimensions give their product.
-    """
+    """Several runs on each of two dimensions give their product."""
     placements = (_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3))
     full = numbered((8, 12))
     for at in coordinates((2, 2)):
@@ -223,9 +207,7 @@ def test_strided_on_two_dimensions_is_a_grid() -> None:
 
 
 def test_views_keep_the_written_order() -> None:
-    """
-    A spec that says its strides are no shard order is read left to right only.
-    """
+    """A spec that says its strides are no shard order is read left to right only."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = spec_of((9,), (4, 2), (3, 0), placements, use_strided_shard_as_shard_order=False)
 
@@ -234,9 +216,7 @@ def test_views_keep_the_written_order() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_recorded_shard_order(order: Ints) -> None:
-    """
-    Where torch recorded another order than left to right, cuts are made in that order.
-    """
+    """Where torch recorded another order than left to right, cuts are made in that order."""
     mesh = (2, 3, 2)
     placements = (Shard(0), Shard(0), Shard(0))
     for rows, at in itertools.product((0, 1, 7, 12, 25), coordinates(mesh)):
@@ -248,9 +228,7 @@ def test_recorded_shard_order(order: Ints) -> None:
 
 
 def test_shard_order_of_each_dimension() -> None:
-    """
-    Each tensor dimension has an order of its own.
-    """
+    """Each tensor dimension has an order of its own."""
     mesh, shape = (2, 2, 2, 2), (7, 9)
     placements = (Shard(1), Shard(0), Shard(0), Shard(1))
     full = numbered(shape)
@@ -262,16 +240,12 @@ def test_shard_order_of_each_dimension() -> None:
 
 
 def test_negative_dimensions() -> None:
-    """
-    A dimension counted from the end is the same dimension.
-    """
+    """A dimension counted from the end is the same dimension."""
     assert possible_cuts("k", spec_of((4, 6), (2,), (1,), (Shard(-1),)), (2,)) == [[Cut(0, 1)]]
 
 
 def test_huge_dimensions_cost_nothing() -> None:
-    """
-    Runs are worked out, not listed: a dimension of a million million elements is no different.
-    """
+    """Runs are worked out, not listed: a dimension of a million million elements is no different."""
     n = 10**12 + 7
     boxes = local_boxes((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])
 
@@ -282,9 +256,7 @@ def test_huge_dimensions_cost_nothing() -> None:
 
 
 def test_scalars_and_ranks_outside() -> None:
-    """
-    A replicated scalar is one box without axes; a rank outside the mesh holds nothing.
-    """
+    """A replicated scalar is one box without axes; a rank outside the mesh holds nothing."""
     assert dtensor_boxes("k", spec_of((), (2,), (1,), (Replicate(),)), ()) == [(Box((), ()), Box((), ()))]
     assert dtensor_boxes("k", spec_of((4,), (2,), None, (Shard(0),)), (0,)) == []
 
@@ -293,26 +265,20 @@ def test_scalars_and_ranks_outside() -> None:
     "placement", [Partial(), Partial("max"), _MaskPartial(offset_shape=None, offset_dim=0)], ids=repr
 )
 def test_partial_is_refused(placement: Placement) -> None:
-    """
-    A value not yet reduced is on no rank; the error names the leaf and says what to do.
-    """
+    """A value not yet reduced is on no rank; the error names the leaf and says what to do."""
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*(?s:.*)full_tensor"):
         dtensor_boxes("a.b", spec_of((4,), (2,), (0,), (placement,)), (4,))
 
 
 @pytest.mark.parametrize("placement", [Shard(1), Shard(-2), Placement()], ids=["S(1)", "S(-2)", "custom"])
 def test_unknown_placements_are_refused(placement: Placement) -> None:
-    """
-    A placement that says nothing we understand about this tensor is refused, not guessed.
-    """
+    """A placement that says nothing we understand about this tensor is refused, not guessed."""
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         dtensor_boxes("k", spec_of((4,), (2,), (0,), (placement,)), (4,))
 
 
 def test_wrong_local_shape() -> None:
-    """
-    A local tensor that is not what its placements give, as `from_local` allows, is reported with both shapes.
-    """
+    """A local tensor that is not what its placements give, as `from_local` allows, is reported with both shapes."""
     for local in ((4,), (0,)):
         with pytest.raises(InvalidShards, match=rf"'k'.*\({local[0]},\).*\(3,\) at \(0,\)"):
             dtensor_boxes("k", spec_of((5,), (2,), (0,), (Shard(0),)), local)
@@ -326,9 +292,7 @@ def test_empty_local_tensors_of_another_shape() -> None:
 
 
 def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
-    """
-    One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show.
-    """
+    """One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show."""
     spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
 
     assert [local_boxes((27,), (3, 4), (2, 2), cuts)[0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))] == [
@@ -413,9 +377,7 @@ def check_world(shape: Ints, held: list[Pieces], replicas: int) -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (2, 2, 2)], ids=str)
 def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
-    """
-    On 2, 4 and 8 processes, what `distribute_tensor` gave each rank is what the boxes say.
-    """
+    """On 2, 4 and 8 processes, what `distribute_tensor` gave each rank is what the boxes say."""
     choices: list[Plain] = [("replicate",), ("shard", 0), ("shard", 1), ("strided", 0, 2), ("shard", -1)]
     mixes = list(itertools.product(choices, repeat=len(mesh_shape)))
     cases = [(shape, mix) for shape, mix in itertools.product(SHAPES, mixes)][:: 1 if len(mixes) < 30 else 7]
@@ -428,9 +390,7 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
 
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((2, 2), (7, 2)), ((2, 2, 2), (16, 3)), ((2, 2, 2), (11, 1))])
 def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -> None:
-    """
-    A DTensor that torch cut in another order than left to right holds what the boxes say.
-    """
+    """A DTensor that torch cut in another order than left to right holds what the boxes say."""
     orders = list(itertools.permutations(range(len(mesh_shape))))
     world = rank_pool.run(math.prod(mesh_shape), reordered, mesh_shape, shape, orders)
 
@@ -441,9 +401,7 @@ def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -
 
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (4, 2), (2, 4), (2, 2, 2)], ids=str)
 def test_real_fsdp_over_tensor_parallel(rank_pool: RankPool, mesh_shape: Ints) -> None:
-    """
-    Parameters under FSDP and tensor parallelism, of even and uneven sizes, tile; each rank has one run of rows.
-    """
+    """Parameters under FSDP and tensor parallelism, of even and uneven sizes, tile; each rank has one run of rows."""
     rows = [16, 9, 5, 3]
     world = rank_pool.run(math.prod(mesh_shape), parallel_layers, mesh_shape, rows)
     tensor = mesh_shape[-1]

@@ -30,7 +30,7 @@ ONE = [(1024 * COUNT, 64)]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all memory that operators made and that is still held by somebody."""
+    """Counts the bytes of all memory that operators made and that is still in use."""
 
     def __init__(self):
         super().__init__()
@@ -83,9 +83,7 @@ def count_the_counter():
 
 
 def test_the_counter_counts(rank_pool):
-    """
-    Two tensors of 4000 bytes at a time at most, one kept alive by a view, then none.
-    """
+    """Two tensors of 4000 bytes at a time at most, one kept alive by a view, then none."""
     assert rank_pool.run(1, count_the_counter) == [(8000, 4000, 0)]
 
 
@@ -144,9 +142,7 @@ def longest_message():
 
 
 def test_ranks_tell_each_other_about_tensors_not_their_values(rank_pool):
-    """
-    What is agreed on takes some bytes for each of forty tensors, whatever their size.
-    """
+    """What is agreed on takes some bytes for each of forty tensors, whatever their size."""
     for count, longest in rank_pool.run(2, longest_message):
         assert count == 2
         assert longest < 200 * COUNT
@@ -162,9 +158,7 @@ def distribute_counted(device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_distributing_takes_only_the_parts(rank_pool, device):
-    """
-    Each rank's parts are cut out of the full tree that is there; nothing else is made.
-    """
+    """Each rank's parts are cut out of the full tree that is there; nothing else is made."""
     result = COUNT * FULL // 4
     for peak, after in rank_pool.run(4, distribute_counted, device):
         assert after == result
@@ -184,9 +178,7 @@ def gather_counted(kind):
 
 @pytest.mark.parametrize("kind", ["DTensor", "ShardedTensor"])
 def test_a_gather_holds_one_full_tensor_beyond_its_result(rank_pool, kind):
-    """
-    Ranks that get no result hold the tensor being gathered and its buffers, a few of forty tensors at most.
-    """
+    """Ranks that get no result hold the tensor being gathered and its buffers, a few of forty tensors at most."""
     outcomes = rank_pool.run(4, gather_counted, kind)
     for rank, (peak, after, count) in enumerate(outcomes):
         result = COUNT * FULL if rank == 0 else 0

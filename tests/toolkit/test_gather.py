@@ -59,9 +59,7 @@ def gather_for_one(options):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_only_the_ranks_asked_for_get_the_result(rank_pool, ranks):
-    """
-    With `ranks_only` the others take part and get an empty dict.
-    """
+    """With `ranks_only` the others take part and get an empty dict."""
     outcome = rank_pool.run(ranks, gather_for_one, {"ranks_only": (1,), "cpu_offload": True})
     assert outcome == [(True, KEYS if rank == 1 else 0) for rank in range(ranks)]
 
@@ -79,9 +77,7 @@ def gather_odd_shards():
 
 
 def test_shards_of_any_size_and_order_are_gathered(rank_pool):
-    """
-    Shards that are not the equal rows torch takes for granted end up where their metadata say, on all ranks.
-    """
+    """Shards that are not the equal rows torch takes for granted end up where their metadata say, on all ranks."""
     for found in rank_pool.run(2, gather_odd_shards):
         assert set(found.values()) == {bits(numbered(6, 4, dtype=torch.float64))}
 
@@ -102,9 +98,7 @@ def gather_every_dtype():
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_is_gathered_bit_for_bit(rank_pool):
-    """
-    ShardedTensors and DTensors of dtypes that gloo cannot send, NaNs with odd payloads included.
-    """
+    """ShardedTensors and DTensors of dtypes that gloo cannot send, NaNs with odd payloads included."""
     assert rank_pool.run(2, gather_every_dtype) == [[], []]
 
 
@@ -121,9 +115,7 @@ def gather_in_a_subgroup():
 
 
 def test_a_sharded_tensor_is_gathered_over_its_own_group(rank_pool):
-    """
-    Two halves of the ranks gather two tensors at the same time, each over the group its tensor was made for.
-    """
+    """Two halves of the ranks gather two tensors at the same time, each over the group its tensor was made for."""
     assert rank_pool.run(4, gather_in_a_subgroup) == [(True, True)] * 4
 
 
@@ -138,9 +130,7 @@ def gather_fsdp_over_tp():
 
 
 def test_uneven_strided_shards_come_back_in_order(rank_pool):
-    """
-    FSDP over tensor parallelism, with seven rows over two by two ranks.
-    """
+    """FSDP over tensor parallelism, with seven rows over two by two ranks."""
     assert rank_pool.run(4, gather_fsdp_over_tp) == [True] * 4
 
 
@@ -160,9 +150,7 @@ def gather_strided():
 
 
 def test_strided_placements_by_hand_come_back_in_order(rank_pool):
-    """
-    Even and uneven rows, strided before and after a plain cut, made by `distribute_tensor`.
-    """
+    """Even and uneven rows, strided before and after a plain cut, made by `distribute_tensor`."""
     assert rank_pool.run(4, gather_strided) == [[]] * 4
 
 
@@ -173,9 +161,7 @@ def gather_beside():
 
 
 def test_ranks_beside_a_mesh_are_not_waited_for(rank_pool):
-    """
-    A DTensor on the mesh of two ranks, in the hands of four: those outside get nothing, as in torch.
-    """
+    """A DTensor on the mesh of two ranks, in the hands of four: those outside get nothing, as in torch."""
     assert rank_pool.run(4, gather_beside) == [True] * 4
 
 
@@ -188,9 +174,7 @@ def gather_partial_and_grad():
 
 
 def test_partial_sums_are_reduced_and_gradients_left_behind(rank_pool):
-    """
-    A partial DTensor is summed over the ranks; a parameter is gathered without a graph.
-    """
+    """A partial DTensor is summed over the ranks; a parameter is gathered without a graph."""
     assert rank_pool.run(2, gather_partial_and_grad) == [([2.0] * 3, False, True)] * 2
 
 
@@ -206,9 +190,7 @@ def gather_pending():
 
 
 def test_tensors_on_their_way_are_waited_for(rank_pool):
-    """
-    An AsyncCollectiveTensor, bare or inside a DTensor, is a finished plain tensor in the result.
-    """
+    """An AsyncCollectiveTensor, bare or inside a DTensor, is a finished plain tensor in the result."""
     assert rank_pool.run(2, gather_pending) == [(True, [True, True], [True, True])] * 2
 
 
@@ -246,18 +228,14 @@ def gather_what_differs(case):
     ],
 )
 def test_trees_that_differ_are_an_error_on_all_ranks(rank_pool, case, kind, named):
-    """
-    No rank waits in a collective that another never joins: all raise, and the error names the key.
-    """
+    """No rank waits in a collective that another never joins: all raise, and the error names the key."""
     for outcome in rank_pool.outcomes(4, gather_what_differs, case, timeout_s=40):
         with pytest.raises(kind, match=named):
             raise outcome.error
 
 
 def test_an_object_is_refused_by_path_or_copied():
-    """
-    Without other ranks: a ValueError that names the path, or a deep copy if types are not checked.
-    """
+    """Without other ranks: a ValueError that names the path, or a deep copy if types are not checked."""
     tree = {"a": [1, {"b": Opaque()}]}
     with pytest.raises(UnexpectedValue, match=r"'a\.1\.b' is a Opaque") as caught:
         gather_state_dict(tree)
@@ -274,9 +252,7 @@ def gather_with_holes():
 
 
 def test_shards_that_are_not_what_the_metadata_say(rank_pool):
-    """
-    A rank whose shard differs from its metadata says so.
-    """
+    """A rank whose shard differs from its metadata says so."""
     first = rank_pool.outcomes(1, gather_with_holes)[0]
     with pytest.raises(InvalidShards, match="metadata"):
         raise first.error

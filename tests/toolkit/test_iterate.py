@@ -50,9 +50,7 @@ def iterate_by_kind():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_kind_has_its_function(rank_pool, ranks):
-    """
-    ShardedTensors, DTensors and tensors go to their own functions, with group, device and companion, as in torch.
-    """
+    """ShardedTensors, DTensors and tensors go to their own functions, with group, device and companion, as in torch."""
     words = [f"{kind} on cpu in None with None" for kind in ("sharded", "dtensor", "tensor")]
     assert rank_pool.run(ranks, iterate_by_kind) == [(True, True, *words)] * ranks
 
@@ -62,9 +60,7 @@ def same(tree, **options):
 
 
 def test_containers_come_out_new_and_alike():
-    """
-    Dicts, lists, tuples and named tuples are rebuilt; tensors and plain values are the same objects.
-    """
+    """Dicts, lists, tuples and named tuples are rebuilt; tensors and plain values are the same objects."""
     buffer = io.BytesIO(b"x")
     tree = {
         "d": OrderedDict(a=1),
@@ -85,9 +81,7 @@ def test_containers_come_out_new_and_alike():
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1j, [object()]])
 def test_other_values_are_refused_or_copied(value):
-    """
-    A ValueError names the path; without the type check the value is copied deeply.
-    """
+    """A ValueError names the path; without the type check the value is copied deeply."""
     with pytest.raises(UnexpectedValue, match=r"'a\.b"):
         same({"a": {"b": value}})
     with pytest.raises(ValueError, match="type_check=False"):
@@ -97,17 +91,13 @@ def test_other_values_are_refused_or_copied(value):
 
 
 def test_without_a_group_this_process_is_rank_0():
-    """
-    `ranks_only` works where torch.distributed was never initialised.
-    """
+    """`ranks_only` works where torch.distributed was never initialised."""
     assert same({"a": 1}, ranks_only=(0,)) == {"a": 1}
     assert same({"a": 1}, ranks_only=(1,)) == {}
 
 
 def test_companions_take_the_values():
-    """
-    What comes out are the companion's own tensors, filled; without one for a value the source's.
-    """
+    """What comes out are the companion's own tensors, filled; without one for a value the source's."""
     companion = {"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int64)], "n": 1}
     tensors = companion["a"], companion["b"][0]
     made = same({"a": numbered(3), "b": (numbered(2, dtype=torch.int64),), "n": 2}, companion_obj=companion)
@@ -135,9 +125,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_companion_that_does_not_fit_is_refused_by_path(name):
-    """
-    Keys, lengths, kinds, sizes, dtypes and missing memory: nothing is cast, stretched or left out.
-    """
+    """Keys, lengths, kinds, sizes, dtypes and missing memory: nothing is cast, stretched or left out."""
     companion, message = MISFITS[name]
     with pytest.raises(CompanionMismatch, match=message):
         same(BASE, companion_obj=companion)
@@ -167,9 +155,7 @@ def sharded_misfits():
 
 
 def test_sharded_companions_must_be_cut_alike(rank_pool):
-    """
-    Another placement, kind, dtype, cut, or no memory.
-    """
+    """Another placement, kind, dtype, cut, or no memory."""
     for said in rank_pool.run(2, sharded_misfits):
         assert len(said) == 8
         assert "sharded as" in said[0]

@@ -41,9 +41,7 @@ def parameters(func):
 
 @pytest.mark.parametrize(("ours", "theirs", "name"), NAMES, ids=lambda value: value.rpartition(".")[2])
 def test_a_name_of_torch_is_ours_too(ours, theirs, name):
-    """
-    The name exists, and a function takes the same arguments.
-    """
+    """The name exists, and a function takes the same arguments."""
     expected = getattr(importlib.import_module(theirs), name)
     found = getattr(importlib.import_module(f"shardkeep.dcp.{ours}"), name)
     if inspect.isfunction(expected):
@@ -51,9 +49,7 @@ def test_a_name_of_torch_is_ours_too(ours, theirs, name):
 
 
 def test_traverse_obj_goes_into_everything():
-    """
-    `_traverse_obj`, inside of a function in torch, is a function of its own.
-    """
+    """`_traverse_obj`, inside of a function in torch, is a function of its own."""
     from shardkeep.dcp._state_dict_utils import _traverse_obj
 
     met = []

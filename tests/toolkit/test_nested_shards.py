@@ -124,9 +124,7 @@ def flatten_badly(case):
     ],
 )
 def test_what_cannot_be_flattened_says_why(rank_pool, case, why):
-    """
-    A ValueError that names the key.
-    """
+    """A ValueError that names the key."""
     for outcome in rank_pool.outcomes(2, flatten_badly, case):
         with pytest.raises(InvalidShards, match=rf"'a\.w'.*{why}") as caught:
             raise outcome.error

@@ -43,9 +43,7 @@ def offload_both():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_offloads_as_torch_does(rank_pool, ranks):
-    """
-    The same tree, on all ranks or on one of them.
-    """
+    """The same tree, on all ranks or on one of them."""
     assert rank_pool.run(ranks, offload_both) == [[True, True]] * ranks
 
 
@@ -103,9 +101,7 @@ def companions_both():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_companions_are_those_of_torch(rank_pool, ranks):
-    """
-    Made and filled by ours and by torch's functions, the trees are equal.
-    """
+    """Made and filled by ours and by torch's functions, the trees are equal."""
     assert rank_pool.run(ranks, companions_both) == [True] * ranks
 
 
@@ -117,9 +113,7 @@ def read_shared(queue, answers):
 
 
 def test_shared_companions_are_seen_by_another_process():
-    """
-    What is copied into a shared companion is read by another process, and what that writes is seen here.
-    """
+    """What is copied into a shared companion is read by another process, and what that writes is seen here."""
     made = create_cpu_state_dict({"w": torch.zeros(3), "step": torch.tensor(0)}, share_memory=True)
     copy_state_dict({"w": numbered(3), "step": torch.tensor(4)}, made)
     context = torch.multiprocessing.get_context("forkserver")
@@ -136,9 +130,7 @@ def test_shared_companions_are_seen_by_another_process():
 
 
 def test_odd_tensors_get_companions_too():
-    """
-    Empty, 0-dim, strided, expanded and trainable tensors, and objects of the user's own.
-    """
+    """Empty, 0-dim, strided, expanded and trainable tensors, and objects of the user's own."""
     config = {"inner": {1, 2}}
     tree = {
         "empty": torch.empty(0, 3),
@@ -159,9 +151,7 @@ def test_odd_tensors_get_companions_too():
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_is_copied_bit_for_bit():
-    """
-    Also those of which torch has no copy.
-    """
+    """Also those of which torch has no copy."""
     tree = {str(dtype): random_tensor((3, 2), dtype) for dtype in all_dtypes()}
     assert seen(copy_state_dict(tree, create_cpu_state_dict(tree))) == seen(tree)
 
@@ -169,9 +159,7 @@ def test_every_dtype_is_copied_bit_for_bit():
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")
 @pytest.mark.parametrize("share_memory", [False, True])
 def test_pinning_without_an_accelerator_raises_as_torch_does(share_memory):
-    """
-    The same error as torch's, of the same type.
-    """
+    """The same error as torch's, of the same type."""
     tree = {"w": torch.ones(3)}
     with pytest.raises((RuntimeError, AssertionError)) as expected:
         theirs._create_cpu_state_dict(tree, pin_memory=True, share_memory=share_memory)
@@ -181,9 +169,7 @@ def test_pinning_without_an_accelerator_raises_as_torch_does(share_memory):
 
 
 def test_similarity_compares_and_changes_nothing():
-    """
-    Nesting, kinds, sizes and dtypes count, values do not; torch's would copy them over.
-    """
+    """Nesting, kinds, sizes and dtypes count, values do not; torch's would copy them over."""
     tree = {"a": [torch.ones(2), 3], "b": {"c": torch.zeros(1)}}
     other = {"a": [torch.zeros(2), "x"], "b": {"c": torch.ones(1)}}
     before = seen(other)
@@ -202,9 +188,7 @@ def test_similarity_compares_and_changes_nothing():
 
 @pytest.mark.parametrize("bad", ["companion", "type"])
 def test_a_copy_that_fails_has_copied_nothing(bad):
-    """
-    The last leaf does not fit: the first one of the companion still has its old values.
-    """
+    """The last leaf does not fit: the first one of the companion still has its old values."""
     tree = {"a": numbered(3), "b": numbered(2) if bad == "companion" else object()}
     companion = {"a": torch.full((3,), -1.0), "b": torch.zeros(4) if bad == "companion" else object()}
     with pytest.raises(CompanionMismatch if bad == "companion" else UnexpectedValue, match="'b'"):
@@ -221,7 +205,5 @@ def offload_pending():
 
 
 def test_tensors_on_their_way_are_waited_for(rank_pool):
-    """
-    An AsyncCollectiveTensor is finished before it is offloaded or copied.
-    """
+    """An AsyncCollectiveTensor is finished before it is offloaded or copied."""
     assert rank_pool.run(2, offload_pending) == [(True, torch.Tensor, [2.0] * 3, torch.Tensor)] * 2

@@ -56,9 +56,7 @@ def locals_of(tree):
 
 
 def test_offload_brings_the_values_to_the_host(device):
-    """
-    All tensors are on the CPU with the bits they had, DTensors still DTensors.
-    """
+    """All tensors are on the CPU with the bits they had, DTensors still DTensors."""
     tree = tree_on(device)
     moved = offload_state_dict_to_cpu(tree)
     assert {tensor.device for tensor in locals_of(moved)} == {CPU}
@@ -67,9 +65,7 @@ def test_offload_brings_the_values_to_the_host(device):
 
 @pytest.mark.parametrize(("pin", "share"), [(False, False), (True, False), (False, True), (True, True)])
 def test_companions_are_pinned_shared_and_used_again(device, pin, share):
-    """
-    Every tensor of a companion is where it was asked to be, and takes new values in the same memory.
-    """
+    """Every tensor of a companion is where it was asked to be, and takes new values in the same memory."""
     tree = tree_on(device)
     companion = create_cpu_state_dict(tree, pin_memory=pin, share_memory=share)
     tensors = [tensor for tensor in locals_of(companion) if tensor.numel()]
@@ -86,9 +82,7 @@ def test_companions_are_pinned_shared_and_used_again(device, pin, share):
 
 
 def test_registered_memory_is_given_back_when_it_is_freed(device):
-    """
-    Pinned and shared memory stays pinned while a view of it lives, and can be pinned again once it is gone.
-    """
+    """Pinned and shared memory stays pinned while a view of it lives, and can be pinned again once it is gone."""
     for _ in range(50):
         made = create_cpu_state_dict({"w": torch.empty(1 << 20, device=device)}, pin_memory=True, share_memory=True)
         view = made["w"][10:]
@@ -101,9 +95,7 @@ def test_registered_memory_is_given_back_when_it_is_freed(device):
 
 
 def test_a_copy_that_does_not_block_is_complete_after_the_stream(device):
-    """
-    Copies queued behind long work on the current stream are there, bit for bit, once it was synchronised.
-    """
+    """Copies queued behind long work on the current stream are there, bit for bit, once it was synchronised."""
     tree = {f"t{i}": torch.zeros(1 << 20, device=device) for i in range(8)}
     companion = create_cpu_state_dict(tree, pin_memory=True)
     busy = torch.ones(4096, 4096, device=device)
@@ -119,9 +111,7 @@ def test_a_copy_that_does_not_block_is_complete_after_the_stream(device):
 
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_blocking_copy_needs_no_synchronisation(device, pin):
-    """
-    The values are there on return, behind long work, in pinned and in pageable memory, and on a side stream.
-    """
+    """The values are there on return, behind long work, in pinned and in pageable memory, and on a side stream."""
     tree = {f"t{i}": torch.zeros(1 << 20, device=device) for i in range(8)}
     companion = create_cpu_state_dict(tree, pin_memory=pin)
     side = torch.Stream(device)
@@ -138,9 +128,7 @@ def test_a_blocking_copy_needs_no_synchronisation(device, pin):
 
 
 def test_a_companion_on_the_accelerator_is_filled_from_the_host(device):
-    """
-    Copies go the other way too.
-    """
+    """Copies go the other way too."""
     target = {"w": torch.zeros(1000, device=device)}
     copied = copy_state_dict({"w": numbered(1000)}, target)
     assert copied["w"] is target["w"]
@@ -149,9 +137,7 @@ def test_a_companion_on_the_accelerator_is_filled_from_the_host(device):
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_gather_on_one_rank(device, cpu_offload):
-    """
-    DTensors become full tensors where they are, or on the host; one that was offloaded is gathered all the same.
-    """
+    """DTensors become full tensors where they are, or on the host; one that was offloaded is gathered all the same."""
     tree = tree_on(device)
     made = gather_state_dict({**tree, "away": tree["cut"].cpu()}, cpu_offload=cpu_offload)
     assert seen(made["cut"]) == seen(made["away"]) == seen(numbered(9, 2))
@@ -161,9 +147,7 @@ def test_gather_on_one_rank(device, cpu_offload):
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 def test_gather_of_a_sharded_tensor(device):
-    """
-    A ShardedTensor on the host is gathered on the host, or on the accelerator if asked to.
-    """
+    """A ShardedTensor on the host is gathered on the host, or on the accelerator if asked to."""
     tree = {"chunks": in_chunks(numbered(9, 2))}
     assert seen(gather_state_dict(tree)["chunks"]) == seen(numbered(9, 2))
     assert seen(gather_state_dict(tree, device=device)["chunks"]) == seen(numbered(9, 2))
@@ -172,9 +156,7 @@ def test_gather_of_a_sharded_tensor(device):
 @pytest.mark.parametrize("put", [broadcast_state_dict, distribute_state_dict])
 @pytest.mark.parametrize("start", ["device", "meta"])
 def test_a_full_tree_is_put_into_one_on_the_accelerator(device, put, start, monkeypatch):
-    """
-    From the host, in many batches, into DTensors and plain tensors on the accelerator or on meta.
-    """
+    """From the host, in many batches, into DTensors and plain tensors on the accelerator or on meta."""
     monkeypatch.setattr(stream, "BATCH_BYTES", 100)
     expected = tree_on(device)
     del expected["nested"]
@@ -190,9 +172,7 @@ def test_a_full_tree_is_put_into_one_on_the_accelerator(device, put, start, monk
 
 
 def test_an_offloaded_broadcast_ends_on_the_host(device):
-    """
-    With `cpu_offload` all that arrives is on the CPU.
-    """
+    """With `cpu_offload` all that arrives is on the CPU."""
     expected = tree_on(device)
     del expected["nested"]
     full = gather_state_dict(expected)

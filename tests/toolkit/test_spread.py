@@ -118,9 +118,7 @@ def broadcast_offloaded():
 
 
 def test_offload_leaves_keys_alone_that_only_the_sender_has(rank_pool):
-    """
-    `cpu_offload` with keys that are not in the local state dict works, where torch raises KeyError.
-    """
+    """`cpu_offload` with keys that are not in the local state dict works, where torch raises KeyError."""
     assert rank_pool.run(2, broadcast_offloaded) == [True] * 2
 
 
@@ -137,9 +135,7 @@ def broadcast_views():
 
 
 def test_views_arrive_as_they_look(rank_pool):
-    """
-    Transposed, strided and expanded tensors, of which torch sends the memory in the wrong order.
-    """
+    """Transposed, strided and expanded tensors, of which torch sends the memory in the wrong order."""
     assert rank_pool.run(2, broadcast_views) == [(True, True)] * 2
 
 
@@ -153,9 +149,7 @@ def broadcast_every_dtype():
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_arrives_bit_for_bit(rank_pool):
-    """
-    Dtypes that gloo cannot send, NaNs with odd payloads included.
-    """
+    """Dtypes that gloo cannot send, NaNs with odd payloads included."""
     assert rank_pool.run(2, broadcast_every_dtype) == [[], []]
 
 
@@ -201,9 +195,7 @@ def distribute_both(device):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_distributes_as_torch_does(rank_pool, ranks, device):
-    """
-    Every rank cuts its parts out of its own full tree; what stood in the local one keeps its values.
-    """
+    """Every rank cuts its parts out of its own full tree; what stood in the local one keeps its values."""
     assert rank_pool.run(ranks, distribute_both, device) == [(True, True)] * ranks
 
 
@@ -227,9 +219,7 @@ def strided_layouts():
 
 
 def test_uneven_strided_shards_get_their_own_rows(rank_pool):
-    """
-    FSDP over tensor parallelism with seven rows over two by two ranks, which torch's own cannot do.
-    """
+    """FSDP over tensor parallelism with seven rows over two by two ranks, which torch's own cannot do."""
     assert rank_pool.run(4, strided_layouts) == [[True] * 7] * 4
 
 
@@ -243,15 +233,13 @@ def broadcast_in_a_subgroup():
 
 
 def test_a_group_without_rank_0_sends_from_its_own_first(rank_pool):
-    """
-    Two halves of the ranks broadcast at the same time.
-    """
+    """Two halves of the ranks broadcast at the same time."""
     assert rank_pool.run(4, broadcast_in_a_subgroup) == [True] * 4
 
 
 def different_wishes():
     rank = dist.get_rank()
-    full = {"a": numbered(4), "b": numbered(5), "c": numbered(6), "nobody": numbered(7)}
+    full = {"a": numbered(4), "b": numbered(5), "c": numbered(6), "unwanted": numbered(7)}
     mine = {0: ["a"], 1: ["b", "c"], 2: ["a", "c"], 3: []}[rank]
     local = dict.fromkeys(mine, 0)
     broadcast_state_dict(full if rank == 0 else {}, local, CPU)
@@ -259,17 +247,15 @@ def different_wishes():
 
 
 def test_ranks_may_want_different_keys(rank_pool):
-    """
-    As pipeline stages do: each gets what it has keys for.
-    """
+    """As pipeline stages do: each gets what it has keys for."""
     assert rank_pool.run(4, different_wishes) == [True] * 4
 
 
 def broadcast_tensors_both():
     line = mesh_of(dist.get_world_size())
     source = {"a": numbered(5, 2), "b": numbered(3), "c": numbered(2)}
-    told = {key: _TensorInfo(value.size(), value.dtype) for key, value in source.items()}
-    full = source if dist.get_rank() == 0 else told
+    infos = {key: _TensorInfo(value.size(), value.dtype) for key, value in source.items()}
+    full = source if dist.get_rank() == 0 else infos
     trees = []
     for broadcast in (broadcast_tensors, theirs._broadcast_tensors):
         tree = {"a": spread_out(torch.zeros(5, 2), line, Cut(0)), "b": torch.zeros(3), "c": None}
@@ -282,9 +268,7 @@ def broadcast_tensors_both():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_parts_of_a_broadcast_work_alone(rank_pool, ranks):
-    """
-    `broadcast_tensors` with infos on the ranks that wait, `distribute_tensors` with pairs.
-    """
+    """`broadcast_tensors` with infos on the ranks that wait, `distribute_tensors` with pairs."""
     assert rank_pool.run(ranks, broadcast_tensors_both) == [(True, True)] * ranks
 
 
@@ -333,9 +317,7 @@ def broadcast_badly(case):
     ],
 )
 def test_what_does_not_fit_is_one_error_on_all_ranks(rank_pool, case, kind, named):
-    """
-    All ranks raise the same, naming the key, and no local state dict has changed.
-    """
+    """All ranks raise the same, naming the key, and no local state dict has changed."""
     outcomes = rank_pool.run(4, broadcast_badly, case, timeout_s=40)
     assert {outcome[0] for outcome in outcomes} == {kind}
     assert all(named in outcome[1] for outcome in outcomes)
@@ -361,18 +343,14 @@ def broadcast_tensors_badly(case):
 
 @pytest.mark.parametrize("case", ["key missing", "other size", "other keys"])
 def test_keys_that_ranks_do_not_share_are_an_error_on_all(rank_pool, case):
-    """
-    `broadcast_tensors` compares keys, sizes and dtypes first, where torch would hang or mix up tensors.
-    """
+    """`broadcast_tensors` compares keys, sizes and dtypes first, where torch would hang or mix up tensors."""
     for outcome in rank_pool.outcomes(2, broadcast_tensors_badly, case, timeout_s=40):
         with pytest.raises(StateMismatch, match="b"):
             raise outcome.error
 
 
 def test_distributing_what_does_not_fit_changes_nothing():
-    """
-    Without other ranks: the error names the key, and the local state dict is as it was.
-    """
+    """Without other ranks: the error names the key, and the local state dict is as it was."""
     local = {"a": torch.zeros(3), "b": torch.zeros(2)}
     before = seen(local)
     with pytest.raises(StateMismatch, match=r"'b' has shape \(4,\)"):
@@ -393,9 +371,7 @@ def spread_beside(device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_ranks_beside_a_mesh_keep_nothing(rank_pool, device):
-    """
-    A DTensor on the mesh of two ranks, in the hands of four: the others take part and hold no part.
-    """
+    """A DTensor on the mesh of two ranks, in the hands of four: the others take part and hold no part."""
     assert rank_pool.run(4, spread_beside, device) == [[True, True]] * 4
 
 
@@ -413,9 +389,7 @@ def distribute_dtensors():
 
 
 def test_a_dtensor_in_a_full_tree_must_be_cut_as_its_destination(rank_pool):
-    """
-    One of the same layout is taken as it is, any other refused by name.
-    """
+    """One of the same layout is taken as it is, any other refused by name."""
     assert rank_pool.run(2, distribute_dtensors) == [(True, True)] * 2
 
 

@@ -99,9 +99,7 @@ PLAIN = st.dictionaries(
 @settings(deadline=None)
 @given(tree=PLAIN)
 def test_there_and_back_is_the_same_tree(tree):
-    """
-    Trees of dicts by name and lists of tensors come back as they were, leaf by leaf the same objects.
-    """
+    """Trees of dicts by name and lists of tensors come back as they were, leaf by leaf the same objects."""
     for flatten in (our_nested.flatten_state_dict, flatten_state_dict_v_2_3, ours._flatten_state_dict):
         flat, mapping = flatten(tree)
         assert seen(our_nested.unflatten_state_dict(flat, mapping)) == seen(tree)
@@ -117,9 +115,7 @@ def visits(traverse, tree, *more):
 @settings(deadline=None)
 @given(tree=TREES)
 def test_traversals_are_those_of_torch(tree):
-    """
-    Each set of rules visits the same values at the same paths, also with another idea of what to go into.
-    """
+    """Each set of rules visits the same values at the same paths, also with another idea of what to go into."""
     pairs = [
         (our_traverse.traverse_state_dict, their_traverse.traverse_state_dict),
         (our_traverse.traverse_state_dict_v_2_3, their_traverse.traverse_state_dict_v_2_3),
@@ -132,9 +128,7 @@ def test_traversals_are_those_of_torch(tree):
 
 
 def test_which_rules_a_name_stands_for():
-    """
-    The two modules of torch have functions of one name and different rules; here is where they differ.
-    """
+    """The two modules of torch have functions of one name and different rules; here is where they differ."""
     tree = {"numbers": [1, 2], "pair": (torch.ones(1), 2), "in": {"x": 1}, "none": {}, "deep": [[torch.ones(1)], 3]}
     assert list(our_nested.flatten_state_dict(tree)[0]) == ["numbers", "pair", "in.x", "deep.0.0", "deep.1"]
     assert list(ours._flatten_state_dict(tree)[0]) == [
@@ -146,9 +140,7 @@ def test_which_rules_a_name_stands_for():
 @pytest.mark.parametrize("flatten", [our_nested.flatten_state_dict, ours._flatten_state_dict, flatten_state_dict_v_2_3])
 @pytest.mark.parametrize("tree", [{"a.b": numbered(1), "a": {"b": numbered(1)}}, {1: numbered(1), "1": numbered(1)}])
 def test_two_paths_of_one_name_are_an_error(flatten, tree):
-    """
-    It is torch's ValueError, and says both paths.
-    """
+    """It is torch's ValueError, and says both paths."""
     with pytest.raises(KeyCollision, match=r"duplicated flatten key .*both \(.*\) and \("):
         flatten(tree)
 
@@ -158,9 +150,7 @@ def test_two_paths_of_one_name_are_an_error(flatten, tree):
     "path", [("a",), ("a", "b"), ("l", 2), ("l", 0, "x"), ("l", 1, 1, 1), ("new", 1, "x", 0), ("a", "new", "er")]
 )
 def test_elements_are_set_as_torch_does(module, path):
-    """
-    Dicts and lists on the way are made, and lists filled up with None.
-    """
+    """Dicts and lists on the way are made, and lists filled up with None."""
     set_ours = our_traverse.set_element if module == "_traverse" else ours._set_element
     set_theirs = their_traverse.set_element if module == "_traverse" else theirs._set_element
     trees = [{"a": {"b": 1}, "l": [None]} for _ in range(2)]
@@ -174,9 +164,7 @@ def test_elements_are_set_as_torch_does(module, path):
     ("path", "held"), [(("a", "b"), "int"), (("l", "x"), "list"), (("n", 0), "NoneType"), ((), "")]
 )
 def test_a_value_in_the_way_is_an_error(path, held):
-    """
-    A path that leads through a value, or into a list by name, says what it met.
-    """
+    """A path that leads through a value, or into a list by name, says what it met."""
     tree = {"a": 1, "l": [1], "n": None}
     with pytest.raises(StateError, match=held or "path"):
         our_traverse.set_element(tree, path, 5)
@@ -184,9 +172,7 @@ def test_a_value_in_the_way_is_an_error(path, held):
 
 
 def test_elements_that_are_not_there_are_the_default():
-    """
-    Missing keys, wrong kinds, and an index just past the end, at which torch's raises IndexError.
-    """
+    """Missing keys, wrong kinds, and an index just past the end, at which torch's raises IndexError."""
     tree = {"a": {"b": [1, 2]}}
     found = [our_traverse.get_element(tree, path, "none") for path in [("a", "b", 1), ("a", "b", 2), ("a", "b", 3)]]
     assert found == [2, "none", "none"]
@@ -212,7 +198,5 @@ def printed_both():
 
 
 def test_printing_is_that_of_torch(rank_pool):
-    """
-    A line for each value, and one more for each local part of a sharded one.
-    """
+    """A line for each value, and one more for each local part of a sharded one."""
     assert rank_pool.run(2, printed_both) == [(True, 6)] * 2

@@ -103,7 +103,7 @@ def test_frozen_parameters_and_submodules_can_be_chosen():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile], ids=["plain", "compiled"])
 def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
-    """They are errors, or are told by canonical name; torch takes a missing key for a present one in whole state."""
+    """They are errors, or are returned by canonical name; torch takes a missing key for a present one in whole state."""
     model = wrap(Net())
     state = get_model_state_dict(model)
     state.pop("head.bias")

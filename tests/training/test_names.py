@@ -107,7 +107,7 @@ def test_hidden_children_are_no_part_of_names():
 
 
 def test_names_that_lead_nowhere_are_refused():
-    """A wrong name is told with the part that is wrong; a key that a hook added stays as it is."""
+    """The error for a wrong name contains the part that is wrong; a key that a hook added stays as it is."""
     model = wrapped()
 
     for name, part in [("blocks.7.weight", "'7'"), ("head.weigh", "'weigh'")]:

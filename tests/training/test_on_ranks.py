@@ -1,4 +1,4 @@
-"""State across ranks: from wrapper to wrapper, from rank 0 to all, pipeline stages, and failures told to everyone."""
+"""State across ranks: from wrapper to wrapper, from rank 0 to all, pipeline stages, and failures on all ranks."""
 
 from __future__ import annotations
 

@@ -444,7 +444,7 @@ def without(state: Any, name: str) -> Any:
 
 
 def test_what_the_flat_form_cannot_hold_is_named():
-    """An object in the state is refused with its key, and told as NotImplementedError."""
+    """An object in the state is refused by name, with a NotImplementedError."""
     model = nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     optim.state[model.weight]["thing"] = object()
@@ -454,7 +454,7 @@ def test_what_the_flat_form_cannot_hold_is_named():
 
 
 def test_an_optimizer_that_needs_a_closure():
-    """It cannot be shown before its first step, which is told; afterwards its state comes and goes like any other."""
+    """Reading it before its first step is an error; afterwards its state is read and set like any other."""
     model = nn.Linear(2, 2)
     source, target = torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS(model.parameters())
     with pytest.raises(RuntimeError, match="after the first step"):

@@ -89,9 +89,7 @@ def _ids(named: Any) -> list[tuple[str, int]]:
 
 
 def test_a_module_that_contains_itself() -> None:
-    """
-    Every module comes once from a module that contains itself; asked for every name, it is refused as by torch.
-    """
+    """Every module comes once from a module that contains itself; asked for every name, it is refused as by torch."""
     module = nn.Sequential(nn.Linear(1, 1))
     module.add_module("itself", module)
 
@@ -101,9 +99,7 @@ def test_a_module_that_contains_itself() -> None:
 
 
 def test_what_is_added_is_seen_at_once() -> None:
-    """
-    Nothing is remembered of a module: what wraps or hides a part of it counts from the moment it is there.
-    """
+    """Nothing is remembered of a module: what wraps or hides a part of it counts from the moment it is there."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     assert all_canonical(module)
     assert fsdp_modules(module) == []

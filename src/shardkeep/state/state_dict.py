@@ -185,7 +185,8 @@ def set_state_dict(
         given = _as_tuple(optimizers)
         info = checked_options(model, given, optim_only=False, options=options)
         # If only rank 0 has the state, only rank 0 knows whether there is any for the model.
-        info.handle_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
+        has_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
+        info = replace(info, handle_model=has_model)
         if not given and not info.handle_model:
             raise BadState("there is neither state for the model nor an optimizer to set state to")
         check_states(state, optim_state_dict, info)
@@ -248,7 +249,8 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
             if name in state:
                 raise BadState(f"two of the optimizers have state for {name!r}", hint="read their states one by one")
             # New dicts, so that changes to the result do not change the optimizer.
-            state[name] = map_leaves(tree, lambda _, value: value, lambda value: isinstance(value, dict))
+            flat = isinstance(tree, dict) and not any(isinstance(value, dict) for value in tree.values())
+            state[name] = dict(tree) if flat else map_leaves(tree, lambda _, value: value, _is_mapping)
         groups += named.get(PARAM_GROUPS, [])
     whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: groups}
     return gathered_or_offloaded(flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole, info)
