@@ -148,7 +148,7 @@ def set_chunks(*chunks):
         (set_chunks(), "only 0 elements"),
         (set_chunks(((0, 0), (100, 2)), ((0, 1), (100, 1))), "overlap"),
         (set_chunks(((1, 0), (100, 3))), "not inside"),
-        (set_chunks(((0,), (300,))), "no tensor has"),
+        (set_chunks(((0,), (300,))), "malformed sizes"),
     ],
     ids=["a hole", "nothing", "an overlap", "outside", "other axes"],
 )
@@ -170,7 +170,7 @@ def test_sizes_that_no_tensor_has(tmp_path, size):
         metadata.state_dict_metadata["w"].size = torch.Size(size)
 
     forged(tmp_path / "ck", change)
-    fails_to_torch(tmp_path, MalformedFile, match="'w'.* no tensor (of|has)")
+    fails_to_torch(tmp_path, MalformedFile, match="'w'.* (no tensor of|malformed sizes)")
 
 
 @pytest.mark.parametrize("path", [("a", 10**12), ("a", -1), 5, ("a", None)])
@@ -180,7 +180,7 @@ def test_paths_that_no_state_has(tmp_path, path):
     """
     forged(tmp_path / "ck", lambda metadata: metadata.planner_data.update(w=path))
     (tmp_path / "file.pt").write_bytes(OLD)
-    with pytest.raises(MalformedFile, match="'w' cannot stand at"):
+    with pytest.raises(MalformedFile, match="'w' cannot be at"):
         ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     assert (tmp_path / "file.pt").read_bytes() == OLD
 

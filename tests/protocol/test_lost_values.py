@@ -54,5 +54,5 @@ def test_paths_that_no_state_has(path):
     """
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
     metadata = Metadata({"w": entry}, planner_data={"w": path})
-    with pytest.raises(MalformedFile, match="'w' cannot stand at"):
+    with pytest.raises(MalformedFile, match="'w' cannot be at"):
         _EmptyStateDictLoadPlanner().set_up_planner({}, metadata)

@@ -118,12 +118,12 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
 
 
 def _check_entries(found: metadata.Metadata) -> None:
-    """Insist that what will be computed with is what it should be; what belongs to planners is left to them."""
+    """Check the types of all fields that we compute with; planner data are left to the planner."""
     for key, entry in found.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
             sizes = [entry.size, *(each for chunk in entry.chunks for each in (chunk.offsets, chunk.sizes))]
             if not all(_is_size(each, len(entry.size)) for each in sizes):
-                raise TypeError(f"{key!r} has sizes or offsets that no tensor has")
+                raise TypeError(f"{key!r} has malformed sizes or offsets")
             if not isinstance(entry.properties.dtype, torch.dtype):
                 raise TypeError(f"{key!r} has no dtype")
     if found.storage_data is None:
@@ -132,9 +132,9 @@ def _check_entries(found: metadata.Metadata) -> None:
         if isinstance(place, _StorageInfo):
             numbers, descriptors = (place.offset, place.length), place.transform_descriptors
             if type(place.relative_path) is not str or not all(type(n) is int and n >= 0 for n in numbers):
-                raise TypeError(f"{index} is at no place in a file")
+                raise TypeError(f"{index} has a malformed location")
             if descriptors is not None and not all(type(each) is str for each in descriptors):
-                raise TypeError(f"{index} was written through extensions that have no names")
+                raise TypeError(f"{index} has malformed extension names")
 
 
 def _is_size(size: Any, dimensions: int) -> bool:
@@ -155,7 +155,7 @@ def _known() -> Names:
 
 
 class _MemoryFormat(NamedTuple):
-    """Stands for a member of the enumeration, which a pickle could change."""
+    """Stands for a member of the enum, which a pickle could modify."""
 
     name: str
 
@@ -172,11 +172,11 @@ def _layout(name: Any) -> torch.layout:
 
 
 _Pickler: Any = pickle._Pickler
-"""The one written in Python, which can be told what a class is called."""
+"""The pickler in Python, whose names for classes can be changed."""
 
 
 class _Writer(_Pickler):  # type: ignore[misc]  # see above
-    """Pickles our classes under torch's names, and those there are thousands of in one step each."""
+    """Pickles our classes under torch's names; writes the classes with thousands of instances as prepared opcodes."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
@@ -210,7 +210,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
 
     def _ref(self, obj: Any) -> bytes:
-        """Return what puts an object on the stack that is in the memo; it is put there first if need be."""
+        """Return the opcodes that push an object from the memo; the object is added to the memo first if needed."""
         found = self._refs.get(obj)
         if found is None:
             self.save(obj)
@@ -235,7 +235,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch[torch.Size] = _save_size
 
     def _save_plainly(self, obj: Any) -> None:
-        """Pickle an object as any other: somebody put more into it than its class has."""
+        """Pickle an object by its `__reduce_ex__`, because it has more attributes than its class defines."""
         self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
 
     def _save_tensor(self, obj: metadata.TensorStorageMetadata) -> None:
@@ -259,7 +259,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch[metadata.TensorStorageMetadata] = _save_tensor
 
     def _layout(self, layout: torch.layout) -> bytes:
-        # Layouts have no memo of their own: torch makes each from its name.
+        # Torch pickles a layout as a call with its name.
         return self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
 
     def _save_index(self, obj: MetadataIndex) -> None:
@@ -292,7 +292,7 @@ _INDEX = {"fqn", "offset", "index"}
 
 
 def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
-    """Say whether an entry of a tensor, and all in it, is what our planners make: nobody's class, nothing added."""
+    """Return whether an entry and everything in it has exactly our classes and fields, with nothing added."""
     if type(entry) is not metadata.TensorStorageMetadata or vars(entry).keys() != _ENTRY:
         return False
     properties, chunks = entry.properties, entry.chunks
@@ -312,7 +312,7 @@ def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
 
 
 def is_plain_index(index: Any) -> bool:
-    """Say whether an index is what our planners make: nobody's class, nothing added."""
+    """Return whether an index has exactly our class and fields, with nothing added."""
     return (
         type(index) is MetadataIndex
         and vars(index).keys() <= _INDEX
@@ -323,7 +323,7 @@ def is_plain_index(index: Any) -> bool:
 
 
 class _GetLayout:
-    """Stands for the function of torch that makes a layout from its name."""
+    """Stands for torch's function that makes a layout from its name."""
 
 
 _CLASSES[_GetLayout] = ("torch.serialization", "_get_layout")

@@ -1,7 +1,8 @@
 """
-The place that a save in torch's layout is committed in: a store, or a file system that somebody gave to a storage.
+The commit of a save in torch's layout: data files under new names first, then the marker that names them, then clean-up.
 
-Both do the same few things. Of a store it is also known how large its files are and when they were written.
+The marker is `.metadata`, or that of one rank. It is put in place in one step. On local file systems and in stores that step
+is atomic and durable; on a file system that the user provides it is what its `rename` makes of it.
 """
 
 from __future__ import annotations
@@ -23,67 +24,67 @@ from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore
 from shardkeep.storage.system import storage_errors
 
 _SKEW_S = 3600.0
-"""How far the clock of a store on another machine may be from ours."""
+"""How far the clock of a remote store may differ from ours."""
 
 
 class CommitTarget(Protocol):
-    """What a commit needs."""
+    """What a commit needs of a store or a file system."""
 
     url: str
     reads: Gets
-    """Opens its files."""
+    """Reads its files, whatever their names."""
     store: Store | None
-    """Itself, where it is one."""
+    """The store; None for a file system."""
     shared: bool
-    """Whether every rank sees what others wrote: directories may be of one machine each."""
+    """Whether every rank sees the files of all ranks. Each rank may have a local directory of its own."""
     skew_s: float
-    """How far its clock may be from ours."""
+    """How far its clock may differ from ours."""
 
     def names(self) -> list[str]:
-        """Name the files that are there; none where the file system does not tell."""
+        """Return the names of all files; none if the file system cannot list."""
 
     def infos(self) -> dict[str, BlobInfo]:
-        """Say what is known of the files that are there; nothing where only their names are."""
+        """Return size and time of all files, by name; empty for a file system, which only knows names."""
 
     def sizes(self, names: Iterable[str]) -> dict[str, int] | None:
-        """Return the sizes of those of these files that are there; None where nobody knows."""
+        """Return the sizes of those of these files that exist; None for a file system."""
 
     def exists(self, name: str) -> bool:
-        """Say whether there is a file."""
+        """Return whether a file exists."""
 
     def holds(self, name: str, data: bytes) -> bool:
-        """Say whether there is a file of this name with these bytes."""
+        """Return whether a file has exactly these bytes."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Put a file in place of what has its name, in one step where that is possible."""
+        """Create or replace a file, in one step if possible."""
 
     def delete(self, name: str) -> None:
-        """Remove a file."""
+        """Delete a file."""
 
 
 def commit_target_for(fs: FileSystemBase, path: PathLike, *, sync: bool) -> CommitTarget:
-    """Return the place that a path of a file system is."""
+    """Return the target for a path of a file system."""
     store = store_of(fs, path, durable=sync)
     return StreamTarget(fs, path, sync=sync) if store is None else commit_target(store)
 
 
 def commit_target(store: Store) -> CommitTarget:
-    """Return the place that a store is."""
+    """Return the target for a store."""
     return StoreTarget(store) if local_path(store) is None else LocalTarget(store)
 
 
 def first_number(place: CommitTarget) -> int:
     """
-    Return the number that the data files of a save are counted from.
+    Return the number of the first data file of a save.
 
-    Large uploads to a store replace what has their name, so that two jobs that save to one place at the same time must
-    not come to the same names.
+    In a store it is random: an upload replaces a blob of the same name, so two jobs that save to one place at the same time
+    must not choose the same names.
     """
     return secrets.randbelow(10**9) * 1000 if place.shared else 0
 
 
 class StoreTarget:
-    """A store that all ranks see."""
+    """A store that all ranks share."""
 
     shared = True
     skew_s = _SKEW_S
@@ -125,7 +126,7 @@ class StoreTarget:
 
 
 class LocalTarget(StoreTarget):
-    """A directory of this machine. Writers of others may have called files what they liked, also in directories below."""
+    """A local directory. Other writers may have used any file names, also in directories below."""
 
     shared = False
     skew_s = 0.0
@@ -142,13 +143,13 @@ class LocalTarget(StoreTarget):
         return found
 
     def delete(self, name: str) -> None:
-        # Not made durable: a file that comes back is swept by a later save.
+        # Not made durable: a file that reappears after a crash is removed by a later save.
         with suppress(FileNotFoundError), storage_errors("cannot delete", self.url, name):
             os.unlink(os.path.join(self.url, check_below(name)))
 
 
 class StreamTarget:
-    """A place of a file system that gives streams. Nobody knows how old its files are."""
+    """A path of a file system with streams, which does not know the age of its files."""
 
     store: Store | None = None
     shared = False
@@ -185,10 +186,6 @@ class StreamTarget:
             return read_up_to(stream, len(data) + 1) == data
 
     def put(self, name: str, data: bytes) -> None:
-        if is_data(name):  # nothing is to be replaced, and nobody looks at it yet
-            with self._fs.create_stream(self._at(name), "wb") as stream:
-                write_all(stream, data, sync=self._sync)
-            return
         path, temporary = self._at(name), self._at(f"{name}.tmp")
         with self._fs.create_stream(temporary, "wb") as stream:
             write_all(stream, data, sync=self._sync)
@@ -203,25 +200,20 @@ class StreamTarget:
             self._fs.rm_file(self._at(name))
 
 
-# How a save in torch's layout becomes the checkpoint of its directory, and what then goes away.
-#
-# One small file, put in place in one step, says which data files belong to the checkpoint. On this machine's file
-# systems that step is atomic and durable; on others it is what their rename or upload makes of it.
-
 log = logging.getLogger("shardkeep")
 
 
 class Commit:
-    """The last step of a save, in one place."""
+    """The last step of a save."""
 
     def __init__(self, place: CommitTarget) -> None:
         self._place = place
 
     def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
         """
-        Insist that data files are whole: another save into the same place may have removed or replaced one.
+        Check the sizes of all data files: another save into the same place may have removed or replaced one.
 
-        Those of other ranks may be in directories of other machines, out of sight.
+        The files of other ranks may be in local directories of other machines, where this rank cannot see them.
         """
         sizes = self._place.sizes(sums)
         if sizes is None:
@@ -231,7 +223,7 @@ class Commit:
             if found != each.nbytes and (found >= 0 or name in own or self._place.shared):
                 raise WrongSize(
                     f"{self._place.url}/{name}: {found if found >= 0 else 'no'} bytes where {each.nbytes} were written",
-                    hint="does another job save into the same place? nothing was committed",
+                    hint="another job may be saving into the same place; nothing was committed",
                     file=name,
                 )
 
@@ -272,24 +264,24 @@ class Commit:
             self.remove(self._abandoned(name, keep, began_s))
 
     def _supersede_others(self, keep: set[str]) -> None:
-        """Take away what says that another checkpoint exists here: ranks' own metadata, and a native record."""
+        """Remove the markers of other checkpoints in this place: metadata of single ranks, and a native record."""
         others = [each for each in self._listed() if is_metadata(each) and each != METADATA_NAME]
-        # In a store, their data are found by their age.
+        # In a store, `_abandoned` finds their data files by age.
         data: set[str] = set() if self._place.store is not None else set().union(*map(self._files_of_old, others))
         self.remove(others)
         self.remove(filter(is_data, data - keep))
         self._supersede_native()
 
     def _listed(self) -> list[str]:
-        """Return the names of the files that are here; none where the file system does not tell."""
+        """Return the names of all files; none if they cannot be listed."""
         try:
             return self._place.names()
-        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
-            log.warning("%s cannot be listed, so files of older saves stay: %s", self._place.url, exc)
+        except Exception as exc:  # noqa: BLE001 - a file system may raise anything, and the save has succeeded
+            log.warning("%s cannot be listed, so files of older saves are not removed: %s", self._place.url, exc)
             return []
 
     def supersede_common(self) -> None:
-        """Take away the metadata of all ranks together, and a native record."""
+        """Remove the metadata of all ranks together, and a native record."""
         self.remove([METADATA_NAME])
         self._supersede_native()
 
@@ -298,16 +290,18 @@ class Commit:
         if self._place.store is not None:
             with suppress(CheckpointError):
                 files = native.read_record(self._place.store).names
-        self.remove([RECORD_NAME])  # first: without it, the files mean nothing
+        self.remove([RECORD_NAME])  # first: without it, the other files are not a checkpoint
         self.remove(files)
 
     def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
-        """Remove the files of a save that was not committed; one that failed only after that keeps them."""
+        """Remove the files of a save that failed, unless it failed after the marker was in place."""
         try:
             if self._place.holds(name, data):
                 return
-        except Exception as exc:  # noqa: BLE001 - whatever a file system raises: then nobody knows, and they stay
-            log.warning("%s/%s cannot be read, so the files of the failed save stay: %s", self._place.url, name, exc)
+        except Exception as exc:  # noqa: BLE001 - a file system may raise anything; the save may be committed, so nothing is removed
+            log.warning(
+                "%s/%s cannot be read, so files of the failed save are not removed: %s", self._place.url, name, exc
+            )
             return
         self.remove(files)
 
@@ -317,23 +311,23 @@ class Commit:
                 return set()
             return data_files_of(read_metadata(self._place.reads, name, where=f"{self._place.url}/{name}"))
         except Exception as exc:  # noqa: BLE001 - as above
-            log.warning("%s/%s cannot be read, so the files it names stay: %s", self._place.url, name, exc)
+            log.warning("%s/%s cannot be read, so the files it names are not removed: %s", self._place.url, name, exc)
             return set()
 
     def _abandoned(self, published: str, keep: set[str], began_s: float) -> set[str]:
-        """Find data files that nobody's metadata name, left by saves that ended before this one began."""
+        """Return data files that no metadata name and that are older than this save: dead saves left them."""
         try:
             infos = self._place.infos()
         except CheckpointError as exc:
-            log.warning("%s cannot be listed, so files of dead saves stay: %s", self._place.url, exc)
+            log.warning("%s cannot be listed, so files of dead saves are not removed: %s", self._place.url, exc)
             return set()
-        # Of a rank that saved alone, only its own: others may be at work, and nothing names their files yet.
+        # A rank that saves alone removes only its own files: other ranks may be writing files that no metadata name yet.
         alone = published.removesuffix(METADATA_NAME)
         for name in filter(is_metadata, infos):
             if name in (published, METADATA_NAME) or not alone:
                 owned = self._files_of_old(name)
                 if not owned and name != published:
-                    return set()  # metadata that cannot be read may name any of them
+                    return set()  # metadata that cannot be read may name any file
                 keep = keep | owned
         before_s = began_s - self._place.skew_s
         return {
@@ -343,11 +337,11 @@ class Commit:
         }
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files that no checkpoint needs any more; what cannot be removed stays."""
+        """Remove files that no checkpoint needs any more; log those that cannot be removed."""
         for name in names:
             try:
                 self._place.delete(name)
-            except Exception as exc:  # noqa: BLE001 - whatever a file system raises: the checkpoint is what counts
+            except Exception as exc:  # noqa: BLE001 - as above
                 log.warning(
                     "could not remove %s/%s, which no checkpoint needs any more: %s", self._place.url, name, exc
                 )

@@ -25,7 +25,7 @@ from shardkeep.errors import BrokenProtocol
 
 
 def is_torchs(obj: object, name: str) -> bool:
-    """Say whether an object's class is the one that torch's distributed checkpoint has under this name."""
+    """Return whether an object is of torch's own class of this name."""
     kind = type(obj)
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed.checkpoint.")
 
@@ -55,7 +55,7 @@ _FORMATS = {
 
 @dataclass
 class TensorProperties:
-    """What a tensor is, besides its size; only the dtype still counts."""
+    """The properties of a tensor besides its size; only the dtype is still used."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = field(default=torch.strided)
@@ -68,14 +68,14 @@ class TensorProperties:
             if memory_format == self.memory_format:
                 encoded = _MEM_FORMAT_ENCODING[name]
                 return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory
-        raise BrokenProtocol(f"{self.memory_format} is no memory format that a checkpoint can hold")
+        raise BrokenProtocol(f"{self.memory_format} is not a memory format that a checkpoint can hold")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
         # By name: the member may be that of torch's own enum.
         name = getattr(encoded, "name", None)
         if name not in _FORMATS:
-            raise BrokenProtocol(f"{encoded!r} stands for no memory format")
+            raise BrokenProtocol(f"{encoded!r} is not the encoding of a memory format")
         self.memory_format = _FORMATS[name]
 
     @staticmethod
@@ -101,7 +101,7 @@ class TensorStorageMetadata:
 
 @dataclass
 class BytesStorageMetadata:
-    """A stored object that is no tensor."""
+    """A stored object that is not a tensor."""
 
 
 STORAGE_TYPES = TensorStorageMetadata | BytesStorageMetadata
@@ -109,13 +109,13 @@ STATE_DICT_TYPE = dict[str, Any]
 
 
 def is_tensor_entry(entry: Any) -> bool:
-    """Say whether an entry of `Metadata.state_dict_metadata`, ours or torch's, describes a tensor."""
+    """Return whether an entry of `Metadata.state_dict_metadata`, ours or torch's, describes a tensor."""
     return isinstance(entry, TensorStorageMetadata) or is_torchs(entry, "TensorStorageMetadata")
 
 
 @dataclass
 class StorageMeta:
-    """What a storage says about itself and the call it is used in."""
+    """The storage's description of itself and of the call."""
 
     checkpoint_id: str | os.PathLike[str] | None = None
     save_id: str | None = None
@@ -125,26 +125,26 @@ class StorageMeta:
 
 @dataclass
 class Metadata:
-    """All that is known of a checkpoint without reading its data."""
+    """The description of a checkpoint, without its data."""
 
     state_dict_metadata: dict[str, STORAGE_TYPES]
     """What is stored, by flat name."""
     planner_data: Any = None
-    """Left by the save planner for the load planner; the default ones keep the path of each flat name."""
+    """For the load planner, by the save planner. The default planners store the path of each flat name."""
     storage_data: Any = None
-    """Left by the storage writer for the reader: where each piece lies."""
+    """For the storage reader, by the writer: the location of each item."""
     storage_meta: StorageMeta | None = None
     version: str | None = None
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class MetadataIndex:
-    """Names an object of a checkpoint, or the chunk of a tensor that begins at an offset."""
+    """Identifies an object of a checkpoint, or a chunk of a tensor by its offset."""
 
     fqn: str
     offset: torch.Size | None = None
     index: int | None = field(hash=False, compare=False, default=None)
-    """Where in the list of chunks to look first; no part of what the index means."""
+    """A hint: the position in the list of chunks. It is not compared."""
 
     def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
         object.__setattr__(self, "fqn", fqn)
@@ -171,7 +171,7 @@ CURRENT_DCP_VERSION = "1.0.0"
 
 
 class SerializationFormat(Enum):
-    """What a data file is."""
+    """The format of a data file."""
 
     TORCH_SAVE = "torch_save"
     SAFETENSORS = "safetensors"
@@ -179,31 +179,31 @@ class SerializationFormat(Enum):
 
 @dataclass
 class _StorageInfo:
-    """The place of one item: a file, and a range of it."""
+    """The location of an item: a file, and a range of it."""
 
     relative_path: str
     offset: int
     length: int
     transform_descriptors: Sequence[str] | None = None
-    """The extensions it was written through, the first to undo first."""
+    """The extensions it was written through, in the order in which to undo them."""
 
     # What torch does not know is kept beside its fields: it is pickled with them, and torch carries it along unseen.
 
     @property
     def data_start(self) -> int | None:
-        """Where in the file the bytes of a tensor begin, row-major and as its metadata say; None if not known."""
+        """The file offset of a tensor's bytes, which are row-major and as its metadata say; None if not known."""
         return vars(self).get("shardkeep_data_start")
 
     def keep_data_start(self, start: int) -> None:
-        """Say where in the file the tensor's bytes begin."""
+        """Set the file offset of the tensor's bytes."""
         vars(self)["shardkeep_data_start"] = start
 
     def keep_sums(self, sums: tuple[int, int, str]) -> None:
-        """Give the coordinator what is to be known of the whole file."""
+        """Attach size and checksum of the whole file, for the coordinator."""
         vars(self)["shardkeep_sums"] = sums
 
     def take_sums(self) -> tuple[int, int, str] | None:
-        """Take what a rank said of the whole file."""
+        """Remove and return size and checksum of the whole file."""
         sums: tuple[int, int, str] | None = vars(self).pop("shardkeep_sums", None)
         return sums
 
@@ -214,7 +214,7 @@ class _StorageInfo:
 
 @dataclass
 class _StoragePrefix:
-    """What the names of a rank's files begin with."""
+    """The prefix of the names of a rank's files."""
 
     prefix: str
 
@@ -226,7 +226,7 @@ class _StoragePrefix:
 
 
 class _ItemType(Enum):
-    """Members equal to those of torch's enum with the name of ours."""
+    """An enum whose members are equal to those of torch's enum of the same name."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is type(self):
@@ -257,14 +257,14 @@ class LoadItemType(_ItemType):
 
 @dataclass(frozen=True)
 class BytesIOWriteData:
-    """How much an object will take, where it is known."""
+    """The size of an object, if it is known."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class TensorWriteData:
-    """Which box of which tensor is written."""
+    """The box of a tensor that is written."""
 
     chunk: ChunkStorageMetadata
     properties: TensorProperties
@@ -274,7 +274,7 @@ class TensorWriteData:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """Something that is written in one piece."""
+    """A tensor, a shard or an object that is written in one piece."""
 
     index: MetadataIndex
     type: WriteItemType
@@ -282,7 +282,7 @@ class WriteItem:
     tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
-        """Return the bytes of the *whole* tensor this is a piece of, as torch does; None for other objects."""
+        """Return the bytes of the *whole* tensor, as torch does; None for objects."""
         if self.tensor_data is None:
             return None
         return math.prod(self.tensor_data.size) * self.tensor_data.properties.dtype.itemsize
@@ -290,7 +290,7 @@ class WriteItem:
 
 @dataclass(frozen=True)
 class ReadItem:
-    """A box that is read from one stored piece into one place."""
+    """A box that is read from one stored item into one tensor."""
 
     type: LoadItemType
     dest_index: MetadataIndex
@@ -312,7 +312,7 @@ class SavePlan:
     storage_data: Any = None
     planner_data: Any = None
     usable: bool = True
-    """False where the plan of the previous save holds."""
+    """False if the plan of the previous save is still valid."""
 
 
 @dataclass
@@ -325,7 +325,7 @@ class LoadPlan:
 
 
 def chunk_nbytes(item: WriteItem) -> int:
-    """Return the bytes that an item itself writes; 1 where nobody knows."""
+    """Return the bytes that an item itself writes; 1 if unknown."""
     if item.tensor_data is not None:
         return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
     return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 1
@@ -333,14 +333,12 @@ def chunk_nbytes(item: WriteItem) -> int:
 
 # What decides which values of a state are saved and loaded: the interfaces that users implement.
 #
-# The drivers (`save_driver`, `load_driver`) say in which order they are called. `SavePlanner` and `LoadPlanner` have
-# no
-# behaviour of their own; `DefaultSavePlanner` and `DefaultLoadPlanner` are what most users extend.
+# `dcp._impl.driver` calls them. Most users extend `DefaultSavePlanner` and `DefaultLoadPlanner`.
 
 
 class SavePlanner(abc.ABC):
     """
-    Decides what each rank writes, and hands it over.
+    Decides what each rank writes, and provides the data.
 
     A planner serves one save at a time, in this order: `set_up_planner` and `create_local_plan` on all ranks,
     `create_global_plan` on the coordinator, `finish_plan` on all ranks, then `resolve_data` for each item.
@@ -350,7 +348,7 @@ class SavePlanner(abc.ABC):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Begin a save of `state_dict`; what is needed later must be kept. Called on all ranks."""
+        """Begin a save of `state_dict`, and keep what later calls need. Called on all ranks."""
 
     @abc.abstractmethod
     def create_local_plan(self) -> SavePlan:
@@ -358,7 +356,7 @@ class SavePlanner(abc.ABC):
 
     @abc.abstractmethod
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return what each rank shall write, and the metadata of the checkpoint. Called on the coordinator."""
+        """Return what each rank is to write, and the metadata of the checkpoint. Called on the coordinator."""
 
     @abc.abstractmethod
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -367,10 +365,10 @@ class SavePlanner(abc.ABC):
     @abc.abstractmethod
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """
-        Return what is to be stored for an item of the final plan.
+        Return the data to store for an item of the final plan.
 
-        Called at least once for each item, from any thread, also several at a time; what needs memory should be made
-        here and not earlier. A tensor may be on any device and have any strides.
+        Called at least once for each item, from any thread, also concurrently. What needs memory should be allocated here
+        and not earlier. A tensor may be on any device and have any strides.
         """
 
 
@@ -395,7 +393,7 @@ class LoadPlanner:
 
     @abc.abstractmethod
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return what each rank shall read, given what each needs. Called on the coordinator."""
+        """Return what each rank is to read, given what each needs. Called on the coordinator."""
 
     @abc.abstractmethod
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -406,16 +404,16 @@ class LoadPlanner:
         """Put a stored object into the state."""
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """Return the stream that the reader shall fill for an item, where the planner has one."""
+        """Return the stream to fill for an item, if the planner has one."""
         raise NotImplementedError(f"{type(self).__qualname__} has no stream for {read_item.dest_index.fqn!r}")
 
     @abc.abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor that the reader shall fill for an item: memory of the state, or what is copied later."""
+        """Return the tensor to fill for an item: memory of the state, or a buffer that is copied later."""
 
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Take note that `tensor`, which `resolve_tensor` gave for the item, has been filled."""
+        """Accept `tensor`, which `resolve_tensor` returned for the item, and which has been filled."""
 
 
 # What moves the data of a checkpoint: the interfaces that users implement, and what a writer reports.
@@ -457,19 +455,19 @@ class StorageWriter(abc.ABC):
 
     @abc.abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write every item of the plan, each as `planner.resolve_data` gives it."""
+        """Write every item of the plan, as `planner.resolve_data` returns it."""
 
     @abc.abstractmethod
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint complete, given what all ranks wrote. Called on the coordinator."""
+        """Commit the checkpoint, given what all ranks wrote. Called on the coordinator."""
 
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether this storage can hold a checkpoint of this id."""
+        """Return whether this storage can hold a checkpoint of this id."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what the storage says about itself to the planner and in the checkpoint."""
+        """Return the storage's description of itself, for the planner and the metadata."""
         return None
 
 
@@ -509,7 +507,7 @@ class StorageReader(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether this storage can hold a checkpoint of this id."""
+        """Return whether this storage can hold a checkpoint of this id."""
 
 
 # -- translation between torch's classes and ours ----------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """
-Where the storages of torch's layout keep files: streams by path, in the terms that users implement.
+Torch's file system interface (`FileSystemBase`), its implementations, and adapters between file systems and stores.
 
-`FileSystem` is this machine's. `FsspecFileSystem` is whatever fsspec opens; it is imported when it is used.
+    a path, file://             `FileSystem`: local files
+    s3://, gs://, az://, ...    `StoreFileSystem`: our own stores
+    any other scheme            `FsspecFileSystem`: whatever fsspec opens, as with torch
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PathLike = str | os.PathLike[str]
 
 
 class FileSystemBase(ABC):
-    """What a file storage needs: streams, and a few verbs on paths."""
+    """What torch's file storages need: streams, and a few operations on paths."""
 
     @contextmanager
     @abstractmethod
@@ -49,24 +51,24 @@ class FileSystemBase(ABC):
 
     @abstractmethod
     def rename(self, path: PathLike, new_path: PathLike) -> None:
-        """Give a file another path."""
+        """Move a file to another path."""
 
     @abstractmethod
     def init_path(self, path: PathLike) -> PathLike:
-        """Return a path as this file system likes it."""
+        """Return a path in the form that this file system uses."""
 
     @abstractmethod
     def mkdir(self, path: PathLike) -> None:
-        """Make a directory, and those above it, where they are not there yet."""
+        """Create a directory and its parents if they do not exist."""
 
     @classmethod
     @abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Say whether a checkpoint of this id can be in a file system of this kind."""
+        """Return whether a checkpoint of this id can be in such a file system."""
 
     @abstractmethod
     def exists(self, path: PathLike) -> bool:
-        """Say whether there is a file."""
+        """Return whether a file exists."""
 
     @abstractmethod
     def rm_file(self, path: PathLike) -> None:
@@ -74,7 +76,7 @@ class FileSystemBase(ABC):
 
 
 class FileSystem(FileSystemBase):
-    """The files of this machine."""
+    """Local files."""
 
     @contextmanager
     def create_stream(self, path: PathLike, mode: str) -> Iterator[io.IOBase]:
@@ -99,7 +101,7 @@ class FileSystem(FileSystemBase):
             return True
         if "://" in str(checkpoint_id):
             return False
-        # A checkpoint that is there can be read, also from where nothing can be written.
+        # An existing checkpoint can be read even where nothing can be written.
         path = Path(checkpoint_id)
         return path.exists() or any(parent.exists() and os.access(parent, os.W_OK) for parent in path.parents)
 
@@ -115,7 +117,7 @@ class FileSystem(FileSystemBase):
 
 
 class FsspecFileSystem(FileSystemBase):
-    """Whatever fsspec opens: object stores, HTTP, memory, this machine."""
+    """Whatever fsspec opens: object stores, HTTP, memory, local files."""
 
     def __init__(self) -> None:
         self.fs: AbstractFileSystem | None = None
@@ -151,8 +153,8 @@ class FsspecFileSystem(FileSystemBase):
                 stream.close()
 
     def _discard(self, stream: Any, path: PathLike) -> None:
-        """Remove what was written of a file that will not be whole."""
-        with suppress(Exception):  # whatever the file system raises: the reason to discard is what counts
+        """Remove an incomplete file."""
+        with suppress(Exception):  # of any class; the error that led here matters more
             stream.discard() if hasattr(stream, "discard") else stream.close()
         with suppress(Exception):
             self.rm_file(path)
@@ -199,17 +201,15 @@ def _url_to_fs(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
     return url_to_fs(path, **kwargs)[0]
 
 
-# A file system of the storages as a store to read from: what the read pipeline needs, over streams.
+# -- a file system as a store to read from -----------------------------------------------------------------------------
 #
-# Each thread that reads at the same time gets a stream of its own; a stream that gives no ranges (no `seek`) is read
-# once
-# and kept.
+# Each thread that reads gets its own stream. A stream without `seek` is read once and kept in memory.
 
 _READ_PIECE_NBYTES = 1 << 20
 
 
 class StreamStore:
-    """The files of one directory, to be read."""
+    """The files of one directory, for reading."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike) -> None:
         self._fs = fs
@@ -233,7 +233,7 @@ class StreamStore:
 
 
 def read_up_to(stream: Any, limit: int) -> bytes:
-    """Read a stream to its end, or so much of it; in pieces, as many streams take all they are asked for beforehand."""
+    """Read a stream to its end, or up to `limit`; in pieces, because many streams allocate the requested size in advance."""
     held = io.BytesIO()
     while held.tell() < limit and (piece := stream.read(min(_READ_PIECE_NBYTES, limit - held.tell()))):
         held.write(piece)
@@ -241,7 +241,7 @@ def read_up_to(stream: Any, limit: int) -> bytes:
 
 
 def write_all(stream: Any, data: bytes, *, sync: bool) -> None:
-    """Write all of it, to a stream that may take less than it is given, and make it durable if asked for."""
+    """Write all data to a stream that may accept less at a time, and make it durable if `sync`."""
     view = memoryview(data)
     while view:
         done = stream.write(view)
@@ -250,7 +250,7 @@ def write_all(stream: Any, data: bytes, *, sync: bool) -> None:
 
 
 def sync_stream(stream: Any, *, sync: bool) -> None:
-    """Make a stream durable if it is a file of this machine; others are when they are closed, or nobody can tell."""
+    """Make a stream durable if it is a local file. Others are durable when they are closed, or cannot be made so."""
     stream.flush()
     if sync:
         with suppress(AttributeError, io.UnsupportedOperation):
@@ -259,7 +259,7 @@ def sync_stream(stream: Any, *, sync: bool) -> None:
 
 @contextmanager
 def stream_errors(path: str, name: str, offset: int | None = None) -> Iterator[None]:
-    """Turn whatever a file system raises into our errors, with the file and the offset in it."""
+    """Convert errors of a file system to ours, with the file and the offset."""
     try:
         yield
     except StorageError:
@@ -272,7 +272,7 @@ def stream_errors(path: str, name: str, offset: int | None = None) -> Iterator[N
 
 
 class StreamReader:
-    """A file read through streams; as many as threads read at once."""
+    """A file that is read through as many streams as threads read at once."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike, name: str) -> None:
         self._fs = fs
@@ -290,7 +290,7 @@ class StreamReader:
         return self._nbytes
 
     def cached(self, offset: int, nbytes: int) -> bool:
-        """Say nothing of what is at hand: only the file system knows."""
+        """Return False: only the file system knows what it has cached."""
         return False
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
@@ -327,7 +327,7 @@ class StreamReader:
             with self._lock:
                 self._open.append(manager)
         yield found[1]
-        with self._lock:  # not where it failed: nobody knows where such a stream stands
+        with self._lock:  # not after a failure, which leaves the stream at an unknown position
             self._idle.append(found)
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ class StreamReader:
         with self._lock:
             managers, self._open, self._idle = self._open, [], []
         for manager in managers:
-            with suppress(Exception):  # of a file only read, nothing is lost
+            with suppress(Exception):  # nothing is lost for a file that was only read
                 manager.__exit__(None, None, None)
 
 
@@ -343,16 +343,16 @@ def _seekable(stream: Any) -> Any:
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
 
-# Blobs of a store as streams, for those who write and read files so: extensions, planners and writers of others.
+# -- blobs of a store as streams: for extensions, planners and writers of users ----------------------------------------
 
 _WRITE_PIECE_NBYTES = 8 << 20
-"""So much is held, and written at once; what is no more than that is put as one small blob."""
+"""The size of a buffered write. A stream of at most this size becomes one small blob."""
 _ROOM_NBYTES = 64 << 30
-"""Stores want to know beforehand how large a blob may become: the parts of an upload are measured by it."""
+"""The largest stream. A store must know in advance how large a blob may become, to choose the size of upload parts."""
 
 
 class BlobInput(io.RawIOBase):
-    """A blob, to be read from any position. Give it to an `io.BufferedReader`: each read of its own is a request."""
+    """A blob as a seekable stream. Wrap it in an `io.BufferedReader`, because each read is a request."""
 
     def __init__(self, reader: BlobReader, *, closes: bool = True) -> None:
         """`closes`: the reader is closed with the stream."""
@@ -456,28 +456,27 @@ class BlobOutput(io.RawIOBase):
         super().close()
 
 
-# Places of a store in the terms of a file system of the storages: URLs for paths.
+# -- stores as a file system -------------------------------------------------------------------------------------------
 #
-# What is ours goes through the store's own verbs (`storages.choosing.store_of`). The streams here are for extensions,
-# planners and writers of others, who know nothing else.
+# Our own code uses the store (`store_of`). The streams are for extensions, planners and writers of users.
 
 _READ_AHEAD_NBYTES = 1 << 20
 _MOST_RENAMED_NBYTES = 4 << 30
 
 
 class StoreFileSystem(FileSystemBase):
-    """What lies below URLs of stores. There are no directories: `mkdir` does nothing, and nothing depends on it."""
+    """The contents of stores, by URL. There are no directories: `mkdir` does nothing."""
 
     def __init__(self, *stores: Store) -> None:
-        """Know these stores by their URLs; others are opened when they are first used."""
+        """Use these stores for their URLs; others are opened on first use."""
         self._lock = threading.Lock()
         self._stores = {_trimmed(store.url): store for store in stores}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # connections do not travel to other processes, which open their own
+        return {}  # connections are not pickled: another process opens its own
 
     def __setstate__(self, _: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]  # as if it were new
+        self.__init__()  # type: ignore[misc]  # as if newly created
 
     def store(self, path: PathLike) -> Store:
         """Return the store of a place."""
@@ -540,7 +539,7 @@ class StoreFileSystem(FileSystemBase):
         store.delete(name)
 
     def ls(self, path: PathLike) -> list[str]:
-        """Return the URLs of what is at a place."""
+        """Return the URLs of all blobs of a store."""
         return [cast("str", self.concat_path(path, info.name)) for info in self.store(path).list()]
 
 
@@ -548,39 +547,35 @@ def _trimmed(url: str) -> str:
     return url.rstrip("/")
 
 
-# Which file system a path or URL is in, and which store stands behind a file system.
-#
-#     a path, file://             files of this machine
-#     s3://, gs://, az://, ...    object stores, through our own stores
-#     any other scheme            whatever fsspec opens, as with torch
+# -- choosing a file system --------------------------------------------------------------------------------------------
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")
-"""Also several that fsspec chains: `simplecache::s3`."""
+"""Also chained ones of fsspec: `simplecache::s3`."""
 _BROKEN_URL = re.compile(rf"({'|'.join(sorted(SCHEMES))}|file):/[^/]")
 
 
 def is_of_store(path: object) -> bool:
-    """Say whether a path is a URL that a store of ours is for: of an object store, or of files of this machine."""
+    """Return whether a path is the URL of an object store or of local files, for which we have stores."""
     return isinstance(path, str) and _scheme(path) in {*SCHEMES, "file"}
 
 
 def is_local(fs: FileSystemBase) -> bool:
-    """Say whether a file system is this machine's, as it is: nobody changed how it opens or renames."""
+    """Return whether a file system is exactly `FileSystem`, and not a subclass that may open or rename differently."""
     return type(fs) is FileSystem
 
 
 def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
     """
-    Return the file system that a place is in, and the place as it likes it. Nothing is opened yet.
+    Return the file system of a path or URL, and the path in its form. Nothing is opened yet.
 
     Raises:
-        CheckpointError: the place is a `Path` that was made of a URL, which it cannot hold.
+        CheckpointError: the path is a `Path` made from a URL, which it cannot hold.
 
     """
     where = os.fspath(path)
     if not isinstance(path, str):
         if _BROKEN_URL.match(where):
-            raise CheckpointError(f"{where}: a Path cannot hold a URL", hint="give the URL as a str")
+            raise CheckpointError(f"{where}: a Path cannot hold a URL", hint="pass the URL as a str")
         return FileSystem(), FileSystem().init_path(path)
     scheme = _scheme(where)
     if scheme == "file":
@@ -595,7 +590,7 @@ def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
 
 
 def file_system_at(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLike]:
-    """Return file system and place for another place; a file system that was given to a storage stays what it is."""
+    """Return file system and path for another path; a file system that the user set is kept."""
     if is_local(fs) or type(fs) is StoreFileSystem:
         found, place = file_system_for(path)
         return (fs if type(found) is type(fs) else found), place
@@ -603,7 +598,7 @@ def file_system_at(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, 
 
 
 def by_store(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLike]:
-    """Return stores instead of fsspec, for what only stores can do; one that was opened already stays."""
+    """Return stores instead of fsspec, where only stores will do; a file system that is already open is kept."""
     if type(fs) is FsspecFileSystem and fs.fs is None:
         fs = StoreFileSystem()
         return fs, fs.init_path(path)
@@ -612,13 +607,13 @@ def by_store(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLi
 
 def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreign: bool = False) -> Store | None:
     """
-    Return the store that a place of a file system is; None where only the file system knows how to open its files.
+    Return the store for a path of a file system; None if only the file system can open its files.
 
     Args:
         fs: the file system.
-        path: the place.
-        durable: whether files of this machine are to survive a loss of power.
-        foreign: read files of this machine whatever they are called, and through links.
+        path: the path.
+        durable: whether local files are made durable.
+        foreign: whether local files may have any name and be symbolic links, for reading.
 
     """
     if is_local(fs):

@@ -1,10 +1,10 @@
 """
-Lanes: where saves go on after the call that began them has returned.
+`async_save`: the state is copied first, then saved from the copy on a thread or in a process.
 
 Saves of one group of ranks run one after the other on one thread, in the order of the calls, which is the same on all
-ranks. They meet under keys of their own in the group's store, so that whatever the training thread does meanwhile,
-collectives and other saves included, is never mixed up with them. A failure that nobody asks for is logged, and raised
-by the next asynchronous save of the rank, which is made all the same: other ranks may not know of the failure yet.
+ranks. They use their own keys in the group's store, so that they never mix with collectives or saves of the training thread.
+A failure that is never retrieved is logged, and raised by the next asynchronous save of the rank. That save runs all the
+same, because other ranks may not know of the failure yet.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ def _group_saves_of_process(process_id: int) -> dict[str, GroupSaves]:
 
 
 def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
-    """Return the lane of a group of ranks, or of this process alone."""
+    """Return the saves of a group of ranks, or of this process only."""
     lanes = _group_saves_of_process(os.getpid())
     name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
     return lanes[name] if name in lanes else lanes.setdefault(name, GroupSaves())
 
 
 def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
-    """Return the ranks that save together, who meet apart from everything else that they do."""
+    """Return the ranks that save together, with their own keys in the store."""
     ranks = _DistWrapper(group, not is_alone(no_dist), coordinator_rank=0)
     world = ranks._world
     if world.store is not None:
@@ -170,7 +170,7 @@ def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper
 
 
 def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives: bool) -> NoReturn:
-    """Raise what kept this rank from beginning, on all ranks: the others are in their first step."""
+    """Raise on all ranks the error that kept this rank from starting: the others are in their first step."""
     if ranks.get_world_size() > 1:
 
         def fail() -> NoReturn:
@@ -186,11 +186,11 @@ def _name_of(group: ProcessGroup | None) -> str:
     return str(c10d._get_process_group_name(c10d._get_default_group() if group is None else group))
 
 
-# Saves on a thread of this process.
+# -- on a thread -------------------------------------------------------------------------------------------------------
 
 
 class _AsyncCheckpointExecutor(abc.ABC):
-    """Saves a state that has been staged, or is about to be, while its caller goes on."""
+    """Saves a state that has been staged, or is being staged, in the background."""
 
     @abc.abstractmethod
     def execute_save(
@@ -214,7 +214,7 @@ class _AsyncCheckpointExecutor(abc.ABC):
 
 
 class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
-    """Saves on a thread, after the saves before it."""
+    """Saves on a thread, after earlier saves."""
 
     def execute_save(
         self,
@@ -236,7 +236,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         def work() -> Metadata:
             return _save_staged(
                 ranks,
-                box.pop(),  # a failure that is kept must not keep the state
+                box.pop(),  # a stored failure must not keep the state alive
                 checkpoint_id=checkpoint_id,
                 storage_writer=storage_writer,
                 planner=planner,
@@ -260,7 +260,7 @@ def save_wrapper(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Save a staged state on the calling thread, once it is there."""
+    """Save a state on the calling thread, when it is staged."""
     return _save_staged(
         ranks_of_queue(process_group, no_dist=no_dist),
         staging_future_or_state_dict,
@@ -290,22 +290,22 @@ def _save_staged(
 
 
 def once_staged(staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]) -> STATE_DICT_TYPE:
-    """Return the staged state, when it is there; raises what staging raised."""
+    """Wait for the staged state, and return it; raises what staging raised."""
     return staged.result() if isinstance(staged, Future) else staged
 
 
-# Saves in a process of their own.
+# -- in a process ------------------------------------------------------------------------------------------------------
 #
-# The thread that waits for that process also meets the other ranks, as for any other save: a process that dies is a
-# failure of its rank in the step under way, and known to all ranks at once. The processes do not know of each other.
+# The thread that waits for the process also communicates with the other ranks, as for any other save. If the process dies,
+# its rank fails in the current step, and all ranks learn of it at once. The processes do not communicate with each other.
 
 
 class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
     """
     Saves in a process that is spawned at the first save and serves the later ones.
 
-    The state reaches it in shared memory; the writer and the planner are pickled. It is given the rank and the size of
-    the default group, and cannot talk to other ranks. One that has died is replaced at the next save.
+    The state is passed in shared memory; the writer and the planner are pickled. The process knows the rank and size of the
+    default group, and cannot communicate with other ranks. A process that has died is replaced at the next save.
     """
 
     def execute_save(
@@ -323,7 +323,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         ranks = ranks_of_queue(process_group, no_dist=no_dist)
         lane = group_saves_of(process_group, no_dist=no_dist)
         world = _rank_in_world(no_dist=no_dist)
-        with contextlib.suppress(SaverDied):  # said by the save
+        with contextlib.suppress(SaverDied):  # raised again by the save
             _start_saver(lane, world)
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
@@ -332,7 +332,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
             try:
                 saver = _saver_of(lane, world)
                 order = SaveRequest(
-                    # Taken out of its box: one copy of the state is enough.
+                    # Taken out of the box, which would keep a second copy of the state alive.
                     state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
                     checkpoint_id=checkpoint_id,
                     storage_writer=storage_writer,
@@ -370,7 +370,7 @@ def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: b
         try:
             written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
         except CheckpointException as failed:
-            # Where the coordinator itself failed, it may have been after the checkpoint was complete.
+            # If the coordinator itself failed, it may have been after the commit.
             if ranks.coordinator_rank not in failed.failures:
                 with contextlib.suppress(SaverDied):
                     remote.discard()
@@ -387,13 +387,13 @@ def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> None:
     knows where the script is, and a process that is started then has none of its classes.
     """
     with lane.starting:
-        # A dead one is left to the lane's thread, which may be about to hear of it.
+        # A dead process is not closed here: the thread that uses it may be about to notice.
         if lane.saver is None or not lane.saver.alive():
             lane.saver = SaverProcess(world)
 
 
 def _saver_of(lane: GroupSaves, world: RankInWorld | None) -> SaverProcess:
-    """Return the lane's process, ready; a new one if there is none, or it is dead, or this rank has become another."""
+    """Return the process when it is ready; a new one if there is none, it is dead, or the rank has changed."""
     if lane.saver is not None and lane.saver.world != world:
         lane.saver.close()
     _start_saver(lane, world)
@@ -413,18 +413,16 @@ def _rank_in_world(*, no_dist: bool) -> RankInWorld | None:
 
 
 def _in_shared_memory(state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """Return a state whose tensors another process can map: itself, or a copy in a few large pieces."""
+    """Return a state whose tensors are in shared memory: the state itself, or a copy in a few large pieces."""
     parts: list[Any] = [part for tensor in tensors_in(state) for part in open_tensor(tensor).parts]
-    # Those without elements have no memory; those on an accelerator are said to be shared.
+    # Empty tensors have no memory; `is_shared` is always true on accelerators.
     if all(part.is_shared() and part.device.type == "cpu" for part in parts if part.numel()):
         return state
     shared: STATE_DICT_TYPE = StateDictStager(share_memory=True).stage(state)
     return shared
 
 
-# A save that goes on while training does: the state is copied first, then saved from the copy.
-#
-# Nothing that belongs to training waits for it. Copying that fails fails the save, on all ranks.
+# -- async_save --------------------------------------------------------------------------------------------------------
 
 Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
 
@@ -481,8 +479,8 @@ def async_save(
         be changed when this returns, or when `staging_completion` is done.
 
     Raises:
-        EarlierSaveFailed: An earlier save of the group failed, and nobody on this rank asked for its result. This save
-            has been begun all the same: what would have been returned is the exception's `response`.
+        EarlierSaveFailed: An earlier save of the group failed, and its result was never retrieved on this rank. This
+            save has been started all the same; the exception's `response` is what would have been returned.
         Exception: What the stager raised. The save fails on the other ranks too.
 
     """
@@ -520,19 +518,19 @@ def async_save(
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         upload.add_done_callback(lambda _: closing.close())
     if earlier is not None:
-        # Not before: the other ranks, who may not know of that failure yet, make this save and need its part of it.
+        # Not before: the other ranks may not know of the failure yet, and need this rank's part of this save.
         earlier.response = response
         raise earlier
     return response
 
 
 def _choose(given: AsyncStager | None, writer: object, *, in_process: bool) -> tuple[AsyncStager, DefaultStager | None]:
-    """Return the stager to use, and again if it is ours to close."""
+    """Return the stager to use, and the stager to close afterwards, if it is ours."""
     if given is not None:
         return given, None
     if isinstance(writer, AsyncStager):
         if isinstance(writer, BlockingAsyncStager):
-            writer._share_memory = in_process  # so that its copy needs not be copied again for the other process
+            writer._share_memory = in_process  # so that the copy is already in shared memory
         return writer, None
     own = DefaultStager(StagingOptions(False, in_process, False, False))
     return own, own
@@ -552,7 +550,7 @@ def _stage_and_begin(
         return response
     if not stager.should_synchronize_after_execute:
         return begin(staged)
-    # Saved only if the stager says that it is there: the future of a failed one fails.
+    # The save waits for the stager's future, and fails with it.
     checked: Future[STATE_DICT_TYPE] = Future()
     upload = begin(checked)
     try:
@@ -566,27 +564,27 @@ def _stage_and_begin(
 
 
 def _tell_others(begin: Callable[[Staged], Future[Metadata]], error: BaseException) -> None:
-    """Let the save fail on the other ranks, which have staged theirs and would wait for this one."""
+    """Fail the save on the other ranks, which have staged their part and would wait for this rank."""
     failed: Future[STATE_DICT_TYPE] = Future()
     failed.set_exception(error)
     begin(failed).add_done_callback(_ask)  # it is raised now
 
 
 def _ask(upload: Future[Metadata]) -> None:
-    """Take a failure as asked for: the next save need not raise it."""
+    """Mark a failure as retrieved, so that the next save does not raise it."""
     upload.exception()
 
 
 def _pass_on(staging: Future[STATE_DICT_TYPE], to: Future[None]) -> None:
     try:
         staging.result()
-    except BaseException as error:  # noqa: BLE001 - of whoever waits
+    except BaseException as error:  # noqa: BLE001 - raised where the future is retrieved
         to.set_exception(error)
     else:
         to.set_result(None)
 
 
-# One object that saves, saves asynchronously and loads, always with the same storages and planners.
+# -- _Checkpointer -----------------------------------------------------------------------------------------------------
 
 
 class _Checkpointer:
@@ -638,7 +636,7 @@ class _Checkpointer:
         )
 
     def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
-        """Save a state while training goes on; the future holds what was saved once the checkpoint is complete."""
+        """Save a state in the background, and return a future of its metadata."""
         response = async_save(
             state_dict,
             storage_writer=self.storage_writer,

@@ -1,9 +1,9 @@
 """
-Steps that all ranks of a group make together, in which each rank's failure reaches all of them.
+Steps that all ranks of a group make together. A failure of one rank is raised on all of them.
 
-Objects travel pickled, through the key-value store that the ranks met by, and not through collectives: no backend and
-no device memory is involved, a rank that fails or dies never leaves the others waiting past a deadline, and a step
-that ranks do not make together is an error that says so.
+Objects are pickled and exchanged through the group's key-value store instead of collectives. This needs no backend and no
+device memory. If a rank fails or dies, the others wait no longer than a deadline, and if ranks are in different steps, the
+error says so.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ Decide = Callable[[list[Any]], Sequence[Any]]
 
 class _DistWrapper:
     """
-    The ranks of a process group, one of which coordinates; this process alone where `use_dist` is False.
+    The ranks of a process group, one of which is the coordinator; only this process if `use_dist` is False.
 
-    The methods that take a step's name and functions raise `CheckpointException` on all ranks if a function fails on
-    any of them.
+    The methods that take the name of a step raise `CheckpointException` on all ranks if a function fails on any of them.
     """
 
     def __init__(self, group: ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> None:
@@ -72,7 +71,7 @@ class _DistWrapper:
         return self._world.size
 
     def patient(self, alone_s: float) -> _DistWrapper:
-        """Return the same ranks, who wait so much longer for the coordinator, which has work that they do not have."""
+        """Return the same ranks, with so many seconds more to wait for the coordinator's own work."""
         ranks = copy(self)
         ranks._world = replace(self._world, alone_s=alone_s)
         return ranks
@@ -161,7 +160,7 @@ class _DistWrapper:
             mine = failure if self._world.solo else picklable_failure(failure)
         try:
             answer = self._exchange(step, mine, judge)
-        except CheckpointError as error:  # ranks that are silent, gone, or elsewhere
+        except CheckpointError as error:  # ranks that do not answer, have died, or are in another step
             raise CheckpointException(step, self._absent(error)) from (cause or error)
         if isinstance(answer, CheckpointException):
             raise answer from cause
@@ -173,7 +172,7 @@ class _DistWrapper:
         return dict.fromkeys(away, (error, StackSummary()))
 
     def _exchange(self, step: str, mine: Any, decide: Decide) -> Any:
-        """Send an object to the coordinator, and return what it decides on for this rank."""
+        """Send an object to the coordinator, and return its answer for this rank."""
         if self._world.solo:
             return decide([mine])[0]
 
@@ -183,7 +182,7 @@ class _DistWrapper:
         def reply(letters: list[bytes]) -> list[bytes]:
             size = len(letters)
             answers = decide([pickle.loads(letters[(rank - self.coordinator_rank) % size]) for rank in range(size)])
-            # What several ranks get is pickled, and stored, once.
+            # An answer that several ranks get is pickled and stored once.
             written: dict[int, bytes] = {}
             for answer in answers:
                 if id(answer) not in written:
@@ -206,7 +205,7 @@ def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
     except Exception as error:
         if ranks.get_world_size() == 1:
             raise
-        failure = error  # the name in the except clause ends with it
+        failure = error  # `error` is deleted at the end of the except clause
 
         def fail() -> T:
             raise failure
@@ -216,7 +215,7 @@ def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
 
 
 def _led_by(coordinator: int, world: World) -> World:
-    """Return the world with its ranks counted from the coordinator, who is the one that decides."""
+    """Return the world with ranks renumbered so that the coordinator is rank 0."""
     if world.store is None:
         return world
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 
 STATE_DICT_2D_LAYOUT = dict[str, tuple[Sequence[int] | None, Sequence[int]]]
-"""For each parameter, where this rank's tensor parallel part begins (None: it has all of it) and its size."""
+"""For each parameter, the offset of this rank's tensor parallel part (None: it has all of it) and its size."""
 
 
 def load_sharded_optimizer_state_dict(
@@ -76,7 +76,7 @@ def load_sharded_optimizer_state_dict(
     paths = metadata.planner_data
     if not isinstance(paths, dict):
         raise BrokenProtocol(
-            "the checkpoint does not say which keys belong together", hint="save with flatten_state_dict=True"
+            "the checkpoint does not store the paths of its keys", hint="save with flatten_state_dict=True"
         )
     state: STATE_DICT_TYPE = {}
     offsets: dict[str, Sequence[int]] = {}
@@ -94,7 +94,8 @@ def load_sharded_optimizer_state_dict(
             offsets[key] = offset
     if not state:
         raise MissingKeys(
-            f"the checkpoint has nothing under {optimizer_key!r}", hint="is this the key it was saved by?"
+            f"the checkpoint has nothing under {optimizer_key!r}",
+            hint="pass the key that the optimizer was saved under",
         )
     storage_reader.reset()
     _load_state_dict(state, storage_reader, planner=planner if group is None else _ReaderWithOffset(offsets))
@@ -104,7 +105,7 @@ def load_sharded_optimizer_state_dict(
 def _allocated(
     entry: Any, part: tuple[Sequence[int] | None, Sequence[int]] | None, group: ProcessGroup | None, device_type: str
 ) -> tuple[torch.Tensor, Sequence[int] | None]:
-    """Return an empty tensor to fill for a stored one, and where the part of it begins that it stands for."""
+    """Return an empty tensor to fill from a stored one, and the offset of the part that it holds."""
     if entry.size.numel() == 1:
         return _alloc_tensor(entry.properties, entry.size, device_type), None
     if group is None:
@@ -116,7 +117,7 @@ def _allocated(
 def _cut_by_rows(
     properties: TensorProperties, size: Sequence[int], group: ProcessGroup | None, device_type: str
 ) -> ShardedTensor:
-    """Return a ShardedTensor cut by rows over the ranks of a group, of which this rank's shard is allocated."""
+    """Return a ShardedTensor that is split by rows over a group; this rank's shard is allocated."""
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # noqa: PLC0415
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Properties  # noqa: PLC0415
@@ -125,7 +126,7 @@ def _cut_by_rows(
     whole = Properties(dtype=properties.dtype, layout=properties.layout, memory_format=properties.memory_format)
     metadata = _create_colwise_spec(group).build_metadata(torch.Size(size), whole)
     if group is None:
-        # As FSDP makes them: ranks past the last row have no shard.
+        # As with FSDP, ranks past the last row have no shard.
         metadata.shards_metadata = [each for each in metadata.shards_metadata if each.shard_sizes[0] > 0]
     plain = dataclasses.replace(properties, requires_grad=False)
     mine = [
@@ -168,7 +169,7 @@ def _get_state_dict_2d_layout(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_2
 
 
 def _is_nested_tensor(val: torch.Tensor) -> bool:
-    """Say whether a tensor is a ShardedTensor of ShardedTensors; raise for other tensors inside each other."""
+    """Return whether a tensor is a ShardedTensor of ShardedTensors; raise for other tensors inside each other."""
     if is_sharded_tensor(val):
         shards = val.local_shards()  # type: ignore[attr-defined]  # a ShardedTensor
         if shards and is_dtensor(shards[0].tensor):
@@ -182,7 +183,7 @@ def _is_nested_tensor(val: torch.Tensor) -> bool:
 
 
 def _gen_rank_device(global_rank: int, device_type: str = "cuda") -> str:
-    """Return the device of a rank, as placements have it: one rank a device, by turns."""
+    """Return the device of a rank as placements write it: ranks are assigned to devices in turn."""
     if device_type == "cpu":
         return "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -215,7 +216,7 @@ def _alloc_tensor(props: TensorProperties, size: Sequence[int], device_type: str
         dtype=props.dtype,
         layout=props.layout,
         requires_grad=props.requires_grad,
-        # Only the CPU's memory can be pinned, whatever the tensor was when it was saved.
+        # Only CPU memory can be pinned, whatever the saved tensor was.
         pin_memory=props.pin_memory and device_type == "cpu",
         device=current_device(device_type),
     )
@@ -241,7 +242,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         self.translation = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank needs, each shard at its place in the stored tensor."""
+        """Return what this rank needs, with the offsets of its shards in the stored tensor."""
         items: list[ReadItem] = []
         self.translation = {}
         for fqn, value in self.state_dict.items():
@@ -269,7 +270,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         return items
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the shard that an index of the stored tensor stands for."""
+        """Return the shard for an index of the stored tensor."""
         return super().lookup_tensor(self.translation.get(index, index))
 
 

@@ -1,9 +1,9 @@
 """
-Objects of a checkpoint that are no tensors: bytes that `torch.save` wrote, read without running anything they name.
+The default planners, their plan cache, and reading stored objects without running code.
 
-Plain values of the standard library, numpy and torch are read, and what torch or its user hold for safe. Anything else
-is refused, with the name of its class, unless the user says so: to torch for that class (`add_safe_globals`), or to us for all
-(`SHARDKEEP_ALLOW_PICKLE=1`).
+Stored objects may consist of plain values of the standard library, numpy and torch, and of classes that torch considers
+safe. Any other class is refused by name, unless the user declares it safe (`torch.serialization.add_safe_globals`) or allows
+all classes (`SHARDKEEP_ALLOW_PICKLE=1`).
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
 
     Raises:
         PickleRefused: it names a class that is not known to be safe.
-        MalformedFile: these are no such bytes.
+        MalformedFile: the bytes are not what `torch.save` writes.
 
     """
     if Options().allow_pickle:
         return torch.load(stream, weights_only=False)
     data = stream.read()
     try:
-        if not is_archive(data):  # torch would take it for a program of its own, or for the older form of its files
+        if not is_archive(data):  # torch would read it as TorchScript, or as its old format
             raise PickleRefused("not an archive of plain values")
         return load_plain(io.BytesIO(data))
     except PickleRefused:
         pass
     except (MalformedFile, pickle.UnpicklingError) as exc:
         raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc}", key=key) from exc
-    except Exception as exc:  # of a forged pickle: whatever the constructors that it may call raise
+    except Exception as exc:  # the constructors that a forged pickle may call raise anything
         raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
@@ -99,7 +99,7 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
             " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
             key=key,
         ) from exc
-    except Exception as exc:  # of what is no archive: whatever torch raises
+    except Exception as exc:  # torch raises anything for what is not an archive
         raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
 
 
@@ -107,7 +107,7 @@ def load_plain(file: Any, **how: Any) -> Any:
     """
     Read what `torch.save` wrote, if it is made of plain values and tensors; `how` is for `torch.load`.
 
-    Classes that the user told torch to be safe may be among them.
+    Classes that the user declared safe may be among them.
 
     Raises:
         PickleRefused: it names anything else.
@@ -119,7 +119,7 @@ def load_plain(file: Any, **how: Any) -> Any:
     except RuntimeError as exc:
         if "pickle_module" not in str(exc):
             raise
-        # The user told torch to take no reader of pickles but its own.
+        # The user has configured torch to use only its own unpickler.
         raise PickleRefused("torch reads pickles itself") from exc
     for given in loads:
         name = given.left_behind()
@@ -129,7 +129,7 @@ def load_plain(file: Any, **how: Any) -> Any:
 
 
 class _PlainReader(pickle.Unpickler):
-    """Takes the place of the one in `pickle` when torch reads an archive."""
+    """The unpickler that torch uses to read an archive."""
 
     def __init__(self, file: IO[bytes], *, loads: list[NameTable], **how: Any) -> None:
         raw = file.read()
@@ -150,7 +150,7 @@ def _load_plain(file: IO[bytes], **how: Any) -> Any:
 
 
 class _Plain:
-    """What torch asks of a module for pickles."""
+    """The attributes that torch expects of `pickle_module`."""
 
     Unpickler = _PlainReader
     load = staticmethod(_load_plain)
@@ -158,14 +158,14 @@ class _Plain:
 
 
 class _Bytes(NamedTuple):
-    """Stands for a storage without a type, of which torch's reader wants only this."""
+    """Stands for an untyped storage, of which torch's reader only uses the dtype."""
 
     dtype: torch.dtype
 
 
 @cache
 def _plain() -> Names:
-    """Return what pickles of plain values name, and what that is."""
+    """Return the names that pickles of plain values may use."""
     torchs: list[Any] = [
         *(torch.device, torch.serialization._get_layout),
         *(getattr(rebuilding, f"_rebuild_{what}") for what in ("tensor_v2", "tensor_v3", "parameter")),
@@ -180,37 +180,35 @@ def _plain() -> Names:
 
 
 def _size(numbers: Any = ()) -> torch.Size:
-    if type(numbers) not in (tuple, list):  # a tensor without memory of its own may have any number
+    if type(numbers) not in (tuple, list):  # the sizes of a tensor without memory may be any number
         raise MalformedFile("a size that is not made of numbers")
     return torch.Size(numbers)
 
 
-# Plans of the previous save, used again where nothing changed.
+# -- the plan cache ----------------------------------------------------------------------------------------------------
 #
-# A rank whose plan is the one it sent before sends only word of that, and gets only word back where its part of the
-# global plan is the one it has. The cache belongs to one planner, so that two states saved in turn by two planners
-# never
-# meet, and it serves one group of ranks; plans are the same only if everything in them is, dtypes and planner data
-# included. A round that did not reach its end on a rank is forgotten there: the rank sends its whole plan in the next
-# one, and gets a whole plan back.
+# A rank whose plan has not changed since the last save sends only a note of that, and gets a note back if its part of the
+# global plan has not changed either. The cache belongs to one planner and serves one group of ranks. Plans are equal only if
+# everything in them is, including dtypes and planner data. A rank that failed in a save clears its cache, sends its whole
+# plan in the next save, and gets a whole plan back.
 
 MakePlan = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
 
 
 def _compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
-    """Say whether two plans are the same in everything, index hints included."""
+    """Return whether two plans are equal, including index hints."""
     return plan == other_plan and all(
         mine.index.index == other.index.index for mine, other in zip(plan.items, other_plan.items, strict=True)
     )
 
 
 def _contains_usable_plan(delta_plans: list[SavePlan]) -> bool:
-    """Say whether any rank sent a plan, and not only word that it has not changed."""
+    """Return whether any rank sent a plan, and not only a note that it has not changed."""
     return any(plan and plan.usable for plan in delta_plans)
 
 
 def _merge_delta_local_plans(cached_plans: list[SavePlan], delta_plans: list[SavePlan]) -> list[SavePlan]:
-    """Return each rank's new plan, or its previous one where it sent none."""
+    """Return each rank's new plan, or its previous one if it sent none."""
     return [
         cached if delta and not delta.usable else delta
         for cached, delta in zip(cached_plans, delta_plans, strict=False)
@@ -221,19 +219,19 @@ class PlanCache:
     """The previous save of one planner on one rank."""
 
     def __init__(self) -> None:
-        # This rank's own plan, and the one it carried out.
+        # This rank's own plan, and its part of the global plan.
         self._local: SavePlan | None = None
         self._final: SavePlan | None = None
-        # Set while a round is on its way.
+        # Set during a save.
         self._pending: SavePlan | None = None
-        # On the coordinator: the plans of all ranks, as they were sent and as they were decided on.
+        # On the coordinator: the plans of all ranks, local and global.
         self._all_local: list[SavePlan] | None = None
         self._all_global: list[SavePlan] = []
         self._metadata: Metadata | None = None
 
     def offer(self, plan: SavePlan) -> SavePlan:
-        """Return what to send for this rank's plan: word that it has not changed, where that is so."""
-        if self._pending is not None:  # the previous round failed: who has what is not known
+        """Return this rank's plan, or a note that it has not changed."""
+        if self._pending is not None:  # the previous save failed, so what the ranks have is unknown
             self._local = self._final = None
         self._pending = plan
         if self._local is not None and self._final is not None and _compare_save_plans(plan, self._local):
@@ -260,14 +258,14 @@ class PlanCache:
         return answers, global_plan, _copied(metadata)
 
     def accept(self, plan: SavePlan) -> SavePlan:
-        """Return the plan to carry out, given what came back; ends the round."""
+        """Return the plan to write, given the coordinator's answer. This ends the save for the cache."""
         if not plan.usable:
             if self._final is None:
                 raise RanksDisagree(
                     "the coordinator says that this rank's plan has not changed, but it has none",
                     hint="use one planner for all saves on each rank, or none of them with enable_plan_caching",
                 )
-            # The storage may have named this save's files in the word that came back.
+            # The storage may have added the names of this save's files to the note.
             kept = self._final.storage_data if plan.storage_data is None else plan.storage_data
             plan = dataclasses.replace(self._final, storage_data=kept)
         self._final = plan
@@ -289,7 +287,7 @@ class PlanCache:
         ]
 
     def _has_already(self, rank: int, sent: SavePlan, new: SavePlan) -> bool:
-        # A rank that sent its plan may have lost the previous round: it gets the whole.
+        # A rank that sent its whole plan may have cleared its cache: it gets a whole plan back.
         return not sent.usable and rank < len(self._all_global) and _compare_save_plans(new, self._all_global[rank])
 
 
@@ -298,7 +296,7 @@ def _unchanged(sent: SavePlan) -> SavePlan:
 
 
 def _copied(metadata: Metadata) -> Metadata:
-    """Return metadata that a storage may write into without changing those that are kept."""
+    """Return a copy of metadata that a storage may modify."""
     entries = {
         key: TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
         if isinstance(entry, TensorStorageMetadata)
@@ -308,7 +306,7 @@ def _copied(metadata: Metadata) -> Metadata:
     return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=copy.copy(metadata.planner_data))
 
 
-# The planner that saves a state as it is: everything each rank has, replicated values once.
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("shardkeep")
 
@@ -358,7 +356,7 @@ class DefaultSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten the state, as far as asked for, and keep it."""
+        """Flatten the state as configured, and keep it."""
         self._storage_meta = storage_meta
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
@@ -388,7 +386,7 @@ class DefaultSavePlanner(SavePlanner):
         else:
             self.global_plan, self.metadata = self._create_global_plan(all_plans)
             answers = self.global_plan
-        # Our driver translates for torch's storages. Torch's does not; whose storage it is can be told by what it says.
+        # Our driver translates for torch's storages, torch's driver does not. The class of `storage_meta` shows whose it is.
         in_its_words = translator_to(self._storage_meta)
         return in_its_words(answers), in_its_words(self.metadata)
 
@@ -399,7 +397,7 @@ class DefaultSavePlanner(SavePlanner):
         global_plan, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
         if self.flatten_state_dict:
             merged: FLATTEN_MAPPING = {}
-            # The first rank that has a key says where it belongs.
+            # The first rank that has a key determines its path.
             for plan in reversed(global_plan):
                 merged.update(plan.planner_data or {})
             metadata = dataclasses.replace(metadata, planner_data=merged)
@@ -411,7 +409,7 @@ class DefaultSavePlanner(SavePlanner):
         return global_plan, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take this rank's part of the global plan as it is."""
+        """Return this rank's part of the global plan unchanged."""
         self.plan = self._plan_cache.accept(new_plan) if self._enable_plan_caching else new_plan
         return self.plan
 
@@ -434,7 +432,7 @@ class DefaultSavePlanner(SavePlanner):
         return object
 
 
-# The planners that fill a state as it is, and one that makes the state from what the checkpoint holds.
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -472,7 +470,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Give memory to tensors on meta, flatten the state as far as asked for, and keep it."""
+        """Allocate tensors on the meta device, flatten the state as configured, and keep it."""
         _init_state_dict(state_dict)
         self.original_state_dict = state_dict
         if self.flatten_sharded_tensors:
@@ -493,13 +491,13 @@ class DefaultLoadPlanner(LoadPlanner):
 
         """
         if self.metadata is None:
-            raise BrokenProtocol("a load needs the checkpoint's metadata", hint="give them to set_up_planner")
+            raise BrokenProtocol("a load needs the checkpoint's metadata", hint="pass them to set_up_planner")
         if self.flatten_state_dict:
             self._flatten_as_saved(self.metadata.state_dict_metadata)
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def _flatten_as_saved(self, saved: Mapping[str, Any]) -> None:
-        """Flatten by the rules of torch 2.3 where that finds keys of the checkpoint that today's rules do not."""
+        """Flatten by the rules of torch 2.3 if that finds keys of the checkpoint that today's rules do not."""
         if all(key in saved for key in self.state_dict) or not (unclaimed := saved.keys() - self.state_dict.keys()):
             return
         state_dict = self.original_state_dict
@@ -510,21 +508,21 @@ class DefaultLoadPlanner(LoadPlanner):
             self.state_dict, self.mappings = flat, mappings
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are: each rank reads what it needs."""
+        """Return the plans unchanged: each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a stored object into the state; one of a class that is not known to be safe is refused."""
+        """Put a stored object into the state; classes that are not known to be safe are refused."""
         fqn = read_item.dest_index.fqn
         loaded = load_object(value, key=fqn)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, _as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
         else:
-            # Where nested ShardedTensors are flattened, the state that is filled is another dict than the caller's.
+            # If nested ShardedTensors were flattened, `state_dict` is not the caller's dict.
             self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -577,9 +575,11 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
         """
         if state_dict:
-            raise BrokenProtocol("the state to make must be empty", hint="pass {}")
+            raise BrokenProtocol("the state must be empty: it is created from the checkpoint", hint="pass {}")
         if metadata is None:
-            raise BrokenProtocol("the state is made from the checkpoint's metadata", hint="give them to set_up_planner")
+            raise BrokenProtocol(
+                "the state is created from the checkpoint's metadata", hint="pass them to set_up_planner"
+            )
         flat: dict[str, Any] = {}
         for key in metadata.state_dict_metadata:
             if not self._should_include_key(key, metadata):
@@ -590,8 +590,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             set_element(state_dict, saved_path(metadata, key), flat[key])
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.flatten_state_dict:
-            # The checkpoint says which names there are. Flattened again, a list of which some items were not asked for
-            # would have others.
+            # The names are those of the checkpoint. Flattening again would renumber a list of which some items are left out.
             self.state_dict, self.mappings = flat, {key: saved_path(metadata, key) for key in flat}
 
 

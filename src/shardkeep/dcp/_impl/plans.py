@@ -1,5 +1,5 @@
 """
-Plans in torch's terms: the items of a state, what each rank writes and reads, and who writes what several ranks have.
+The default plans: the items of a flat state, what each rank writes and reads, and which rank writes a replicated value.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# The value, or the shard of it, that an index names in a state; and where in a nested state a name belongs.
+# -- looking up values -------------------------------------------------------------------------------------------------
 
 
 _MOST_GAPS = 1 << 20
-"""Items of lists that left no trace in a checkpoint, such as empty dicts."""
+"""How many items of lists may have left no trace in a checkpoint, as empty dicts do."""
 
 
 def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
@@ -65,7 +65,7 @@ def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
     if not isinstance(path, tuple) or not all(
         isinstance(part, str) or (type(part) is int and 0 <= part < most) for part in path
     ):
-        raise MalformedFile(f"{key!r} cannot stand at {path!r}", key=key)
+        raise MalformedFile(f"{key!r} cannot be at {path!r}", key=key)
     return path
 
 
@@ -107,7 +107,9 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
 
 def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
     if index.offset is None:
-        raise NoSuchValue(f"{index.fqn!r} is a ShardedTensor: which shard is meant needs an offset", key=index.fqn)
+        raise NoSuchValue(
+            f"{index.fqn!r} is a ShardedTensor: an index of one of its shards needs an offset", key=index.fqn
+        )
     shards = tensor.local_shards()
     hinted = shards[index.index : index.index + 1] if index.index is not None and index.index >= 0 else []
     for shard in (*hinted, *shards):
@@ -118,10 +120,10 @@ def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
 
 def _not_sharded(index: MetadataIndex, what: str) -> NoSuchValue:
     offset = tuple(index.offset or ())
-    return NoSuchValue(f"{index.fqn!r} is a {what}: nothing in it begins at {offset}", key=index.fqn)
+    return NoSuchValue(f"{index.fqn!r} is a {what}: it has no shard at {offset}", key=index.fqn)
 
 
-# Tensors on the meta device of a state that is about to be loaded, given memory.
+# -- tensors on the meta device ----------------------------------------------------------------------------------------
 
 Change = Callable[[Any], Any]
 
@@ -168,7 +170,7 @@ def _iterate_state_dict(
 
 
 def device_of_group(group: Any = None) -> torch.device:
-    """Return the device that a process group moves by default: its only one, or the CPU if that is among them."""
+    """Return the default device of a process group: its only one, or the CPU if that is among them."""
     from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
     kinds = c10d._device_capability(group)
@@ -189,7 +191,7 @@ def _real_dtensor(value: Any) -> Any:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - loaded already
 
     local = torch.empty_like(value.to_local(), device=current_device(value.device_mesh.device_type))
-    # Shape and stride are given: they do not follow from the local ones where shards are uneven.
+    # Shape and stride are given, because uneven shards do not determine them.
     return DTensor.from_local(
         local,
         device_mesh=value.device_mesh,
@@ -220,13 +222,10 @@ def _default_device() -> torch.device:
     return torch.device("cpu") if accelerator is None else current_device(accelerator.type)
 
 
-# From the values of a state to the items of plans.
+# -- items to write ----------------------------------------------------------------------------------------------------
 #
-# Values that describe themselves (`__create_write_items__`, `__create_chunk_list__`: DTensors, LocalShardsWrapper) do
-# so
-# in torch's classes; what they say becomes ours here.
-
-# -- what is written ---------------------------------------------------------------------------------------------------
+# Values with `__create_write_items__` and `__create_chunk_list__` (DTensors, LocalShardsWrapper) describe themselves in
+# torch's classes, which are translated to ours.
 
 
 def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch's name
@@ -255,7 +254,7 @@ def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002
 
 
 def _holds_shards(value: Any) -> bool:
-    """Say whether a part of a tensor, of which other ranks have the rest, is somewhere in these containers."""
+    """Return whether containers hold a tensor of which other ranks have parts."""
     if isinstance(value, Mapping):
         return any(map(_holds_shards, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -287,7 +286,7 @@ def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:  # noqa: 
 
 
 def _create_default_metadata_only_plan(state_dict: STATE_DICT_TYPE) -> SavePlan:
-    """Return a plan that describes every shard of the state as far as this rank knows; nothing can be written by it."""
+    """Return a plan that describes all shards that this rank knows of. It is for metadata only, and cannot be written."""
     items: list[WriteItem] = []
     for fqn, value in state_dict.items():
         if is_dtensor(value):
@@ -312,7 +311,7 @@ def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
         return [_chunk_for_shard(shard.metadata) for shard in tensor.local_shards()]  # type: ignore[attr-defined]
     if isinstance(tensor, torch.Tensor):
         return [_create_chunk_from_tensor(tensor)]
-    raise StateMismatch(f"only tensors have boxes, and this is a {type(tensor).__qualname__}")
+    raise StateMismatch(f"expected a tensor, found a {type(tensor).__qualname__}")
 
 
 def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
@@ -343,7 +342,7 @@ def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetad
     return TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- items to read -----------------------------------------------------------------------------------------------------
 
 
 def create_read_items_for_chunk_list(
@@ -433,16 +432,16 @@ def _create_read_item_for_tensor(
     )
 
 
-# The plans and metadata of the default planners, as functions of a flat state dict.
+# -- plans and metadata of a flat state dict ---------------------------------------------------------------------------
 
 logger = logging.getLogger("shardkeep")
 
 _MOST_NAMED = 20
-"""Keys that a message names before it only counts them."""
+"""How many keys a message lists; it only counts the others."""
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
-    """Return the plan to write everything this rank has; what others have too is left to the global plan."""
+    """Return the plan to write everything this rank has. The global plan removes replicas."""
     items: list[WriteItem] = []
     for fqn, value in state_dict.items():
         if _has_part(value):
@@ -493,7 +492,7 @@ def _hinted(item: WriteItem, hint: int) -> WriteItem:
     index = item.index
     if type(item) is not WriteItem or type(index) is not MetadataIndex:  # torch's, or a user's own
         return dataclasses.replace(item, index=dataclasses.replace(index, index=hint))
-    # Said directly, which takes a third of the time: there is one item for each shard of each rank.
+    # Constructed directly, in a third of the time of `replace`: there is one item for each shard of each rank.
     index = MetadataIndex(index.fqn, index.offset, hint)
     return WriteItem(index, item.type, item.bytes_io_data, item.tensor_data)
 
@@ -538,7 +537,7 @@ def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadat
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
-    """Return the plans as they are: each rank reads what it needs."""
+    """Return the plans unchanged: each rank reads what it needs."""
     return all_plans
 
 
@@ -549,7 +548,7 @@ def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
 
 
 def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> list[str]:
-    """Return what is wrong with a global plan, one line for each fault; nothing if it can be carried out."""
+    """Return the faults of a global plan, one line each."""
     faults: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if not is_tensor_entry(entry):
@@ -561,7 +560,7 @@ def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> li
             continue
         faults += [f"key:{key} has overlapping chunks {_box(a)} and {_box(b)}" for a, b in clashes(chunks)]
         covered, volume = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(size)
-        # A single plan may be one rank's own part of a state that others save elsewhere.
+        # A single plan may be one rank's part of a state that other ranks save elsewhere.
         if len(global_plan) > 1 and covered != volume:
             faults.append(f"key:{key} invalid fill: its chunks hold {covered} elements of {volume}")
     for fault in faults:
@@ -570,18 +569,18 @@ def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> li
 
 
 def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
-    """Say whether two boxes of a tensor have an element in common."""
+    """Return whether two boxes of a tensor have an element in common."""
     return boxes_overlap(box0, box1)
 
 
 def named(keys: list[str]) -> str:
-    """Write keys for a message, the first ones only where there are many."""
+    """Join keys for a message; only the first ones if there are many."""
     more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
     return ", ".join(keys[:_MOST_NAMED]) + more
 
 
 def _has_part(value: Any) -> bool:
-    # A DTensor may live on a mesh that this rank is no part of.
+    # The mesh of a DTensor may not include this rank.
     return not is_dtensor(value) or value.device_mesh.get_coordinate() is not None
 
 
@@ -611,7 +610,7 @@ def _box(chunk: Any) -> str:
     return f"{tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
 
 
-# Values that several ranks hold, written by one of them.
+# -- replicated values -------------------------------------------------------------------------------------------------
 
 
 def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardkeep")
 
 _LONGEST: Final = 1 << 30
-"""Bytes that the description of a state dict may have."""
+"""The most bytes that the description of a state dict may have."""
 _LONGEST_REASON: Final = 4096
 _LENGTH, _META, _FIRST_TENSOR = 1, 2, 3  # tags
 
@@ -98,7 +98,7 @@ class PGTransport:
 
         Raises:
             UnsupportedLeaf: a value that is neither a tensor nor plain data. Nothing of the state has been sent; the
-                other ranks are told, and fail too.
+                other ranks are notified, and fail too.
             RanksSilent: a rank did not take it within the timeout.
 
         """
@@ -168,17 +168,17 @@ class PGTransport:
         return self._pg
 
     def _send_letter(self, ranks: list[int], letter: bytes, *, sign: int) -> None:
-        """Send a letter after its length, which is negative for one that says why there is no state."""
+        """Send a message after its length; a negative length announces the reason why there is no state."""
         self._send(ranks, torch.tensor([sign * len(letter)], dtype=torch.int64, device="cpu"), _LENGTH)
         self._send(ranks, torch.frombuffer(bytearray(letter), dtype=torch.uint8), _META)
 
     def _refuse(self, ranks: list[int], error: Exception) -> None:
-        """Tell those who wait for a state that there is none, or they would wait until the group is given up."""
+        """Notify the receivers that there is no state; otherwise they would wait for the group's timeout."""
         reason = (str(error).strip() or type(error).__name__).encode()[:_LONGEST_REASON]
         try:
             self._send_letter(ranks, reason, sign=-1)
         except RanksSilent as silent:
-            logger.warning("that a state cannot be sent could not be told: %s", silent)
+            logger.warning("the receivers could not be notified that a state cannot be sent: %s", silent)
 
     def _send(self, ranks: list[int], tensor: torch.Tensor, tag: int) -> None:
         if tensor.numel():
@@ -195,12 +195,12 @@ class PGTransport:
     def _wait(self, work: Work, what: str, rank: int) -> None:
         try:
             work.wait(self._timeout)
-        except RuntimeError as error:  # what backends raise, for a lost peer too
+        except RuntimeError as error:  # backends raise it also for a lost peer
             raise RanksSilent(f"{what} within {self._timeout}: {error!s:.200}", ranks=[rank]) from error
 
 
 class _Arrival:
-    """One state on its way in."""
+    """One state that is being received."""
 
     def __init__(self, transport: PGTransport, src_rank: int, meta: _StateDictMeta, targets: dict[str, Any]) -> None:
         self._transport = transport
@@ -208,7 +208,7 @@ class _Arrival:
         self._meta = meta
         self._received = 0
         leaves = zip(meta.paths, meta.non_tensor_leaves, strict=True)
-        # All of them before the first tensor is touched.
+        # All targets are checked before the first tensor is changed.
         self._targets = {name: _memory_for(name, leaf, targets.get(name)) for name, leaf in leaves}
 
     def receive(self) -> object:
@@ -235,7 +235,7 @@ class _Arrival:
         return self._transport.receive_tensor(self._source, index, meta, into)
 
     def _sharded(self, leaf: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> object:
-        """Build a ShardedTensor in which this rank and the sender have changed places."""
+        """Build a ShardedTensor in which this rank takes the place of the sender."""
         me, them = self._transport.rank, self._source
         metadata = copy.deepcopy(leaf.sharded_tensor_metadata)
         device = tensors[0].device.type if tensors else "cpu"
@@ -252,11 +252,11 @@ class _Arrival:
                 shards, metadata, process_group=self._transport.group
             )
         except (ValueError, RuntimeError) as error:
-            raise BadLetter(f"rank {them} sent a ShardedTensor that is none: {error!s:.200}") from error
+            raise BadLetter(f"rank {them} sent a malformed ShardedTensor: {error!s:.200}") from error
 
 
 def _memory_for(name: str, leaf: object, target: Any) -> list[torch.Tensor | None]:
-    """Return the tensors that a leaf is received into, None where one is to be made."""
+    """Return the tensors that a leaf is received into; None for those to be allocated."""
     if isinstance(leaf, _ShardedTensorMeta):
         metas = leaf.local_shards_meta
         boxes = [(list(each.shard_offsets), list(each.shard_sizes)) for each in leaf.local_shards_shard_metadata]
@@ -279,13 +279,13 @@ def _fitting(name: str, meta: _TensorMeta, target: torch.Tensor) -> torch.Tensor
         raise BrokenProtocol(
             f"{name!r} arrives as {meta.dtype} of size {tuple(meta.shape)}, and would be received into a tensor of "
             f"{target.dtype} of size {tuple(target.shape)} on {target.device}",
-            hint="let the state to receive into have the shapes and dtypes of the sender's",
+            hint="the state to receive into must have the shapes and dtypes of the sender's",
             key=name,
         )
     return target
 
 
-# A stager that exchanges states between pairs of ranks, so that a lost rank's state is still held by another.
+# -- replication -------------------------------------------------------------------------------------------------------
 
 
 class _ReplicationStager(AsyncStager):
@@ -336,7 +336,7 @@ class _ReplicationStager(AsyncStager):
             raise RanksDisagree(f"{size} ranks cannot be paired", hint="use a group with an even number of ranks")
         partner = (me + size // 2) % size
         received: Any
-        # One of the two speaks first, or both would wait for the other to listen.
+        # One of the two sends first; otherwise both would wait for the other to receive.
         if me < partner:
             self._transport.send_checkpoint([partner], state_dict)
             received = self._transport.recv_checkpoint(partner)
@@ -348,7 +348,7 @@ class _ReplicationStager(AsyncStager):
         return replica
 
     def _persist_state_dict(self, state_dict: dict[str, Any], current_rank: int, partner_rank: int) -> None:
-        """Store the partner's state in place of its last one: all of it, or nothing."""
+        """Replace the stored state of the partner, in one step."""
         final = Path(self._get_persisted_path(current_rank, partner_rank))
         temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
         try:
@@ -369,10 +369,10 @@ class _ReplicationStager(AsyncStager):
         return os.path.join(self._storage_dir, f"rank_{current_rank}_replica_partner_{partner_rank}.pt")
 
     def synchronize_staging(self) -> None:
-        """Return at once: `stage` has waited."""
+        """Do nothing: `stage` is synchronous."""
 
     def close(self) -> None:
-        """Leave the files where they are, to be found later."""
+        """Do nothing: the files stay, so that they can be found later."""
 
 
 class _NotKept(StorageError, RuntimeError):

@@ -1,8 +1,8 @@
 """
 The description of a state dict as bytes, and back: msgpack that is checked when it is read, never pickle.
 
-A peer can say nothing that is more than data: what it describes must be of types and layouts that we know, and sizes
-must agree with each other before memory is made for them.
+A message is only data: it can describe types and layouts that we know, and its sizes are checked against each other before
+memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardkeep.format.values import decode_value, encode_value
 from shardkeep.state.flatten import flatten
 from shardkeep.state.leaves import TreePath, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 
-# What a state dict looks like when it is sent to a peer: its skeleton, its plain values, and what its tensors are.
+# -- the description of a state dict -----------------------------------------------------------------------------------
 #
-# Tensors go as their own bytes: dense ones as they lie in memory, others in order. The dataclasses have torch's names
-# and fields; `paths` are flat names, and `treespec` is our skeleton.
+# The bytes of dense tensors are sent as they lie in memory, those of other tensors in row-major order. The dataclasses have
+# torch's names and fields; `paths` are flat names, and `treespec` is our skeleton.
 
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple, torch.Size)
 
@@ -46,14 +46,14 @@ class _TensorMeta:
     shape: torch.Size
     dtype: torch.dtype
     storage_offset: int
-    """Always 0: no more is sent than the tensor's own bytes."""
+    """Always 0: only the tensor's own bytes are sent."""
     stride: tuple[int, ...]
     nbytes: int
 
 
 @dataclass
 class _DTensorMeta:
-    """The local part of a DTensor, and how the whole is spread."""
+    """The local part of a DTensor, and the placement of the whole."""
 
     local: _TensorMeta
     spec: DTensorSpec
@@ -70,18 +70,18 @@ class _ShardedTensorMeta:
 
 @dataclass
 class _StateDictMeta:
-    """All of a state dict but the bytes of its tensors."""
+    """A state dict without the bytes of its tensors."""
 
     treespec: Container
     paths: list[str]
     """The flat name of each leaf."""
     non_tensor_leaves: list[object | _TensorMeta | _DTensorMeta | _ShardedTensorMeta]
     bare: bool = False
-    """What was sent is no mapping: it is the one value of the skeleton."""
+    """The object is not a mapping: it is the only value of the skeleton."""
 
 
 def take_apart(state: object) -> tuple[dict[str, Any], Container, bool]:
-    """Return the leaves of a state by flat name, its skeleton, and whether it is no mapping."""
+    """Return the leaves of a state by flat name, its skeleton, and whether it is not a mapping."""
     bare = not isinstance(state, Mapping)
     mapping: Any = {"": state} if bare else state
     leaves, tree = flatten(mapping, rank=0, is_tensor=lambda value: isinstance(value, torch.Tensor))
@@ -110,9 +110,9 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
 
 
 def _refuse_other_kinds(value: object, path: TreePath = (), above: frozenset[int] = frozenset()) -> None:
-    """Refuse containers that would arrive as others: classes are not sent, for they are code."""
+    """Refuse containers of other classes, because classes are code and are not sent."""
     if isinstance(value, torch.Tensor) or not isinstance(value, (Mapping, list, tuple)) or id(value) in above:
-        return  # one that contains itself is refused when it is taken apart
+        return  # a container that contains itself is refused when it is flattened
     if type(value) not in _CONTAINERS:
         raise UnsupportedLeaf(
             f"{path_name(path)!r} is a {type(value).__qualname__}, which would arrive as another container",
@@ -125,7 +125,7 @@ def _refuse_other_kinds(value: object, path: TreePath = (), above: frozenset[int
 
 def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:
     if not isinstance(leaf, torch.Tensor):
-        encode_value(leaf, key=name)  # refused here, before anything has been sent
+        encode_value(leaf, key=name)  # raises before anything has been sent
         return leaf, []
     leaf = wait_tensor(leaf)
     if is_dtensor(leaf):
@@ -141,7 +141,7 @@ def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:
 
 
 def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch.Tensor, _TensorMeta]:
-    """Return a tensor's bytes as a row, on its own device, and what they mean."""
+    """Return a tensor's bytes as a 1-d tensor on its own device, and their description."""
     if not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) or tensor.is_meta:
         what = "a tensor on the meta device" if tensor.is_meta else f"a {type(tensor).__qualname__}"
         raise UnsupportedLeaf(f"{name!r} is {what}, which cannot be sent", hint="send plain tensors")
@@ -154,7 +154,7 @@ def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements fill one run of memory, in any order, each with its own place."""
+    """Return whether a tensor's elements fill one contiguous range of memory, in any order, without overlaps."""
     expected = 1
     for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n != 1 and step != expected:
@@ -164,7 +164,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the memory of a dense tensor as a row of bytes."""
+    """View the memory of a dense tensor as bytes."""
     row = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     if tensor.numel() == 0:
         return row
@@ -173,7 +173,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View all of the storage that a plain tensor lies in as elements of a type."""
+    """View the whole storage of a plain tensor as elements of a dtype."""
     if type(tensor) is not torch.Tensor:
         raise BrokenProtocol(f"only plain tensors have one storage, not a {type(tensor).__qualname__}")
     storage = tensor.untyped_storage()
@@ -186,7 +186,7 @@ Ints = tuple[int, ...]
 
 
 class BadLetter(CheckpointError, ValueError):
-    """A peer sent what is no state dict, or one whose parts do not agree with each other."""
+    """A peer sent a malformed state dict."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, tag="t"):
@@ -204,7 +204,7 @@ class _DTensor(msgspec.Struct, frozen=True, tag="d"):
     mesh_names: tuple[str, ...] | None
     placements: list[tuple[str, int | str, int]]
     owner: int
-    """The rank whose part this is; -1 where the sender was no part of the mesh."""
+    """The rank whose part this is; -1 if the sender was not in the mesh."""
 
 
 class _Sharded(msgspec.Struct, frozen=True, tag="s"):
@@ -231,7 +231,7 @@ _decode: Final = msgspec.msgpack.Decoder(_Letter).decode
 
 
 def encode_meta(meta: _StateDictMeta) -> bytes:
-    """Encode the description of a state dict; UnsupportedLeaf, with its key, for what has no safe form."""
+    """Encode the description of a state dict; UnsupportedLeaf, with the key, for values without a safe encoding."""
     leaves = [_written(name, leaf) for name, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True)]
     return _encode(_Letter(encode_tree(meta.treespec), leaves, meta.bare))
 
@@ -255,7 +255,7 @@ def decode_meta(data: bytes) -> _StateDictMeta:
     except CheckpointError:
         raise
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, AssertionError) as error:
-        raise BadLetter(f"a peer sent what is no state dict: {error!s:.200}") from error
+        raise BadLetter(f"a peer sent a malformed state dict: {error!s:.200}") from error
     return _StateDictMeta(tree, names, leaves, letter.bare)
 
 
@@ -366,7 +366,7 @@ def _spec(name: str, leaf: _DTensor) -> DTensorSpec:
         leaf.device,
         torch.tensor(leaf.mesh, dtype=torch.int64, device="cpu").reshape(leaf.mesh_shape),
         mesh_dim_names=leaf.mesh_names,
-        _init_backend=False,  # it says where parts are; nobody talks over it
+        _init_backend=False,  # the mesh only describes placements; it is never used to communicate
         _rank=leaf.owner if leaf.owner in leaf.mesh else None,
     )
     placements = tuple(_placed(name, each, len(whole.shape)) for each in leaf.placements)
