@@ -41,9 +41,7 @@ def test_a_batch_is_what_its_frames_are(batch, codecs):
 
 @pytest.mark.parametrize("kind", ["bf16", "zeros"])
 def test_a_short_frame_that_repeats_a_word(kind):
-    """
-    Zeros behind longer frames: their number is their own.
-    """
+    """Zeros behind longer frames: their number is their own."""
     frames = [numbers(kind, 4096)[:4096], bytes(100)]
     chain = CodecChain.begin(["float"])
     places = [FramePlace("f", number, 0, len(frame)) for number, frame in enumerate(frames)]
@@ -57,9 +55,7 @@ def test_a_short_frame_that_repeats_a_word(kind):
 @pytest.mark.parametrize("sizes", [[10, 20], [10, 0], [0, 0], [10, 5, 10], [10, 9], [10, 10, 10], []])
 @pytest.mark.parametrize("codec", ["float", "zstd"])
 def test_frames_that_are_not_those_of_the_data(codec, sizes):
-    """
-    Other bytes than the places have, frames larger than the first, and empty ones are refused.
-    """
+    """Other bytes than the places have, frames larger than the first, and empty ones are refused."""
     chain = CodecChain.begin([codec])
     places = [FramePlace("f", number, 0, size) for number, size in enumerate(sizes)]
     given = 20 if sizes in ([10, 9], [10, 10, 10]) else sum(sizes) or bool(sizes)
@@ -84,9 +80,7 @@ class Doubles:
 
 
 def test_a_codec_behind_that_makes_more():
-    """
-    What the second codec makes of a frame, however much, leaves what the first made of the next ones as it was.
-    """
+    """What the second codec makes of a frame, however much, leaves what the first made of the next ones as it was."""
     frames = [numbers("bf16", 10_000, seed=seed) for seed in range(4)]
     alone = CodecChain.begin(["float"])
     both = CodecChain([*alone.recorded, {"name": "doubles"}], [*alone._codecs, Doubles()])
@@ -99,9 +93,7 @@ def test_a_codec_behind_that_makes_more():
 
 
 def test_parts_behind_parts_of_other_lengths():
-    """
-    Words whose low byte is coded, to another length in each frame, and whose others are stored as they are.
-    """
+    """Words whose low byte is coded, to another length in each frame, and whose others are stored as they are."""
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 32, (4, 5000), dtype=np.uint32)
     for row, most in zip(words, (2, 20, 60, 90), strict=True):
@@ -158,9 +150,7 @@ class FailsAtOnce(Breaks):
     ],
 )
 def test_a_failure_names_its_frame(codec, what):
-    """
-    What fails in the middle of a batch is said of the frame it failed on.
-    """
+    """What fails in the middle of a batch is said of the frame it failed on."""
     chain = CodecChain([{"name": "breaks"}], [codec])
     places = [FramePlace("f", number, 4 * number, 4) for number in range(3)]
     with pytest.raises(CodecFailed, match=rf"the codec 'breaks' failed on frame {what}"):

@@ -32,9 +32,7 @@ def written(kinds, data, piece=None):
 
 @pytest.mark.parametrize("kinds", CHAINS, ids=lambda kinds: "-".join(kind.__name__ for kind in kinds) or "none")
 def test_what_is_written_is_read(kinds):
-    """
-    Through no, one, two or three extensions, in every order, data comes back as it was.
-    """
+    """Through no, one, two or three extensions, in every order, data comes back as it was."""
     for data in (DATA["empty"], DATA["words"], NOISE[:5000]):
         file, descriptors = written(kinds, data, piece=777)
         assert transformed_input(registry(), descriptors, Raw(file)).read(-1) == data
@@ -42,9 +40,7 @@ def test_what_is_written_is_read(kinds):
 
 @pytest.mark.parametrize("name", DATA)
 def test_large_data_and_every_way_to_read(name):
-    """
-    All at once, in tiny and in odd pieces, and into a buffer: the same bytes, and then the end.
-    """
+    """All at once, in tiny and in odd pieces, and into a buffer: the same bytes, and then the end."""
     data = DATA[name]
     file, descriptors = written([Xor, ZStandard], data, piece=1 << 20)
 
@@ -84,9 +80,7 @@ def test_files_are_those_of_torch(kinds):
 
 @pytest.mark.parametrize("kind", [*KINDS, None])
 def test_torch_reads_one_extension_of_ours(kind):
-    """
-    With one extension, or none, torch's reader and ours read the same file.
-    """
+    """With one extension, or none, torch's reader and ours read the same file."""
     from torch.distributed.checkpoint._extension import StreamTransformExtension as TheirKind
     from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as Theirs
 
@@ -98,9 +92,7 @@ def test_torch_reads_one_extension_of_ours(kind):
 
 
 def test_torchs_own_extension_and_registry_are_taken():
-    """
-    Torch's example extension, a class of torch's tree, is written and read through our chain with two of ours.
-    """
+    """Torch's example extension, a class of torch's tree, is written and read through our chain with two of ours."""
     from torch.testing._internal.distributed.checkpoint_utils import Rot13Example, get_test_extension_registry
 
     known = get_test_extension_registry()
@@ -116,9 +108,7 @@ def test_torchs_own_extension_and_registry_are_taken():
 
 
 def test_a_tensor_saved_and_loaded_through_three():
-    """
-    `torch.save` writes to the stream, and `torch.load` reads from it.
-    """
+    """`torch.save` writes to the stream, and `torch.load` reads from it."""
     import torch
 
     tensor = torch.arange(100_000)
@@ -132,9 +122,7 @@ def test_a_tensor_saved_and_loaded_through_three():
 
 
 def test_streams_that_can_seek_still_can():
-    """
-    Where every extension can go to any place, so can the result; `torch.load` then reads straight from it.
-    """
+    """Where every extension can go to any place, so can the result; `torch.load` then reads straight from it."""
     import torch
 
     from shardkeep.testing.checkpoint_utils import Rot13Example, get_test_extension_registry
@@ -151,9 +139,7 @@ def test_streams_that_can_seek_still_can():
 
 
 def test_items_one_after_another_in_one_file():
-    """
-    Each item's stream ends before the next begins, and each is read from its own part of the file.
-    """
+    """Each item's stream ends before the next begins, and each is read from its own part of the file."""
     from shardkeep.dcp._impl.file_reader import _create_file_view
 
     raw, places = Raw(), []
@@ -169,9 +155,7 @@ def test_items_one_after_another_in_one_file():
 
 
 def test_each_stream_is_closed_once():
-    """
-    Also where the one above it closes it, twice, and where it does not.
-    """
+    """Also where the one above it closes it, twice, and where it does not."""
     xor = Xor()
     streams = []
     xor.transform_to = lambda output: streams.append(Xor.Stream(output)) or streams[-1]
@@ -183,9 +167,7 @@ def test_each_stream_is_closed_once():
 
 @pytest.mark.parametrize("how", ["with", "let go"])
 def test_a_failed_write_leaves_no_tail(how):
-    """
-    What extensions still hold when a write fails never reaches the file, neither then nor when memory is freed.
-    """
+    """What extensions still hold when a write fails never reaches the file, neither then nor when memory is freed."""
     raw = Raw()
     out, _ = transformed_output([ZStandard(), Tail()], raw)
     out.write(DATA["words"])
@@ -198,9 +180,7 @@ def test_a_failed_write_leaves_no_tail(how):
 
 
 def test_a_full_disk_is_told_at_the_latest_by_close():
-    """
-    An error of the file reaches who writes, also one that comes when the last layer is flushed.
-    """
+    """An error of the file reaches who writes, also one that comes when the last layer is flushed."""
 
     class Full(Raw):
         def write(self, data):
@@ -213,9 +193,7 @@ def test_a_full_disk_is_told_at_the_latest_by_close():
 
 
 def test_a_file_that_takes_little_at_a_time_gets_everything():
-    """
-    An unbuffered file may take part of what it is given; the rest is written again.
-    """
+    """An unbuffered file may take part of what it is given; the rest is written again."""
 
     class Slow(Raw):
         def write(self, data):
@@ -229,9 +207,7 @@ def test_a_file_that_takes_little_at_a_time_gets_everything():
 
 
 def test_reading_leaves_the_file_open():
-    """
-    Closing what was read, or letting it go, does not close the file it was read from.
-    """
+    """Closing what was read, or letting it go, does not close the file it was read from."""
     file, descriptors = written([Xor, Cascade], b"abc")
     raw = Raw(file)
     with transformed_input(registry(), descriptors, raw) as stream:
@@ -242,17 +218,13 @@ def test_reading_leaves_the_file_open():
 
 
 def test_without_extensions_the_file_itself_is_read():
-    """
-    No descriptors, no layer.
-    """
+    """No descriptors, no layer."""
     raw = Raw(b"abc")
     assert transformed_input(registry(), (), raw) is raw
 
 
 def test_an_extension_that_changes_no_stream_is_passed_over():
-    """
-    As in torch: what has a name in the registry, and nothing to do with streams, is let be.
-    """
+    """As in torch: what has a name in the registry, and nothing to do with streams, is let be."""
     known = registry()
     known.extensions["mark"] = type("Mark", (), {"from_descriptor": staticmethod(lambda version: object())})
     file, descriptors = written([Xor], b"abc")

@@ -25,9 +25,7 @@ def theirs():
 
 
 def test_the_names_are_at_the_front_door():
-    """
-    `shardkeep.testing` has them, and says so when asked for another.
-    """
+    """`shardkeep.testing` has them, and says so when asked for another."""
     for name in shardkeep.testing.__all__:
         assert getattr(shardkeep.testing, name) is globals().get(name, getattr(shardkeep.testing, name))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -35,9 +33,7 @@ def test_the_names_are_at_the_front_door():
 
 
 def test_every_byte_is_changed_as_torch_changes_it():
-    """
-    Both write the same, both read what the other wrote, and a buffer is changed only as far as asked.
-    """
+    """Both write the same, both read what the other wrote, and a buffer is changed only as far as asked."""
     for writer, reader in [(Rot13Example, theirs().Rot13Example), (theirs().Rot13Example, Rot13Example)]:
         raw = io.BytesIO()
         stream = writer().transform_to(raw)
@@ -53,9 +49,7 @@ def test_every_byte_is_changed_as_torch_changes_it():
 
 
 def test_its_reader_goes_to_any_place():
-    """
-    Seeking, telling and reading into a buffer, over files with and without `readinto`.
-    """
+    """Seeking, telling and reading into a buffer, over files with and without `readinto`."""
 
     class OnlyRead:
         def __init__(self, data):
@@ -74,9 +68,7 @@ def test_its_reader_goes_to_any_place():
 
 
 def test_it_is_known_by_its_descriptor():
-    """
-    The descriptor is torch's, and another version is refused with torch's type of error.
-    """
+    """The descriptor is torch's, and another version is refused with torch's type of error."""
     assert Rot13Example().get_descriptor() == theirs().Rot13Example().get_descriptor()
     [made] = get_test_extension_registry().from_descriptor_list(["stream.rot13/1.2"])
     assert type(made) is Rot13Example
@@ -115,9 +107,7 @@ class Case:
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_a_folder_for_one_process(fail):
-    """
-    It is empty at first, and gone afterwards, whether the test passed or not.
-    """
+    """It is empty at first, and gone afterwards, whether the test passed or not."""
     case = Case()
     if fail:
         with pytest.raises(KeyError):
@@ -150,9 +140,7 @@ def test_a_folder_for_all_ranks(rank_pool, fail):
 
 
 def test_a_level_for_one_test():
-    """
-    The logger has the level inside, and the one it had before afterwards, also when the test fails.
-    """
+    """The logger has the level inside, and the one it had before afterwards, also when the test fails."""
     logger = logging.getLogger("torch.distributed.checkpoint")
 
     def look(self, fail=False):
@@ -169,9 +157,7 @@ def test_a_level_for_one_test():
 
 @pytest.mark.parametrize("decorator", ["with_temp_dir", "with_checkpoint_logging"])
 def test_decorators_called_with_nothing(decorator):
-    """
-    Brackets without a function are an AssertionError, as in torch.
-    """
+    """Brackets without a function are an AssertionError, as in torch."""
     with warnings.catch_warnings():
         for module in (shardkeep.testing, theirs()):
             with pytest.raises(AssertionError):

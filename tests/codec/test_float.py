@@ -27,9 +27,7 @@ from tests.codec.frames import coded, decoded, numbers
     ],
 )
 def test_sizes(kind, width, turn, most):
-    """
-    Words are found without being told of dtypes, and become as small as they should.
-    """
+    """Words are found without being told of dtypes, and become as small as they should."""
     data = numbers(kind, FRAME_NBYTES)
     begin = (len(data) - FRAME_NBYTES) // 2
     data = data[begin : begin + FRAME_NBYTES]
@@ -60,9 +58,7 @@ def test_one_word_repeated_is_next_to_nothing(word, most, size):
 
 
 def test_what_looks_random_is_left_alone():
-    """
-    Random bytes take one byte more, whatever their number; also those of which only a few kilobytes are random.
-    """
+    """Random bytes take one byte more, whatever their number; also those of which only a few kilobytes are random."""
     chain = CodecChain.begin(["float"])
     rng = np.random.default_rng(1)
     for size in (0, 1, 63, 100, 8191, 100_001, FRAME_NBYTES):
@@ -92,9 +88,7 @@ PARTITIONS = [
 @settings(max_examples=200, deadline=None)
 @given(WORDS)
 def test_words_are_taken_apart_and_put_together(drawn):
-    """
-    Parts of any sizes are those of the turned words, in order, and make the same words again.
-    """
+    """Parts of any sizes are those of the turned words, in order, and make the same words again."""
     words, sizes, turn = drawn
     turn = turn and words.itemsize > 1 and sizes[-1] == 1
     scratch = np.empty(words.nbytes, np.uint8)
@@ -111,9 +105,7 @@ def test_words_are_taken_apart_and_put_together(drawn):
 
 
 def test_turned_words_have_the_exponent_on_top():
-    """
-    The top byte of a turned bf16 or fp32 number is its exponent, whatever its sign.
-    """
+    """The top byte of a turned bf16 or fp32 number is its exponent, whatever its sign."""
     for value in (1.5, -1.5, 3e-5, -2e20):
         word = np.array([value], np.float32).view(np.uint32)
         exponent = int(word[0]) >> 23 & 0xFF

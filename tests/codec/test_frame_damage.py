@@ -34,9 +34,7 @@ def chain_of(codecs):
 
 @pytest.mark.parametrize("codecs", CHAINS, ids="-".join)
 def test_a_changed_byte(codecs):
-    """
-    Whichever byte of a frame changes, an encrypted one is refused, and any other is refused or has its length.
-    """
+    """Whichever byte of a frame changes, an encrypted one is refused, and any other is refused or has its length."""
     chain = chain_of(codecs)
     stored = coded(chain, DATA)
     for at in [*range(60), *range(60, len(stored), 97), *range(len(stored) - 20, len(stored))]:
@@ -52,9 +50,7 @@ def test_a_changed_byte(codecs):
 
 @pytest.mark.parametrize("codecs", CHAINS, ids="-".join)
 def test_a_frame_that_was_cut_or_has_more(codecs):
-    """
-    Cut anywhere, or with anything behind it, a frame is damaged.
-    """
+    """Cut anywhere, or with anything behind it, a frame is damaged."""
     chain = chain_of(codecs)
     stored = coded(chain, DATA)
     for broken in (b"", stored[:1], stored[:9], stored[:29], stored[: len(stored) // 2], stored[:-1], stored + b"\0"):
@@ -65,9 +61,7 @@ def test_a_frame_that_was_cut_or_has_more(codecs):
 @pytest.mark.parametrize("codecs", [["float", "aes"], ["aes"], ["aes", "lz4"]], ids="-".join)
 @pytest.mark.parametrize("place", [{"number": 4}, {"offset": 0}, {"file": "save-2/0.skframes"}], ids=str)
 def test_a_frame_at_another_place(codecs, place):
-    """
-    An encrypted frame that stands where another one was, in its file or another, is not taken for it.
-    """
+    """An encrypted frame that stands where another one was, in its file or another, is not taken for it."""
     chain = chain_of(codecs)
     stored = coded(chain, DATA)
     with pytest.raises(NotAuthentic, match=r"frame \d of save-"):
@@ -88,9 +82,7 @@ def test_a_frame_of_another_checkpoint():
 
 
 def test_frames_say_nothing():
-    """
-    Nothing of the plain bytes, the data key or the user's key can be seen in a frame or in what is recorded.
-    """
+    """Nothing of the plain bytes, the data key or the user's key can be seen in a frame or in what is recorded."""
     secret = b"attack at dawn. " * 50
     chain = chain_of(["aes"])
     stored = coded(chain, secret)
@@ -101,9 +93,7 @@ def test_frames_say_nothing():
 
 
 def test_wrong_and_missing_keys():
-    """
-    Each says which key is needed, and none gives bytes.
-    """
+    """Each says which key is needed, and none gives bytes."""
     chain = chain_of(["float", "aes"])
     [key_id] = KEYS.ids
     with pytest.raises(WrongKey, match=f"encrypted with the key {key_id}; the given keys are {OTHER_KEYS.ids[0]}"):
@@ -127,9 +117,7 @@ def test_wrong_and_missing_keys():
 
 
 def test_unknown_codecs():
-    """
-    A codec or a version that is not known here is named, with what to do.
-    """
+    """A codec or a version that is not known here is named, with what to do."""
     with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; the codecs are aes,.* float, lz4,") as caught:
         CodecChain.begin(["zip"])
     assert "register_codec" in caught.value.hint
@@ -192,9 +180,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("within", [False, True])
 def test_bombs(bomb, within):
-    """
-    A small frame that stands for 256 MB, or says it stands for 4 EB, costs neither memory nor a wrong answer.
-    """
+    """A small frame that stands for 256 MB, or says it stands for 4 EB, costs neither memory nor a wrong answer."""
     name, stored = BOMBS[bomb]()
     chain = chain_of([name])
     if within:
@@ -239,9 +225,7 @@ HEADERS = [
 
 @pytest.mark.parametrize("number", range(len(HEADERS)))
 def test_hostile_headers(number):
-    """
-    A header that makes no sense in any of its numbers is refused.
-    """
+    """A header that makes no sense in any of its numbers is refused."""
     with pytest.raises(DamagedFrame, match=r"frame 3 of save-1/0\.skframes|codec 'float' cannot read frame 3"):
         decoded(chain_of(["float"]), HEADERS[number], 1000)
 
@@ -253,17 +237,13 @@ def test_hostile_headers(number):
     nbytes=st.integers(1, 5000),
 )
 def test_anything_else(codecs, stored, nbytes):
-    """
-    Arbitrary bytes are refused or, where nothing is encrypted, may by chance be a frame.
-    """
+    """Arbitrary bytes are refused or, where nothing is encrypted, may by chance be a frame."""
     with pytest.raises(DamagedFrame) if "aes" in codecs else contextlib.suppress(DamagedFrame):
         decoded(chain_of(codecs), stored, nbytes)
 
 
 def test_more_than_was_written_is_said_to_be_so():
-    """
-    A frame that is larger than its place says has an error of its own, where the codec can tell.
-    """
+    """A frame that is larger than its place says has an error of its own, where the codec can tell."""
     chain = chain_of(["float"])
     with pytest.raises(OversizedFrame, match="becomes 6000 bytes, expected at most 5000"):
         decoded(chain, coded(chain, DATA), 5000)

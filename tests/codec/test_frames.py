@@ -18,9 +18,7 @@ from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbe
 @settings(max_examples=300, deadline=None)
 @given(codecs=st.lists(st.sampled_from(NAMES), max_size=4), data=frames(), offset=st.integers(0, 1 << 60))
 def test_any_frame_through_any_chain(codecs, data, offset):
-    """
-    What was coded by one chain is decoded by another that was opened from its record.
-    """
+    """What was coded by one chain is decoded by another that was opened from its record."""
     chain = CodecChain.begin(codecs, keys=KEYS)
     stored = coded(chain, data, offset=offset)
     assert len(stored) <= chain.bound(len(data))
@@ -30,9 +28,7 @@ def test_any_frame_through_any_chain(codecs, data, offset):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", ["zstd", "lz4", "float", "aes"])
 def test_whole_frames_of_every_kind_of_number(codec, kind):
-    """
-    Frames of about the usual size, in memory of every alignment, into memory of every alignment.
-    """
+    """Frames of about the usual size, in memory of every alignment, into memory of every alignment."""
     data = numbers(kind, FRAME_NBYTES // 4)[:FRAME_NBYTES]
     chain = CodecChain.begin([codec], keys=KEYS)
     memory = bytearray(FRAME_NBYTES + 8)
@@ -46,9 +42,7 @@ def test_whole_frames_of_every_kind_of_number(codec, kind):
 
 
 def test_the_order_is_that_of_the_list():
-    """
-    The first codec gets the plain bytes: compressed and then encrypted is small, the other way round is not.
-    """
+    """The first codec gets the plain bytes: compressed and then encrypted is small, the other way round is not."""
     zeros = bytes(100_000)
     small, large = (CodecChain.begin(codecs, keys=KEYS) for codecs in (["zstd", "aes"], ["aes", "zstd"]))
     assert len(coded(small, zeros)) < 200
@@ -58,9 +52,7 @@ def test_the_order_is_that_of_the_list():
 
 
 def test_no_codecs_no_copies():
-    """
-    An empty chain gives back what it was given, and has no secret.
-    """
+    """An empty chain gives back what it was given, and has no secret."""
     chain = CodecChain.begin([])
     data = memoryview(b"abc")
     assert chain.encode(data, place_of(data)) is data
@@ -69,9 +61,7 @@ def test_no_codecs_no_copies():
 
 
 def test_many_threads_on_one_chain():
-    """
-    Frames are coded and decoded by many threads at once, out of order, with the result of one thread.
-    """
+    """Frames are coded and decoded by many threads at once, out of order, with the result of one thread."""
     chain = CodecChain.begin(["float", "zstd", "aes"], keys=KEYS)
     plain = [numbers(kind, 20_000 + at, seed=at) for at, kind in enumerate(KINDS * 4)]
 
@@ -85,9 +75,7 @@ def test_many_threads_on_one_chain():
 
 
 def test_what_is_said_of_codecs_and_what_is_recorded():
-    """
-    Names, names with an argument and configs mean the same; the record is JSON with the version and no secret.
-    """
+    """Names, names with an argument and configs mean the same; the record is JSON with the version and no secret."""
     assert CodecChain.begin(["zstd:7"]).recorded == CodecChain.begin([Zstd(level=7)]).recorded
     assert CodecChain.begin("zstd").recorded == [{"name": "zstd", "version": 1, "level": 1}]
     for wrong, says in [
@@ -108,9 +96,7 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
 
 
 def test_a_frame_and_its_place_must_agree():
-    """
-    A caller that gives other bytes than its place says is told so, before anything is coded.
-    """
+    """A caller that gives other bytes than its place says is told so, before anything is coded."""
     chain = CodecChain.begin(["zstd"])
     with pytest.raises(CodecFailed, match="3 bytes were given"):
         chain.encode(memoryview(b"abc"), place_of(b"abcd"))
@@ -119,9 +105,7 @@ def test_a_frame_and_its_place_must_agree():
 
 
 def test_numpy_arrays_and_other_memory_are_taken():
-    """
-    Whatever has bytes can be coded: read-only memory, arrays of numbers.
-    """
+    """Whatever has bytes can be coded: read-only memory, arrays of numbers."""
     chain = CodecChain.begin(["float", "aes"], keys=KEYS)
     array = np.arange(1000, dtype=np.float32)
     array.setflags(write=False)

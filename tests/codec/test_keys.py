@@ -19,9 +19,7 @@ OLD, NEW = bytes(range(32)), bytes(range(100, 132))
 
 
 def test_keys_from_a_file(tmp_path):
-    """
-    Hex and both kinds of base64, comments, empty lines and Windows' line ends; the first wraps, all unwrap.
-    """
+    """Hex and both kinds of base64, comments, empty lines and Windows' line ends; the first wraps, all unwrap."""
     path = tmp_path / "keys"
     third = bytes([255] * 32)
     lines = ["# ours", NEW.hex().upper(), "", f"  {base64.b64encode(OLD).decode()} "]
@@ -49,9 +47,7 @@ def test_keys_from_a_file(tmp_path):
     ],
 )
 def test_text_that_is_no_key(text, says, tmp_path):
-    """
-    The error says which line of which file, and nothing of what stands there: it may be most of a key.
-    """
+    """The error says which line of which file, and nothing of what stands there: it may be most of a key."""
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(InvalidKey, match=says) as caught:
@@ -62,9 +58,7 @@ def test_text_that_is_no_key(text, says, tmp_path):
 
 
 def test_where_keys_may_come_from(tmp_path):
-    """
-    An object, a function, a path; anything else is refused, a key where a path belongs without showing it.
-    """
+    """An object, a function, a path; anything else is refused, a key where a path belongs without showing it."""
     path = tmp_path / "keys"
     path.write_text(new_key())
     expected = KeyRing.from_file(path).ids
@@ -116,17 +110,13 @@ def test_most_of_a_key_where_a_path_belongs_is_not_shown(given, tmp_path, monkey
 
 @pytest.mark.parametrize(("given", "named"), [(None, "None"), (7, "a int"), ([OLD], "a list")])
 def test_a_function_that_gives_no_key(given, named):
-    """
-    As one that reads an environment variable which is not set.
-    """
+    """As one that reads an environment variable which is not set."""
     with pytest.raises(KeyMissing, match=f"the function for keys returned {named}\n"):
         key_source(lambda: given)
 
 
 def test_fresh_keys():
-    """
-    Every checkpoint has a data key of its own, and every key that is made is another one.
-    """
+    """Every checkpoint has a data key of its own, and every key that is made is another one."""
     assert len(KeyRing.from_text(f"{new_key()}\n{new_key()}\n").ids) == 2
     unwrapped = set()
     for _ in range(3):
@@ -181,18 +171,14 @@ class Short(Service):
 
 
 def test_a_service_that_gives_no_data_key():
-    """
-    A data key of the wrong size is not used.
-    """
+    """A data key of the wrong size is not used."""
     recorded = CodecChain.begin(["aes"], keys=Service()).recorded
     with pytest.raises(WrongKey, match="16 bytes"):
         CodecChain.opened(recorded, keys=Short())
 
 
 def test_keys_are_rotated_without_touching_data():
-    """
-    Wrapped anew, a checkpoint is read with the new key alone; nothing of its record changed but the wrapped key.
-    """
+    """Wrapped anew, a checkpoint is read with the new key alone; nothing of its record changed but the wrapped key."""
     data = numbers("bf16", 5000)
     chain = CodecChain.begin(["float", "aes"], keys=KeyRing([OLD]))
     stored = coded(chain, data)
@@ -212,9 +198,7 @@ def test_keys_are_rotated_without_touching_data():
 
 
 def test_key_rings_travel_to_processes_of_the_job():
-    """
-    A ring can be pickled, for a storage writer that goes to another process; its repr shows ids and no keys.
-    """
+    """A ring can be pickled, for a storage writer that goes to another process; its repr shows ids and no keys."""
     ring = pickle.loads(pickle.dumps(KeyRing([OLD, NEW])))
     assert ring.ids == KeyRing([OLD, NEW]).ids
     assert OLD.hex() not in repr(ring)

@@ -23,9 +23,7 @@ def fresh(monkeypatch):
 
 
 def test_a_codec_of_a_program(fresh):
-    """
-    By name, with an argument or as a config, in the middle of a chain; only its parameters are recorded.
-    """
+    """By name, with an argument or as a config, in the middle of a chain; only its parameters are recorded."""
     with pytest.raises(UnknownCodec):
         CodecChain.begin(["shout"])
     assert register_codec(Shout) is Shout
@@ -83,9 +81,7 @@ def test_a_codec_that_breaks_its_word(fresh):
 
 
 def test_what_cannot_be_registered(fresh):
-    """
-    Something else than a config, a name that is none, and the name of one of ours.
-    """
+    """Something else than a config, a name that is none, and the name of one of ours."""
 
     class Zstd(CodecConfig, frozen=True):
         name = "zstd"
@@ -164,9 +160,7 @@ SCRIPT = """
 
 
 def test_a_codec_of_a_package(tmp_path):
-    """
-    An installed distribution with an entry point is enough; it is imported when it is asked for.
-    """
+    """An installed distribution with an entry point is enough; it is imported when it is asked for."""
     (tmp_path / "their_codecs.py").write_text(textwrap.dedent(PACKAGE))
     info = tmp_path / "their_codecs-1.0.dist-info"
     info.mkdir()
@@ -203,9 +197,7 @@ def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
     ],
 )
 def test_a_package_that_is_not_installed(codec, hidden, extra, monkeypatch):
-    """
-    The error says what to install, when a checkpoint is begun and when one is read.
-    """
+    """The error says what to install, when a checkpoint is begun and when one is read."""
     from shardkeep.codecs.base import require_module
     from shardkeep.codecs.compression import zstd_module
 

@@ -29,9 +29,7 @@ def decompressed(data, extension=None):
 
 @pytest.mark.parametrize("name", DATA)
 def test_data_comes_back(name):
-    """
-    Everything that was compressed is read back; zeros take little space.
-    """
+    """Everything that was compressed is read back; zeros take little space."""
     file = compressed(DATA[name])
     if name == "zeros":
         assert len(file) < 2000
@@ -40,9 +38,7 @@ def test_data_comes_back(name):
 
 @pytest.mark.parametrize("name", DATA)
 def test_torch_reads_ours_and_we_read_torchs(name):
-    """
-    A stream written by either is read by the other.
-    """
+    """A stream written by either is read by the other."""
     from torch.distributed.checkpoint._extension import ZStandard as Theirs
 
     if not Theirs.is_available():
@@ -52,9 +48,7 @@ def test_torch_reads_ours_and_we_read_torchs(name):
 
 
 def test_flushing_makes_everything_readable_in_one_frame():
-    """
-    After a flush all data are in the file; torch reads one frame only, so it is still one after several flushes.
-    """
+    """After a flush all data are in the file; torch reads one frame only, so it is still one after several flushes."""
     raw = Raw()
     stream = ZStandard().transform_to(raw)
     stream.write(b"abc" * 100)
@@ -74,9 +68,7 @@ def test_flushing_makes_everything_readable_in_one_frame():
 
 
 def test_frames_one_after_another_are_one_stream():
-    """
-    Torch's extension ends a frame at each flush with one of its modules; all of them are read.
-    """
+    """Torch's extension ends a frame at each flush with one of its modules; all of them are read."""
     file = b"".join(compressed(data) for data in (b"abc", b"", NOISE[:200_000], b"z"))
     assert decompressed(file) == b"abc" + NOISE[:200_000] + b"z"
     assert decompressed(b"") == b""
@@ -84,27 +76,21 @@ def test_frames_one_after_another_are_one_stream():
 
 @pytest.mark.parametrize("cut", [1, 5, 100, 150_000, -1])
 def test_a_stream_cut_short_is_an_error(cut):
-    """
-    A file that ends inside a frame is damaged, and is never taken for a shorter one.
-    """
+    """A file that ends inside a frame is damaged, and is never taken for a shorter one."""
     file = compressed(NOISE[:200_000])
     with pytest.raises(MalformedFile, match="ends inside a frame"):
         decompressed(file[:cut])
 
 
 def test_what_is_not_zstd_is_an_error():
-    """
-    Other bytes, and bytes behind the last frame, are told as damage.
-    """
+    """Other bytes, and bytes behind the last frame, are told as damage."""
     for file in (b"not zstd at all", compressed(b"abc") + b"garbage behind it"):
         with pytest.raises(MalformedFile, match="damaged, or is not zstd"):
             decompressed(file)
 
 
 def test_zeros_do_not_fill_the_memory():
-    """
-    A gigabyte of zeros is 32 KiB of zstd; reading a little of it needs little memory.
-    """
+    """A gigabyte of zeros is 32 KiB of zstd; reading a little of it needs little memory."""
     file = compressed(bytes(16 << 20), piece=1 << 20) * 64
     tracemalloc.start()
     try:
@@ -116,9 +102,7 @@ def test_zeros_do_not_fill_the_memory():
 
 
 def test_where_no_module_is_installed(monkeypatch):
-    """
-    It says so, and making or reading one is the ValueError that it is in torch.
-    """
+    """It says so, and making or reading one is the ValueError that it is in torch."""
     monkeypatch.setattr(stream_extensions, "zstd_module", lambda: None)
     assert not ZStandard.is_available()
     for make in (ZStandard, lambda: ZStandard.from_descriptor("1")):
@@ -130,9 +114,7 @@ def test_where_no_module_is_installed(monkeypatch):
 
 
 def test_descriptors():
-    """
-    The stored name is torch's; versions 1 and 1.x are read; an unknown name or version is torch's ValueError.
-    """
+    """The stored name is torch's; versions 1 and 1.x are read; an unknown name or version is torch's ValueError."""
     from torch.distributed.checkpoint._extension import ExtensionRegistry as TheirRegistry
     from torch.distributed.checkpoint._extension import ZStandard as Theirs
 
@@ -154,8 +136,6 @@ def test_descriptors():
 
 
 def test_it_travels_to_other_processes():
-    """
-    A storage writer is pickled with its extensions for a save in another process.
-    """
+    """A storage writer is pickled with its extensions for a save in another process."""
     again = pickle.loads(pickle.dumps(ZStandard()))
     assert decompressed(compressed(b"abc", again)) == b"abc"

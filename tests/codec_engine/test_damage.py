@@ -67,9 +67,7 @@ def resealed(store, change):
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_any_flipped_byte_is_found(chain):
-    """
-    One bit anywhere in any file: to load or to verify is an error of damage that names the file and an offset.
-    """
+    """One bit anywhere in any file: to load or to verify is an error of damage that names the file and an offset."""
     store = saved(chain)
     rng = random.Random(1)
     for name, good in blobs_of(store).items():
@@ -91,9 +89,7 @@ def test_any_flipped_byte_is_found(chain):
 
 @pytest.mark.parametrize("cut", [1, 100, "half", "all"])
 def test_any_file_that_was_cut_short_is_found(cut):
-    """
-    The error says how long the file is and should be.
-    """
+    """The error says how long the file is and should be."""
     store = saved(["zstd", "aes"])
     for name, good in blobs_of(store).items():
         keep = {"half": len(good) // 2, "all": 0}.get(cut, len(good) - 1 if cut == 1 else 100)
@@ -104,9 +100,7 @@ def test_any_file_that_was_cut_short_is_found(cut):
 
 
 def test_a_missing_file_is_named():
-    """
-    Data or index: the error says which.
-    """
+    """Data or index: the error says which."""
     store = saved(["aes"])
     for name, good in blobs_of(store).items():
         store.delete(name)
@@ -116,9 +110,7 @@ def test_a_missing_file_is_named():
 
 
 def test_every_damaged_frame_is_listed_with_what_it_holds():
-    """
-    `verify` goes through all of a file; those who have no key are told the same, but for the names.
-    """
+    """`verify` goes through all of a file; those who have no key are told the same, but for the names."""
     store = saved(["aes"])
     [file] = [file for file in data_files(store) if file.name.startswith("model")]
     bad = bytearray(store.get(file.name, limit=8 * MIB))
@@ -136,9 +128,7 @@ def test_every_damaged_frame_is_listed_with_what_it_holds():
 
 
 def test_without_the_key_what_is_stored_is_checked():
-    """
-    The report says how many files were not decoded; with the key there are none.
-    """
+    """The report says how many files were not decoded; with the key there are none."""
     store = saved(["aes"])
 
     assert verify_stored(store).undecoded == len(data_files(store)) == 2
@@ -146,9 +136,7 @@ def test_without_the_key_what_is_stored_is_checked():
 
 
 def test_wrong_keys_and_none():
-    """
-    Each is its own error, names the key that is needed, and shows no key.
-    """
+    """Each is its own error, names the key that is needed, and shows no key."""
     store = saved(["zstd", "aes"])
     with pytest.raises(KeyMissing, match=KEYS.ids[0]):
         load(store, sk.Options())
@@ -205,9 +193,7 @@ def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
 
 
 def test_swapped_files_are_found(monkeypatch):
-    """
-    A file of another save with the same key, under this one's name and with digests that fit.
-    """
+    """A file of another save with the same key, under this one's name and with digests that fit."""
     store, other = saved(["aes"]), saved(["aes"], seed=1)
     [mine], [its] = ([file for file in data_files(each) if file.name.startswith("optim")] for each in (store, other))
     changed(store, mine.name, other.get(its.name, limit=MIB))
@@ -241,9 +227,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
 def test_a_record_that_was_edited_is_not_authentic(change):
-    """
-    Whatever somebody changes in the record who has no key, with a checksum that fits.
-    """
+    """Whatever somebody changes in the record who has no key, with a checksum that fits."""
     store = saved(["aes"])
     resealed(store, change)
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
@@ -251,9 +235,7 @@ def test_a_record_that_was_edited_is_not_authentic(change):
 
 
 def test_keys_are_rotated_in_the_record_alone():
-    """
-    The data key wrapped by another key: the old one opens it no more, the new one does, and the signature holds.
-    """
+    """The data key wrapped by another key: the old one opens it no more, the new one does, and the signature holds."""
     store = saved(["aes"])
     before = blobs_of(store)
     both = KeyRing([bytes(range(1, 33)), bytes(range(32))])
@@ -279,9 +261,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("members", MALFORMED.values(), ids=MALFORMED)
 def test_records_no_writer_makes_are_refused(members):
-    """
-    Before any file is touched.
-    """
+    """Before any file is touched."""
     store = saved(["zstd"])
     resealed(store, lambda record: with_file(record, record.files[0].name, _replaced(record.files[0], members)))
     with pytest.raises(sk.MalformedFile, match="no writer"):
@@ -293,9 +273,7 @@ def _replaced(entry: FileEntry, members):
 
 
 def test_a_record_of_codecs_in_the_first_version_is_refused():
-    """
-    An old reader would pass over what it does not know, and so nobody may write it.
-    """
+    """An old reader would pass over what it does not know, and so nobody may write it."""
     store = saved(["zstd"])
     resealed(store, lambda record: msgspec.structs.replace(record, version=1))
     with pytest.raises(sk.MalformedFile):
@@ -303,9 +281,7 @@ def test_a_record_of_codecs_in_the_first_version_is_refused():
 
 
 def test_the_tables_of_enemies():
-    """
-    Tables with frames that overlap, leave holes, are too large, or stand for more than the record says.
-    """
+    """Tables with frames that overlap, leave holes, are too large, or stand for more than the record says."""
     good = FrameTable(*[torch.tensor(c).numpy() for c in ([0, 10], [10, 5], [8, 20], [12, 4], [0, 1])], bytes(32))
 
     def judged(table, plain_nbytes=15):
@@ -324,9 +300,7 @@ def test_the_tables_of_enemies():
 
 
 def test_a_small_file_that_claims_a_large_index_is_not_believed():
-    """
-    All its frames and checksums are sound; what a reader allocates stays in proportion to what is stored.
-    """
+    """All its frames and checksums are sound; what a reader allocates stays in proportion to what is stored."""
     store = saved(["float"])
     record = decode_record(store.get(RECORD_NAME, limit=MIB), "")
     zeros, name = bytes(65 * MIB), "index-bomb.skframes"
@@ -344,9 +318,7 @@ def test_a_small_file_that_claims_a_large_index_is_not_believed():
 
 
 def test_chains_that_no_file_went_through():
-    """
-    A few are not opened, so they may need what is not here; more than a writer makes are refused.
-    """
+    """A few are not opened, so they may need what is not here; more than a writer makes are refused."""
     store = saved(["zstd"])
     unknown = [[{"name": "of-somebody-else", "version": 1}]]
     resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains + unknown))
@@ -357,9 +329,7 @@ def test_chains_that_no_file_went_through():
 
 
 def test_damage_in_digests_that_lie_beside_the_data():
-    """
-    Of a store that takes bytes in order: each flipped byte of data, header, digests, index and record is found.
-    """
+    """Of a store that takes bytes in order: each flipped byte of data, header, digests, index and record is found."""
     store = saved(None, store=InOrderStore())
     rng = random.Random(2)
     for name, good in blobs_of(store).items():

@@ -46,9 +46,7 @@ register_codec(Stretch)
 @pytest.mark.parametrize("frames", [3, 4])
 @pytest.mark.parametrize("says", [6, 16])
 def test_a_generous_codec_behind_float(frames, says):
-    """
-    What `float` made of the frames of a batch is still there when the second codec comes to them.
-    """
+    """What `float` made of the frames of a batch is still there when the second codec comes to them."""
     state = {"w": torch.randn(frames * MIB // 2).bfloat16()}
     store = MemoryStore()
     sk.save(state, store, codecs=["float", Stretch(says)], options=OPTIONS)
@@ -58,18 +56,14 @@ def test_a_generous_codec_behind_float(frames, says):
 
 
 def test_a_frame_that_becomes_too_large():
-    """
-    More than a frame may be is an error of the save that names file and offset.
-    """
+    """More than a frame may be is an error of the save that names file and offset."""
     with pytest.raises(StorageError, match=r"made 5242880 bytes of a frame of 1048576 at offset \d+"):
         sk.save({"w": torch.ones(MIB)}, MemoryStore(), codecs=[Stretch(5, 5)])
 
 
 @pytest.mark.parametrize("codecs", [["float"], ["zstd"], ["float", "aes"]])
 def test_frames_lie_in_memory_as_they_will_on_the_disk(monkeypatch, codecs):
-    """
-    As far into a page as into the blob's: so a disk can take them from where they are.
-    """
+    """As far into a page as into the blob's: so a disk can take them from where they are."""
     seen = []
     create = MemoryStore.create
 

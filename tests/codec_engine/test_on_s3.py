@@ -20,9 +20,7 @@ def place(s3_server):
 
 @pytest.mark.parametrize("codecs", [None, ["float", "aes"], {"model": ["lz4"]}], ids=["plain", "coded", "some"])
 def test_a_checkpoint_on_s3(place, codecs, request):
-    """
-    Saved, loaded, verified and overwritten by an asynchronous save, of several parts; nothing else is left there.
-    """
+    """Saved, loaded, verified and overwritten by an asynchronous save, of several parts; nothing else is left there."""
     store = place(request.node.callspec.id)
     state = {"model": {"w": torch.randn(5 * MIB), "b": torch.randn(9)}, "optim": {"m": torch.randn(99)}, "lr": 0.1}
     sk.save(state, store, codecs=codecs, options=OPTIONS)
@@ -40,9 +38,7 @@ def test_a_checkpoint_on_s3(place, codecs, request):
 
 
 def test_of_two_saves_on_s3_that_meet_exactly_one_wins(place):
-    """
-    Both overwrite the same version of the record: one is told who won, and its files are gone.
-    """
+    """Both overwrite the same version of the record: one is told who won, and its files are gone."""
     sk.save({"w": torch.zeros(3)}, place("race"), step=0)
 
     winner, loser = race(lambda: place("race"), overwrite=True)

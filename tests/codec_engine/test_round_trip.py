@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep.codecs.chain import register_codec
+from shardkeep.engine.codecs import closest_patterns
+from shardkeep.format.tree import Container, leaf_keys
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
 from tests.engine.samples import bits, blank_like, random_tensor, rich_state
@@ -23,9 +25,7 @@ chains = st.lists(st.sampled_from(CODECS), max_size=3)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(), chains, st.sampled_from(["memory", "files", "in order"]))
 def test_any_layout_loads_into_any_other_through_any_chain(case, chain, kind):
-    """
-    Every rank gets exactly its part of tensors that other ranks saved in another layout, through random codecs.
-    """
+    """Every rank gets exactly its part of tensors that other ranks saved in another layout, through random codecs."""
     fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
     writers = max(world_size(before) for _, _, before, _ in case)
     readers = max(world_size(after) for _, _, _, after in case)
@@ -57,9 +57,7 @@ def test_any_layout_loads_into_any_other_through_any_chain(case, chain, kind):
 
 
 def test_every_kind_of_leaf_in_several_windows(tmp_path):
-    """
-    A state of many kinds, and tensors of many windows and odd sizes, written and read by several threads.
-    """
+    """A state of many kinds, and tensors of many windows and odd sizes, written and read by several threads."""
     state = rich_state()
     state["large"] = {"a": torch.randn(3, MIB + 1), "b": torch.zeros(5 * MIB, dtype=torch.int8), "c": torch.randn(77)}
     report = sk.save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS)
@@ -76,9 +74,7 @@ def test_every_kind_of_leaf_in_several_windows(tmp_path):
 
 
 def test_nothing_of_an_encrypted_state_is_readable():
-    """
-    Neither names nor values nor bytes of tensors stand in any file, and the record is what docs say is readable.
-    """
+    """Neither names nor values nor bytes of tensors stand in any file, and the record is what docs say is readable."""
     store = sk.MemoryStore()
     state = {"model": {"secret_name": torch.full((1000,), 1.2345678)}, "api": "secret-value", "step": 3}
     sk.save(state, store, codecs=["aes"], meta={"run": "a"}, options=OPTIONS)
@@ -91,9 +87,7 @@ def test_nothing_of_an_encrypted_state_is_readable():
 
 
 def test_a_small_read_decodes_few_frames():
-    """
-    A row of a large tensor costs the frames it lies in: not the file, and not the same frame twice.
-    """
+    """A row of a large tensor costs the frames it lies in: not the file, and not the same frame twice."""
     store = sk.MemoryStore()
     full = torch.arange(16 * MIB // 4, dtype=torch.int32).reshape(16, -1)
     sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
@@ -108,9 +102,7 @@ def test_a_small_read_decodes_few_frames():
 
 
 def test_frames_are_read_once_by_a_whole_load():
-    """
-    A load of everything decodes each frame once, with the header's and the index's.
-    """
+    """A load of everything decodes each frame once, with the header's and the index's."""
     store = sk.MemoryStore()
     full = torch.arange(20 * MIB // 4, dtype=torch.int32)
     sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
@@ -124,9 +116,7 @@ def test_frames_are_read_once_by_a_whole_load():
 
 
 def test_one_share_of_keys_for_real_ranks(rank_pool, tmp_path):
-    """
-    Ranks that are processes of their own each open the chain with the key they have, and load what others wrote.
-    """
+    """Ranks that are processes of their own each open the chain with the key they have, and load what others wrote."""
     results = rank_pool.run(4, _save_and_load, str(tmp_path / "ck"))
 
     assert results == [True] * 4
@@ -146,3 +136,63 @@ def _save_and_load(where):
     state = {"m": {"w": torch.zeros(4, 1000)}, "r": sk.PerRank(-1)}
     sk.load(state, where, options=options)
     return torch.equal(state["m"]["w"], _full()) and state["r"].value == rank
+
+
+PARTS = st.sampled_from(["a", "b", "ab", "a.b", "*", "", "x\ny"])
+NODES = st.recursive(
+    st.none(),
+    lambda below: st.dictionaries(PARTS, below, max_size=3).map(lambda made: Container("dict", tuple(made.items()))),
+    max_leaves=8,
+)
+TREES = st.dictionaries(PARTS, NODES, min_size=1, max_size=4).map(lambda made: Container("dict", tuple(made.items())))
+NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=3).map(".".join), max_size=5, unique=True)
+
+
+def fits(name: str, leaf: str) -> bool:
+    cuts = [at for at, char in enumerate(leaf) if char == "."]
+    return any(matches(name, leaf[:cut]) for cut in [*cuts, len(leaf)])
+
+
+def matches(name: str, text: str) -> bool:
+    """Of a pattern with stars and a text, character by character."""
+    if not name:
+        return not text
+    if name[0] == "*":
+        return any(matches(name[1:], text[at:]) for at in range(len(text) + 1))
+    return bool(text) and text[0] == name[0] and matches(name[1:], text[1:])
+
+
+def closer(name: str) -> tuple[int, int]:
+    return name.count("."), -sum("*" in part for part in name.split("."))
+
+
+@given(TREES, NAMES)
+def test_the_closest_name_counts(tree, names):
+    """Of those that fit a leaf, one with the most parts, then with the fewest wildcards, then the first."""
+    by_leaf, unfit = closest_patterns(names, tree)
+    assert list(by_leaf) == list(dict.fromkeys(leaf_keys(tree)))
+    for leaf, number in by_leaf.items():
+        fitting = [name for name in names if fits(name, leaf)]
+        assert (None if number is None else names[number]) == max(fitting, key=closer, default=None)
+    assert not {number for number in by_leaf.values() if number is not None}.intersection(unfit)
+    assert not [names[number] for number in unfit if any(fits(names[number], leaf) for leaf in by_leaf)]
+
+
+def test_what_is_empty_may_be_named():
+    """
+    An optimizer that has not stepped yet has no state, and what will be in it may be named; what is beside it may not.
+    """
+    tree = Container("dict", (("optim", Container("dict", (("state", Container("dict", ())),))), ("w", None)))
+    names = ["optim.state", "optim", "*.state", "optim.state.*.exp_avg", "optim.state.x.y", "w"]
+    wrong = [
+        "optim.stat",
+        "optim.stat.x",
+        "optim.states.x",
+        "w.x",
+        "state",
+        "ww",
+        "*.wieght",
+        "opt*.exp_avg",
+        "optim.*.x",
+    ]
+    assert [[*names, *wrong][number] for number in closest_patterns([*names, *wrong], tree)[1]] == wrong

@@ -41,9 +41,7 @@ def loaded(where, like, options=OPTIONS):
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_asynchronous_saves_go_through_codecs(tmp_path, writer):
-    """
-    Threads or another process encode what was the state at the call; that process is given no user's key.
-    """
+    """Threads or another process encode what was the state at the call; that process is given no user's key."""
     state = sample_state()
     before = bits(state)
     handle = sk.async_save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS, writer=writer)
@@ -58,9 +56,7 @@ def test_asynchronous_saves_go_through_codecs(tmp_path, writer):
 
 
 def test_a_codec_of_the_program_is_unknown_to_the_process_that_writes(tmp_path):
-    """
-    The error says what to do; nothing is left of the save.
-    """
+    """The error says what to do; nothing is left of the save."""
     handle = sk.async_save(sample_state(), tmp_path / "ck", codecs=["test-counting"], writer="process")
     with pytest.raises(UnknownCodec, match=r'writer="thread"'):
         handle.result(60)
@@ -89,9 +85,7 @@ def test_codecs_by_top_level_key():
 
 
 def test_codecs_of_single_tensors():
-    """
-    The closest name counts, whichever comes first; a list may be empty, and what is not there yet may be named.
-    """
+    """The closest name counts, whichever comes first; a list may be empty, and what is not there yet may be named."""
     layers = {f"{n}.{what}": torch.full((3,), float(n)) for n in range(3) for what in ("weight", "bias")}
     state = {
         "model": {"layers": layers, "head": torch.ones(2)},
@@ -155,9 +149,7 @@ def secret():
     ],
 )
 def test_what_was_to_be_encrypted_is_nowhere_in_the_clear(state, top):
-    """
-    However top-level keys are called, and whatever else there is whose name begins alike.
-    """
+    """However top-level keys are called, and whatever else there is whose name begins alike."""
     store = sk.MemoryStore()
     sk.save(state | {"x": torch.ones(4)}, store, codecs={top: ["aes"]}, options=OPTIONS)
     assert not [name for name, data in blobs_of(store).items() if SECRET[:20] in data]
@@ -166,9 +158,7 @@ def test_what_was_to_be_encrypted_is_nowhere_in_the_clear(state, top):
 
 @pytest.mark.parametrize("codecs", [{"a": ["aes"]}, {"b": ["aes"]}, {"a": ["lz4"], "b": ["aes"]}])
 def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
-    """
-    They are written once, under one of their names.
-    """
+    """They are written once, under one of their names."""
     store, tied = sk.MemoryStore(), secret()
     state = {"a": {"w": tied}, "b": {"w": tied, "own": torch.ones(3)}}
     sk.save(state, store, codecs=codecs, options=OPTIONS)
@@ -177,9 +167,7 @@ def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
 
 
 def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
-    """
-    What nobody can say the codecs of is refused, not written as it is.
-    """
+    """What nobody can say the codecs of is refused, not written as it is."""
     begun = plan_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
     with pytest.raises(sk.StateError, match=r"'a\.w'"):
@@ -187,9 +175,7 @@ def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
 
 
 def test_a_large_index_is_never_as_little_as_an_enemys():
-    """
-    A reader does not take one of which next to nothing is stored: however regular it is, enough is.
-    """
+    """A reader does not take one of which next to nothing is stored: however regular it is, enough is."""
     store = sk.MemoryStore()
     sk.save({"w": torch.ones(3), "zeros": bytes(65 * MIB)}, store, codecs=["zstd"])
     index = sk.open(store).record.index
@@ -197,9 +183,7 @@ def test_a_large_index_is_never_as_little_as_an_enemys():
 
 
 def test_one_encrypted_part_makes_the_index_secret():
-    """
-    With a mapping, too, names of tensors are encrypted once anything is.
-    """
+    """With a mapping, too, names of tensors are encrypted once anything is."""
     store = sk.MemoryStore()
     sk.save(
         {"a": {"plain": torch.ones(3)}, "b": {"x": torch.ones(4)}},
@@ -239,9 +223,7 @@ def test_more_groups_than_files_are_cut_by_chain():
     ],
 )
 def test_what_cannot_be_is_said_on_all_ranks_before_anything_is_written(codecs, error, says):
-    """
-    Rank 0's argument, told to both; the place stays empty.
-    """
+    """Rank 0's argument, told to both; the place stays empty."""
     store = sk.MemoryStore()
 
     def save(world):
@@ -280,9 +262,7 @@ def test_keys_come_from_wherever_the_user_has_them(tmp_path, monkeypatch):
 
 
 def test_a_service_is_asked_once_for_a_save(tmp_path):
-    """
-    However many files there are, and whoever writes them.
-    """
+    """However many files there are, and whoever writes them."""
 
     class Service:
         asked = 0
@@ -306,9 +286,7 @@ def test_a_service_is_asked_once_for_a_save(tmp_path):
 
 
 def test_a_failure_at_any_point_leaves_nothing_and_the_old_checkpoint():
-    """
-    Whichever operation on the store fails, of a save that overwrites a coded checkpoint.
-    """
+    """Whichever operation on the store fails, of a save that overwrites a coded checkpoint."""
     state, at = {"model": {"w": torch.randn(9)}, "optim": {"m": torch.ones(3)}}, 0
     while True:
         inner = sk.MemoryStore()
@@ -328,9 +306,7 @@ def test_a_failure_at_any_point_leaves_nothing_and_the_old_checkpoint():
 
 
 def test_codecs_need_no_room_for_what_they_save(tmp_path, monkeypatch):
-    """
-    A disk with less room than the state: with codecs it is tried, without it is refused before the first byte.
-    """
+    """A disk with less room than the state: with codecs it is tried, without it is refused before the first byte."""
     store = sk.LocalStore(tmp_path / "ck")
     monkeypatch.setattr(store, "free_nbytes", lambda: 100_000, raising=False)
 
@@ -351,9 +327,7 @@ def test_codecs_need_no_room_for_what_they_save(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"], {"model": ["lz4"]}])
 def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
-    """
-    One thread writes every blob from its first byte to its last; several stay within what they have under way.
-    """
+    """One thread writes every blob from its first byte to its last; several stay within what they have under way."""
     state = sample_state() | {"large": {"x": torch.randn(5 * MIB)}}
     for threads, slack in ((1, 0), (4, 4 * 2 * 4 * MIB)):
         store = InOrderStore(slack)
@@ -385,9 +359,7 @@ def test_windows_of_a_large_file_are_parts_of_its_upload():
 
 
 def test_a_failed_save_in_order_leaves_nothing():
-    """
-    Neither data nor the digests beside them, whatever fails.
-    """
+    """Neither data nor the digests beside them, whatever fails."""
     at = 0
     while True:
         inner = InOrderStore()
@@ -407,9 +379,7 @@ def test_a_failed_save_in_order_leaves_nothing():
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
-    """
-    The other is told who won, and its files are gone.
-    """
+    """The other is told who won, and its files are gone."""
     if overwrite:
         sk.save({"w": torch.zeros(3)}, tmp_path / "ck", step=0)
 

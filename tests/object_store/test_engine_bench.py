@@ -12,9 +12,7 @@ BENCH = Path(__file__).parent.parent.parent / "bench"
 
 
 def test_a_tiny_round(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """
-    Everybody saves and loads the same bytes, bit for bit, and we are compared with the others.
-    """
+    """Everybody saves and loads the same bytes, bit for bit, and we are compared with the others."""
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.delenv("BENCH_S3FS", raising=False)
     import s3

@@ -10,6 +10,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts import orphans as leftovers
 from shardkeep.storage.object_store import ObjectStore
 from tests.object_store.jobs import load_by_url, race, save_by_url
 from tests.object_store.proxy import Proxy
@@ -69,9 +70,7 @@ def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, s3_server
 
 
 def test_a_row_of_a_large_tensor_costs_little(proxy: Proxy, s3_place: Opens) -> None:
-    """
-    One row of 20 MB is read by one request for the blocks around it: with opening, less than a hundredth passes.
-    """
+    """One row of 20 MB is read by one request for the blocks around it: with opening, less than a hundredth passes."""
     weights = torch.randn(5000, 1024)
     place = s3_place(endpoint=proxy.endpoint)
     sk.save({"w": weights}, place)
@@ -120,3 +119,21 @@ def flip_a_bit(place, end: str) -> None:
     data = bytearray(place.get(name, limit=1 << 24))
     data[-3] ^= 1
     place.put(name, bytes(data), replace=True)
+
+
+Opened = Callable[..., ObjectStore]
+
+
+def test_places_that_are_gone_cost_nothing(s3_place: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that was found empty is not looked at again, though the service still lists it."""
+    root, looked = s3_place(), []
+    with sk.Checkpointer(root, every_steps=1, keep_last=1, asynchronous=False) as ckpt:
+        real_survey = leftovers.survey
+        monkeypatch.setattr(
+            leftovers, "survey", lambda store, *more: looked.append(store.url) or real_survey(store, *more)
+        )
+        for step in range(1, 6):
+            ckpt.step(step, {"w": torch.ones(3)})
+            ckpt.wait()
+        assert ckpt.all_steps() == [5]
+    assert max(map(looked.count, looked)) == 3  # twice by its own save, and once when it was gone

@@ -132,9 +132,7 @@ def test_an_outage(proxy: Proxy, s3_place: Opens, place: ObjectStore, fault: Any
 
 
 def test_a_stalled_request_is_cut_and_made_again(proxy: Proxy, s3_place: Opens, place: ObjectStore) -> None:
-    """
-    A request that is never answered is given up after its timeout; the next try is answered.
-    """
+    """A request that is never answered is given up after its timeout; the next try is answered."""
     cutting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, **{**QUICK, "timeout_s": 1.0})
     proxy.rules = [Rule("stall", path="partNumber=1", times=1), Rule("stall", method="HEAD", times=1)]
     save(cutting, 2)
@@ -163,9 +161,7 @@ def test_what_changes_on_the_way_down_is_noticed(proxy: Proxy, place: ObjectStor
 
 
 def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place: ObjectStore) -> None:
-    """
-    A small blob is sent again; a part of an upload fails the save, and nothing of it stays.
-    """
+    """A small blob is sent again; a part of an upload fails the save, and nothing of it stays."""
     proxy.rules = [Rule("flip_request", method="PUT", path="claim|skindex|blocks|shardkeep.json", first=True)]
     save(place, 2)
     assert proxy.counts.faults["flip_request"] == 4
@@ -182,11 +178,36 @@ def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place
 def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(
     proxy: Proxy, s3_place: Opens, place: ObjectStore
 ) -> None:
-    """
-    Where a service takes no checksums, what changed on the way up is found by whoever reads it.
-    """
+    """Where a service takes no checksums, what changed on the way up is found by whoever reads it."""
     trusting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, checksum_algorithm="none", **QUICK)
     proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
     save(trusting, 2)
     with pytest.raises(sk.ChecksumMismatch):
         load_and_compare(trusting, 2)
+
+
+@pytest.mark.parametrize("codecs", [None, ["zstd"]])
+def test_what_comes_damaged_once(
+    s3_server: S3Server, s3_place: Callable[..., ObjectStore], codecs: list[str] | None
+) -> None:
+    """One bit of a record and one of an index are others on the way, or half of each is missing: all is loaded, exactly."""
+    with Proxy(s3_server.port) as proxy:
+        place = s3_place(endpoint=proxy.endpoint)
+        sk.save(state_of(1), place, step=1, options=OPTIONS, codecs=codecs)
+        for fault in ("flip_answer", "shorten_answer"):
+            wanted = ("shardkeep.json", "/index-")
+            proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]  # type: ignore[arg-type]
+            load_and_compare(place, 1)
+            assert proxy.counts.faults[fault] == 2
+
+
+def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server: S3Server, s3_place: Callable[..., ObjectStore]) -> None:
+    """The newest checkpoint is restored though its record comes damaged once, wherever records are read."""
+    with Proxy(s3_server.port) as proxy:
+        root = s3_place(endpoint=proxy.endpoint)
+        for step in (1, 2):
+            sk.save(state_of(step), root.place(f"step-{step}"), step=step, options=OPTIONS)
+        proxy.rules = [Rule("flip_answer", method="GET", path="step-2/shardkeep.json", times=1)]
+        with sk.Checkpointer(root, options=OPTIONS) as ckpt:
+            assert ckpt.restore_latest(state_of(0)) == 2
+        assert proxy.counts.faults["flip_answer"] == 1

@@ -67,9 +67,7 @@ def struck(
 
 
 def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectStore) -> None:
-    """
-    Until the commit the save raises the store's error and nothing is added; after it, it succeeds.
-    """
+    """Until the commit the save raises the store's error and nothing is added; after it, it succeeds."""
     save(place, 0, PARTS)
     latest = 0
     for n, store, raised in struck(place, "error", PARTS):

@@ -36,9 +36,7 @@ def doomed(pipe: Connection, near: str, url: str, options: dict[str, Any]) -> No
 def test_a_promotion_is_killed_in_mid_upload(
     tmp_path: Path, s3_server: S3Server, s3_place: Callable[..., ObjectStore]
 ) -> None:
-    """
-    The near checkpoint is there, the far one is not; the next job goes on from the near one, and promotes both.
-    """
+    """The near checkpoint is there, the far one is not; the next job goes on from the near one, and promotes both."""
     near, far = str(tmp_path / "near"), s3_place(part_bytes=5 << 20)
     with Proxy(s3_server.port) as proxy:
         proxy.rules = [Rule("stall", path="partNumber=2")]

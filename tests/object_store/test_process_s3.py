@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep import dcp
+from shardkeep.dcp._impl.async_ import group_saves_of
+from shardkeep.dcp.state_dict_saver import AsyncCheckpointerType
 from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
 from shardkeep.engine.process.rpc import WaitPolicy
 from shardkeep.engine.process.server import CreateFile, FinishFile, WriteBytes
@@ -26,6 +29,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.base import spec_of
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
+from tests.dcp.sides import quietly
 from tests.object_store.jobs import load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
 from tests.support.rank_pool import RankPool
@@ -128,9 +132,7 @@ def test_the_environment_of_the_place_counts(
 
 @pytest.mark.parametrize("codecs", [None, ["lz4"]])
 def test_memory_of_the_process_is_bounded(s3_place: Opens, codecs: list[str] | None) -> None:
-    """
-    Many tensors that do not lie end to end: it takes no more of its own than the budget, and the save succeeds.
-    """
+    """Many tensors that do not lie end to end: it takes no more of its own than the budget, and the save succeeds."""
     place = s3_place()
     save(1, place).result(PATIENCE_S)
     [line] = [line for line in Path(f"/proc/{child()}/status").read_text().splitlines() if line.startswith("VmData")]
@@ -168,9 +170,7 @@ def test_killed_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> Non
 
 
 def test_cancelled_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> None:
-    """
-    The process takes back what it has sent, and lives; nothing of the save stays.
-    """
+    """The process takes back what it has sent, and lives; nothing of the save stays."""
     place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
     proxy.rules = [Rule("delay", path="partNumber=1", delay_s=2)]
     handle = save(1, place)
@@ -251,3 +251,28 @@ def test_all_ranks_hear_of_wrong_keys(rank_pool: RankPool, s3_server: S3Server, 
     assert "check credentials and permissions" in hint
     assert "hunter2" not in text + hint
     holds(place, 2)
+
+
+def end_saver() -> None:
+    """End the process, if there is one: another has the variables that are set now."""
+    saver = group_saves_of(None, no_dist=True).saver
+    if saver is not None:
+        saver.close()
+
+
+def test_a_state_in_torchs_layout(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved by a URL in a process of its own, and changed right after the call, it is loaded bit for bit."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    where = s3_server.url("tests/process-dcp")
+    state, found = {"w": torch.arange(1_000_003.0), "step": 3}, {"w": torch.zeros(1_000_003), "step": 0}
+    end_saver()
+    saved = quietly(
+        dcp.async_save, state, checkpoint_id=where, async_checkpointer_type=AsyncCheckpointerType.PROCESS, no_dist=True
+    )
+    state["w"].zero_()
+    saved.result(120)
+    end_saver()
+    quietly(dcp.load, found, checkpoint_id=where, no_dist=True)
+    assert torch.equal(found["w"], torch.arange(1_000_003.0))
+    assert found["step"] == 3

@@ -50,9 +50,7 @@ def store(request: Any) -> MemoryStore:
 
 
 def test_one_damaged_read_anywhere_is_mended(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    """
-    Whichever read of a load comes damaged, the load succeeds, and one warning names the file and the offset.
-    """
+    """Whichever read of a load comes damaged, the load succeeds, and one warning names the file and the offset."""
     counting = FaultyStore(store)
     expected = loaded(counting)
     asked = [each for each in counting.operations if each.split()[0] in VERBS]
@@ -94,9 +92,7 @@ class Wavers(FaultyStore):
 
 
 def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) -> None:
-    """
-    Damage in the store is told from damage on the way: the error names file and offset, and says what to do.
-    """
+    """Damage in the store is told from damage on the way: the error names file and offset, and says what to do."""
     names = [info.name for info in store.list() if info.name.endswith((".safetensors", ".blocks", ".skframes"))]
     for name in names:
         with pytest.raises(sk.DamagedCheckpoint, match="two reads returned different bytes") as raised:
@@ -116,9 +112,7 @@ def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) 
 
 
 def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> None:
-    """
-    What came damaged once is no damage of the store's, for those either who cannot decode it.
-    """
+    """What came damaged once is no damage of the store's, for those either who cannot decode it."""
     store = MemoryStore()
     sk.save(state_of(1), store, codecs=["aes"], options=OPTIONS)
     counting = FaultyStore(store)
@@ -132,9 +126,7 @@ def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any) -> None:
-    """
-    Pages of a local file are dropped before it is read again, and no others.
-    """
+    """Pages of a local file are dropped before it is read again, and no others."""
     (tmp_path / "a").write_bytes(os.urandom(8 << 20))
     file = os.open(tmp_path / "a", os.O_RDONLY)
     try:
@@ -179,9 +171,7 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
 def test_a_network_that_flips_bits(
     proxy: Proxy, s3_place: Opens, caplog: pytest.LogCaptureFixture, codecs: Any, rows: int, path: str, after: int
 ) -> None:
-    """
-    A bit is flipped in one answer of S3: the load succeeds, and says so.
-    """
+    """A bit is flipped in one answer of S3: the load succeeds, and says so."""
     place = s3_place(endpoint=proxy.endpoint, **QUICK)
     proxy.rules = []
     state, found = ({"w": torch.full((rows, 1000), k).normal_()} for k in (1.0, 2.0))

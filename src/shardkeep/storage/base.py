@@ -181,23 +181,10 @@ class Deletes(Protocol):
 
 class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
     """
-    A place for blobs. Besides these verbs, a store may have any of the following.
+    A place for blobs.
 
-    - `free_nbytes() -> int | None`: how many more bytes fit.
-    - `create_upto(name, nbytes)`: as `create`, without reserving the space.
-    - `create_over(name, nbytes)`: a writer whose `finish` atomically replaces an existing blob; see `Replaces`.
-    - `delete_all(names)`: delete many blobs in few requests.
-    - `sequential`: whether parts of a blob should arrive nearly in order of offset; the store buffers those that do not.
-    - `part_nbytes`: how much of each open blob a sequential store buffers.
-    - `requests`: how many reads or writes should be in flight at once.
-    - `local_path`: the directory behind the store, for callers that may bypass it and use the file system.
-    - `any_names()`: the same place, for reading files of other programs: any name, through symbolic links.
-    - `parent()`: the store one level up, and this place's name in it.
-    - `drop_cached(name, offset, nbytes)`: make the next read of a range come from the storage itself.
-    - `verifies_uploads`: whether the service compares everything it receives with a checksum before it accepts it.
-    - `same_place(other)`: whether another store is the same place, however it was named.
-    - `spec()`: a description from which another process opens the store; see `spec_of`.
-    - `inner`: the store that a wrapper passes its calls to; see `wrapper`.
+    Besides these verbs, a store may have optional ones, of the names that the functions under "optional verbs" below ask
+    for; see there for what they mean.
     """
 
     @property
@@ -286,67 +273,68 @@ def _mark(store: _Removable) -> bool:
 # -- optional verbs ----------------------------------------------------------------------------------------------------
 
 
+def _ask(store: object, verb: str, *args: object) -> Any:
+    call = getattr(store, verb, None)
+    return None if call is None else call(*args)
+
+
 def free_nbytes(store: object) -> int | None:
-    """Return how many more bytes fit in a store; None if it does not know."""
-    ask = getattr(store, "free_nbytes", None)
-    return None if ask is None else ask()
+    """Return how many more bytes fit in a store; None if it does not know (`free_nbytes()`)."""
+    return cast("int | None", _ask(store, "free_nbytes"))
 
 
 def create_upto(store: Creates, name: str, nbytes: int) -> BlobWriter:
-    """Begin a blob that is likely to be much smaller than `nbytes`, without reserving space if the store can do that."""
+    """Begin a blob that is likely to be much smaller than `nbytes`, without reserving the space (`create_upto`)."""
     create: Callable[[str, int], BlobWriter] = getattr(store, "create_upto", store.create)
     return create(name, nbytes)
 
 
 def create_over(store: object, name: str, nbytes: int) -> Replaces | None:
-    """Begin a blob that replaces another in one step; None if the store cannot do that."""
-    create = getattr(store, "create_over", None)
-    return None if create is None else create(name, nbytes)
+    """Begin a blob whose `finish` replaces another in one step; None if the store cannot do that (`create_over`)."""
+    return cast("Replaces | None", _ask(store, "create_over", name, nbytes))
 
 
 def delete_all(store: Deletes, names: Sequence[str]) -> None:
-    """Delete many blobs, in no particular order and in few requests if the store can do that."""
-    together = getattr(store, "delete_all", None)
-    if together is not None:
-        together(names)
+    """Delete many blobs, in no particular order, and in few requests if the store can do that (`delete_all(names)`)."""
+    if hasattr(store, "delete_all"):
+        store.delete_all(names)
         return
     for name in names:
         store.delete(name)
 
 
 def is_sequential(store: object) -> bool:
-    """Return whether the parts of a blob should arrive nearly in order of offset."""
+    """Return whether parts of a blob should arrive nearly in order; the store buffers those that do not (`sequential`)."""
     return bool(getattr(store, "sequential", False))
 
 
 def part_nbytes_of(store: object) -> int:
-    """Return how much of each open blob a store buffers before it can send it; 0 if it passes bytes on at once."""
+    """Return how much of each open blob a sequential store buffers before it can send it (`part_nbytes`); else 0."""
     if not is_sequential(store):
         return 0
     return int(getattr(innermost(store), "part_nbytes", DEFAULT_PART_NBYTES))
 
 
 def preferred_requests(store: object, threads: int) -> int:
-    """Return how many reads or writes should be in flight at once; `threads` if the store has no preference."""
+    """Return how many reads or writes should be in flight at once (`requests`); `threads` if the store does not say."""
     return getattr(store, "requests", None) or threads
 
 
 def local_path(store: object) -> str | None:
-    """Return the directory of this machine that a store is, if callers may bypass the store; else None."""
+    """Return the directory behind a store, if callers may bypass the store and use the file system (`local_path`)."""
     path: str | None = getattr(store, "local_path", None)
     return path
 
 
 def with_any_names(store: S) -> S:
-    """Return the store for reading files of other programs: any name, through symbolic links where there are any."""
+    """Return the store for reading files of other programs: any name, through symbolic links (`any_names()`)."""
     view: Callable[[], S] | None = getattr(store, "any_names", None)
     return store if view is None else view()
 
 
 def parent_of(store: object) -> tuple[Store, str] | None:
-    """Return the store one level up and the name of this place in it; None if the store cannot say."""
-    ask = getattr(store, "parent", None)
-    return None if ask is None else ask()
+    """Return the store one level up and the name of this place in it; None if the store cannot say (`parent()`)."""
+    return cast("tuple[Store, str] | None", _ask(store, "parent"))
 
 
 def verifies_uploads(store: object) -> bool:
@@ -355,21 +343,19 @@ def verifies_uploads(store: object) -> bool:
 
 
 def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:
-    """Make the next read of a range come from the storage itself, where that is cheap; does nothing elsewhere."""
-    drop = getattr(store, "drop_cached", None)
-    if drop is not None:
-        drop(name, offset, nbytes)
+    """Make the next read of a range come from the storage itself, if the store can do that cheaply (`drop_cached`)."""
+    _ask(store, "drop_cached", name, offset, nbytes)
 
 
 def innermost(store: object) -> Any:
-    """Return the store behind all wrappers (`wrapper`)."""
+    """Return the store behind all wrappers, each of which has it as `inner`."""
     while (inner := getattr(store, "inner", None)) is not None:
         store = inner
     return store
 
 
 def same_place(one: Store | Root, other: Store | Root) -> bool:
-    """Return whether two stores or roots are one place, however each of them was named or wrapped."""
+    """Return whether two stores or roots are one place, however they were named or wrapped (`same_place(other)`)."""
     a, b = innermost(one), innermost(other)
     if a is b:
         return True
@@ -379,7 +365,7 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
 
 def spec_of(store: Store) -> Any:
     """
-    Return a description (`resolve.StoreSpec`) from which another process opens the store.
+    Return a description (`resolve.StoreSpec`) from which another process opens the store (`spec()`).
 
     Raises:
         CheckpointError: there is none.

@@ -493,19 +493,36 @@ class MultipartUpload:
 
 
 class ObjectWriter:
-    """A new blob. A large one is uploaded in parts; one of one part is put in one request, if the name is free."""
+    """
+    A new blob, or one that replaces another. A large one is uploaded in parts, one of a single part is put in one request.
+
+    Parts are invisible until the last request assembles them under the name. A blob that is replaced stays until then, and
+    if anything fails: it is never deleted.
+    """
 
     def __init__(
-        self, bucket: Bucket, path: str, *, url: str, name: str, nbytes: int, put: Callable[[memoryview], None]
+        self,
+        bucket: Bucket,
+        path: str,
+        *,
+        url: str,
+        name: str,
+        nbytes: int,
+        put: Callable[[memoryview], None],
+        replaced: Callable[[], Version | None] | None = None,
     ) -> None:
-        """Begin a blob; `put` stores one of one part, if the name is free."""
+        """`put` stores a blob of one part. `replaced` is for a blob that replaces another: it returns the stored version."""
         self._where = f"{url}/{name}"
         self._name = name
         self._nbytes = nbytes
         self._put = put
+        self._replaced = replaced
+        self._before = None if replaced is None else replaced()
         self._upload = MultipartUpload(bucket, path, url=url, name=name, nbytes=nbytes)
         self._closed = False
         self._over = False
+        self.in_doubt = False
+        """Whether the answer to the last request was lost, so that a replaced blob may still be there."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
@@ -518,73 +535,21 @@ class ObjectWriter:
             raise self._upload.error("is closed already", None)
         self._closed = True
         only_part = self._upload.close(end)
-        if only_part is None:
-            self._upload.check_size(end)
-        else:
+        if self._replaced is None and only_part is not None:
             self._upload.put(lambda: self._put(only_part))
+        elif only_part is not None:
+            self._put(only_part)
+        elif self._replaced is None:
+            self._upload.check_size(end)
         self._over = True
+        if self._replaced is not None:
+            # Not by the size: models of one kind have one size. Nor by the version alone: equal bytes may have the same.
+            self.in_doubt = self._upload.in_doubt and self._replaced() == self._before
 
     def abandon(self) -> None:
         if self._over:
             return
         self._over = self._closed = True
         self._upload.abort()
-        if self._upload.may_appear:
+        if self._upload.may_appear and self._replaced is None:
             self._upload.remove()
-
-
-class ReplacingWriter:
-    """
-    A blob of any size that replaces another in one step.
-
-    Parts are invisible until the last request assembles them under the name. Until then, and if anything fails, the old
-    blob is there: it is never deleted.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        path: str,
-        *,
-        url: str,
-        name: str,
-        nbytes: int,
-        put: Callable[[memoryview], None],
-        version: Callable[[], Version | None],
-    ) -> None:
-        """Begin a blob; `put` replaces the old one in one request, `version` returns which one is there."""
-        self._where = f"{url}/{name}"
-        self._name = name
-        self._nbytes = nbytes
-        self._put = put
-        self._version = version
-        self._before = version()
-        self._upload = MultipartUpload(bucket, path, url=url, name=name, nbytes=nbytes)
-        self._over = False
-        self.in_doubt = False
-        """Whether the answer to the last request was lost, so that the old blob may still be there."""
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`; best in order."""
-        self._upload.write(offset, flat(data))
-
-    def finish(self, nbytes: int | None = None) -> None:
-        """
-        Replace the old blob.
-
-        Raises:
-            StorageError: the old blob is still there.
-
-        """
-        only_part = self._upload.close(checked_end(self._where, self._name, nbytes, self._nbytes))
-        if only_part is not None:
-            self._put(only_part)
-        self._over = True
-        # Neither size nor version alone would tell: models of one kind have one size, and equal bytes may have one version.
-        self.in_doubt = self._upload.in_doubt and self._version() == self._before
-
-    def abandon(self) -> None:
-        """Abort the upload; the old blob stays."""
-        if not self._over:
-            self._over = True
-            self._upload.abort()

@@ -33,7 +33,7 @@ from shardkeep.storage.base import (
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
-from shardkeep.storage.multipart import ObjectWriter, ReplacingWriter
+from shardkeep.storage.multipart import ObjectWriter
 from shardkeep.storage.object_client import Bucket, object_errors, obstore, open_bucket, request_backoff_s
 from shardkeep.storage.object_config import environment_of
 from shardkeep.storage.retry import TRANSIENT
@@ -322,10 +322,10 @@ class ObjectStore:
             put=lambda data: self._puts.put(name, data),
         )  # fmt: skip
 
-    def create_over(self, name: str, nbytes: int) -> ReplacingWriter:
-        return ReplacingWriter(
+    def create_over(self, name: str, nbytes: int) -> ObjectWriter:
+        return ObjectWriter(
             self.bucket, self.prefix + check_name(name), url=self.url, name=name, nbytes=nbytes,
-            put=lambda data: self._puts.put(name, data, replace=True), version=lambda: self._small.version(name),
+            put=lambda data: self._puts.put(name, data, replace=True), replaced=lambda: self._small.version(name),
         )  # fmt: skip
 
     def open(self, name: str) -> ObjectReader:

@@ -43,8 +43,7 @@ def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
         return where
-    path = _text_of(where)
-    return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
+    return _open(where, direct=direct)
 
 
 def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, direct: bool, doing: str) -> Store:
@@ -57,19 +56,13 @@ def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, di
 
 
 def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
-    """
-    Return the root for a place that has places below it. Does no I/O.
-
-    Args:
-        where: a path, a URL, or an object with the verbs of a root, which is returned as it is.
-        direct: whether local files may bypass the page cache.
-
-    Raises:
-        CheckpointError: shardkeep does not support this kind of place.
-
-    """
+    """Return the root for a place that has places below it; see `open_store`."""
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("places", "place", "url")):
         return where
+    return _open(where, direct=direct)
+
+
+def _open(where: object, *, direct: bool) -> Root:
     path = _text_of(where)
     return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
 
