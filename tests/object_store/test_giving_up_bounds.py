@@ -20,7 +20,7 @@ from shardkeep.storage.cancel import CancelScope, current_scope, run_cancellable
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.object_store.proxy import Proxy, Rule
-from tests.object_store.test_uploads_bounds import PART, interrupted_when
+from tests.object_store.test_uploads import PART, interrupted_when
 from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectStore]
