@@ -11,16 +11,17 @@ from shardkeep.format.boxes import (
     Box,
     Boxes,
     contiguous_run,
+    explain_tiling,
     flat_range_to_boxes,
     grid,
     intersect,
     matrix_of,
     relative,
     slices,
+    tiled,
     whole,
 )
 from shardkeep.plan.save_plan import SLICE_NBYTES, assign_replicas
-from shardkeep.plan.tiling import explain, tiled
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
@@ -96,7 +97,7 @@ def test_tiled_says_what_painting_says(data):
     assert found.tolist() == expected
     for good, (shape, boxes) in zip(expected, rows, strict=True):
         if not good:
-            assert explain(shape, list(boxes))
+            assert explain_tiling(shape, list(boxes))
 
 
 def test_empty_tensors_are_tiled_by_nothing():

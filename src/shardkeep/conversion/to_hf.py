@@ -28,7 +28,7 @@ from shardkeep.conversion.pipeline import (
     write_parts,
 )
 from shardkeep.engine.reader import Source
-from shardkeep.engine.safetensors_source import find_safetensors, is_single_file, read_weight_map
+from shardkeep.engine.safetensors_source import find_safetensors, read_weight_map
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
@@ -60,7 +60,7 @@ from shardkeep.layouts.safetensors_publish import (
 )
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, is_name, local_path
+from shardkeep.storage.base import Store, is_name, is_single_file, local_path
 from shardkeep.storage.local import PathStore
 from shardkeep.storage.resolve import open_store
 from shardkeep.storage.system import storage_errors

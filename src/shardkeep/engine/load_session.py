@@ -30,7 +30,6 @@ from shardkeep.engine.match import (
 )
 from shardkeep.engine.reader import Source
 from shardkeep.engine.report import Phases, SentPhases
-from shardkeep.engine.save_session import check_same_objects
 from shardkeep.engine.shared_reads import (
     Channel,
     Destinations,
@@ -50,7 +49,7 @@ from shardkeep.plan.sharing import plan_sharing
 from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.flatten import refill
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
-from shardkeep.state.objects import Objects, is_tensor_or_object
+from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
 from shardkeep.state.stored import StoredState
 from shardkeep.storage.base import Store
 
@@ -155,7 +154,8 @@ class LoadSession:
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
             record = msgspec.json.encode(on_rank_0[0].record)  # as it is stored: msgpack cannot hold every `meta`
-            shares = all_agree([cannot_share for _, _, cannot_share in said])
+            reasons = [cannot_share for _, _, cannot_share in said]
+            shares = any(reason is not None for reason in reasons) and all_agree(reasons)
             return [_encode((record, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)

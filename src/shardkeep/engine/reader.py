@@ -218,7 +218,8 @@ def _read_digests(store: Opens, entry: FileEntry, reader: BlobReader) -> bytes:
 
     def decode(header: bytearray) -> bytes:
         if sidecar is None:
-            found, expected = checksum_of(header, chain), entry.checksum
+            found = checksum_text(digest(header)) if chain is None else checksum_of(header, chain)
+            expected = entry.checksum
         else:
             found, expected = checksum_text(digest(header)), checksum_text(sidecar[0])
         if found != expected:

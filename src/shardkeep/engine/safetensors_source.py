@@ -33,7 +33,7 @@ from shardkeep.errors import (
     MalformedFile,
     WrongSize,
 )
-from shardkeep.format.boxes import Box, Boxes, matrix_of
+from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
@@ -59,8 +59,7 @@ from shardkeep.layouts.safetensors import (
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.plan.tiling import explain, tiled
-from shardkeep.storage.base import BlobInfo, Gets, Opens, Store, local_path, parent_of, with_any_names
+from shardkeep.storage.base import BlobInfo, Gets, Opens, Store, is_single_file, local_path, parent_of, with_any_names
 from shardkeep.storage.local import LocalStore, PathStore
 from shardkeep.storage.resolve import open_store
 
@@ -351,7 +350,7 @@ def _check_tiled(catalog: Catalog) -> None:
         names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
         raise MalformedFile(
             f"{key!r} of shape {list(stored.shape)} is not whole: "
-            f"{explain(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
+            f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
             hint="are there files of an older save in the directory, or are some missing?",
             key=key,
             file=names[0],
@@ -466,12 +465,6 @@ def open_safetensors(store: Store, record: Record, options: Options) -> Safetens
             f"{store.url}: the safetensors files were replaced meanwhile", hint="open or load it again"
         )
     return found.open(options)
-
-
-def is_single_file(store: object) -> bool:
-    """Return whether a place is a single local file."""
-    path = local_path(store)
-    return path is not None and os.path.isfile(path)
 
 
 def _single_blob(store: Store) -> tuple[Store, str] | None:

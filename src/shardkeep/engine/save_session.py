@@ -41,7 +41,7 @@ from shardkeep.engine.step_barrier import StepBarrier
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, HashingSink, Sink, Window, windows_in_turn, write_files
-from shardkeep.errors import CheckpointError, RanksDisagree
+from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
@@ -52,7 +52,7 @@ from shardkeep.layouts import native, orphans
 from shardkeep.options import Options, cores, local_ranks
 from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
 from shardkeep.state.describe import Description, describe, file_groups
-from shardkeep.state.objects import Objects
+from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import BlobWriter, Store
 from shardkeep.storage.buffers import address_of, view_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
@@ -308,16 +308,6 @@ def find_differing_state(objects: Objects, ranks: Rendezvous, size: int, *, allo
         return [msgspec.msgpack.encode(sorted(found))] * len(payloads)
 
     return frozenset(msgspec.msgpack.decode(ranks.agree("compare", digests, differing), type=list[str]))
-
-
-def check_same_objects(names: list[list[str]]) -> None:
-    """Raise if ranks have different objects: names inside them, and the order of their collectives, would differ."""
-    for rank, own in enumerate(names):
-        if odd := sorted({*own} ^ {*names[0]}):
-            raise RanksDisagree(
-                f"ranks 0 and {rank} do not have the same objects in the state: {', '.join(map(repr, odd))}",
-                hint="pass modules, optimizers and other objects under the same keys on every rank",
-            )
 
 
 def make_manifest(description: Description, *, allow_pickle: bool, check_replicas: bool) -> RankManifest:

@@ -21,7 +21,7 @@ from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Lists, Opens, Store
+from shardkeep.storage.base import Lists, Opens, Store, is_single_file
 
 
 class _ListedStore(Opens, Lists, Protocol):
@@ -37,7 +37,7 @@ def find(store: Store) -> FoundCheckpoint:
 
     """
     try:
-        if not safetensors_source.is_single_file(store):
+        if not is_single_file(store):
             return _committed(store)
         missing = CheckpointNotFound(f"{store.url}: no checkpoint")
     except CheckpointNotFound as exc:

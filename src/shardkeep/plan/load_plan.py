@@ -35,10 +35,10 @@ from shardkeep.format.boxes import (
     contiguous_run,
     intersect,
     relative,
+    tiled,
 )
 from shardkeep.format.index import Chunks, Index
 from shardkeep.format.record import FileEntry
-from shardkeep.plan.tiling import tiled
 
 T = TypeVar("T")
 

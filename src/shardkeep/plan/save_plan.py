@@ -20,11 +20,22 @@ from numpy.random import default_rng  # imported here: a fork during a lazy impo
 
 from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, StateError
 from shardkeep.format import dtypes
-from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Rows, concat_ranges, segment_starts, widen
+from shardkeep.format.boxes import (
+    ITEMSIZES,
+    Boxes,
+    IntArray,
+    Rows,
+    concat_ranges,
+    explain_tiling,
+    hash_rows,
+    multipliers,
+    segment_starts,
+    tiled,
+    widen,
+)
 from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
 from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
-from shardkeep.plan import tiling
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,7 +409,7 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = default_rng()
     while True:
-        hashes = tiling.hash_rows(columns, tiling.multipliers(len(columns) + 1, rng))
+        hashes = hash_rows(columns, multipliers(len(columns) + 1, rng))
         order = np.argsort(hashes, kind="stable")
         starts = np.flatnonzero(np.diff(hashes[order], prepend=hashes[order][:1] ^ np.uint64(1)))
         count = np.diff(starts, append=len(order))
@@ -432,7 +443,7 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
     tensor = np.concatenate([pieces.tensor, distinct.tensor])
     boxes = Boxes(np.concatenate([pieces.offsets, distinct.offsets]), np.concatenate([pieces.sizes, distinct.sizes]))
     order = np.argsort(tensor, kind="stable")
-    good = tiling.tiled(merged.tensors.shape, tensor[order], boxes.take(order))
+    good = tiled(merged.tensors.shape, tensor[order], boxes.take(order))
     if np.all(good):
         return
     at = int(np.flatnonzero(~good)[0])
@@ -441,7 +452,7 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
     rows = np.flatnonzero(tensor == at).tolist()
     raise InvalidShards(
         f"the shards of {merged.keys[at]!r} do not tile its shape {shape}:"
-        f" {tiling.explain(shape, [boxes.box(row, ndim) for row in rows])}",
+        f" {explain_tiling(shape, [boxes.box(row, ndim) for row in rows])}",
         hint="every rank of the mesh must call save, with the same global tensor",
         key=merged.keys[at],
         others=[merged.keys[i] for i in np.flatnonzero(~good)[1:100]],

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardkeep.errors import StateError, StateMismatch
+from shardkeep.errors import RanksDisagree, StateError, StateMismatch
 from shardkeep.format.tree import join
 from shardkeep.state.flatten import flatten, leaves_of, map_leaves
 from shardkeep.state.leaves import (
@@ -701,3 +701,13 @@ def _with_own_counters(state: dict[str, Any]) -> dict[str, Any]:
 
     copied: dict[str, Any] = map_leaves(state, change, lambda value: isinstance(value, dict))
     return copied
+
+
+def check_same_objects(names: list[list[str]]) -> None:
+    """Raise if ranks have different objects: names inside them, and the order of their collectives, would differ."""
+    for rank, own in enumerate(names):
+        if odd := sorted({*own} ^ {*names[0]}):
+            raise RanksDisagree(
+                f"ranks 0 and {rank} do not have the same objects in the state: {', '.join(map(repr, odd))}",
+                hint="pass modules, optimizers and other objects under the same keys on every rank",
+            )

@@ -326,6 +326,12 @@ def local_path(store: object) -> str | None:
     return path
 
 
+def is_single_file(store: object) -> bool:
+    """Return whether a place is a single local file, and not a directory."""
+    path = local_path(store)
+    return path is not None and os.path.isfile(path)
+
+
 def with_any_names(store: S) -> S:
     """Return the store for reading files of other programs: any name, through symbolic links (`any_names()`)."""
     view: Callable[[], S] | None = getattr(store, "any_names", None)

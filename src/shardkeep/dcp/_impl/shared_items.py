@@ -12,9 +12,8 @@ import torch
 
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.shared_reads import Cut, SharedRequest, in_disjoint_memory, is_plain
-from shardkeep.format.boxes import Boxes, Ints, matrix_of
+from shardkeep.format.boxes import Boxes, Ints, matrix_of, tiled
 from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, MetadataIndex, ReadItem, is_tensor_entry
-from shardkeep.plan.tiling import tiled
 
 _ASKED = ("create_global_plan", "finish_plan", "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
 """Methods that must be the default planner's own, so that other ranks can fill its tensors in place."""
