@@ -16,14 +16,12 @@ import numpy as np
 
 from shardkeep.codecs.keys import KeySource
 from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
-from shardkeep.engine.sources import read_record
 from shardkeep.errors import (
     BlobNotFound,
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
     DamagedCheckpoint,
-    PickleRefused,
     StorageError,
     StorageFull,
     UnsupportedVersion,
@@ -241,6 +239,19 @@ class Coordinator:
                 free=free,
             )
 
+    def _check_no_checkpoint(self) -> None:
+        try:
+            native.record_in(self.store)
+        except BlobNotFound:
+            if self._nbytes(torch_files.METADATA_NAME) is None:
+                return
+        except (DamagedCheckpoint, UnsupportedVersion) as exc:
+            raise CheckpointExists(
+                f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
+                hint=_HOW_TO_REPLACE,
+            ) from exc
+        raise CheckpointExists(f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE)
+
     def _check_place(self) -> Version | None:
         """Check that this save may write here; return the version of the record that it replaces."""
         replaces: Version | None = None
@@ -248,19 +259,7 @@ class Coordinator:
             # Only what is there now may be replaced: if another save commits meanwhile, this one fails.
             replaces = self.store.version(RECORD_NAME)
         else:
-            try:
-                read_record(self.store)
-            except CheckpointNotFound:
-                pass
-            except (DamagedCheckpoint, UnsupportedVersion, PickleRefused) as exc:
-                raise CheckpointExists(
-                    f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
-                    hint=_HOW_TO_REPLACE,
-                ) from exc
-            else:
-                raise CheckpointExists(
-                    f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
-                )
+            self._check_no_checkpoint()
         found = orphans.survey(self.store)
         if found.living:
             raise CheckpointExists(

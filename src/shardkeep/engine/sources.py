@@ -59,17 +59,6 @@ def _committed(store: Store) -> _FoundNative | torch_source.FoundTorch:
     return torch_source.find_torch(store) if latest(store) == METADATA_NAME else _FoundNative(store, record)
 
 
-def read_record(store: Store) -> Record:
-    """
-    Read the record of the committed checkpoint, which a save into the same place would replace.
-
-    Raises:
-        CheckpointNotFound: there is none. Safetensors files do not count; a save leaves them alone.
-
-    """
-    return _committed(store).record
-
-
 @dataclass(frozen=True)
 class _FoundNative:
     """A native checkpoint whose record was read."""

@@ -218,13 +218,6 @@ def _tasks(
         yield opened[job.name], window
 
 
-def remove_blob(store: Deletes, name: str, writer: BlobWriter) -> None:
-    """Remove a blob, whether it was finished or not."""
-    writer.abandon()
-    with contextlib.suppress(CheckpointError):
-        store.delete(name)  # `abandon` does not remove a finished blob
-
-
 def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
     """Remove finished files, which their writers' `abandon` does not remove, within a deadline."""
     if not names:
